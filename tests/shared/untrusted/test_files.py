@@ -121,7 +121,7 @@ REFUSED = {
     "world big": "world_size=1000000000000: use a whole number from 1 to 65536",
     "no world": "header without world_size, a whole number from 1 to 65536; record",
     "groups items": "groups=.*: use a list of mappings from names to numbers",
-    "deep": "no JSON",
+    "deep": "not JSON",
     "local": "buffers=.*: use a list of names",
     "fault kind": "fault kind=7: allowed are",
     "no base64": "update weights=.*: Only base64 data is allowed",

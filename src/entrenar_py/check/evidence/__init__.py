@@ -1,19 +1,19 @@
-"""Read traces: their runs, steps, ranks and tensors. Judges nothing.
+"""Read traces: their runs, steps, ranks and tensors. Nothing is judged here.
 
-A trace is a list of events in the order of time. Judges ask it by step and rank (`updates`,
-`shards`, `ranks_by_step`), never by index: ranks join and leave, a resume undoes steps, and a rank
-that was ended lacks its last ones. Steps that a resume undid are left out everywhere
-(`Trace.standing`).
+A trace is a list of events in order of time. Judges read it by step and rank (`updates`, `shards`,
+`ranks_by_step`), never by index: ranks join and leave, a resume undoes steps, and a rank that was
+killed lacks its last steps. Steps that a resume undid are left out everywhere (`Trace.standing`).
 
 What a trace does not hold is unknown, and never equal to anything. So functions return None for an
-unknown value, and an empty mapping only where nothing was recorded. Tensors have a digest, and
-values, a sketch or neither: `vectors` and `elements` are None if one of them has neither, since a
-comparison of the others would look complete. Runs that failed are counted as missing in one place
-(`usable`), with the reason that they ended with.
+unknown value, and an empty mapping only where nothing was recorded. Every tensor has a digest, and
+may also have values or a sketch. `vectors` and `elements` are None if any tensor has neither, since
+a comparison of the remaining tensors would look complete. Failed runs are counted as missing in one
+place (`usable`), with the reason of the failure.
 
-The package has the functions that most judges need. Its modules compare (`closeness`), add up
-(`step_sums`), name what is missing (`missing`, `facts`) and which runs are needed (`needs`). They
-import one another and nothing of `causes`: evidence can be read without an idea of what went wrong.
+The package has the functions that most judges need. Its modules compare tensors (`closeness`), add
+up gradients (`step_sums`), say what is missing (`missing`, `facts`) and define which runs are
+needed (`needs`). They import one another, but nothing from `causes`: reading evidence requires no
+theory of what went wrong.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
 
 
 def usable_runs(runs: Traces, tally: Tally) -> Traces:
-    """Return `runs` without the failed ones, and count those as missing."""
+    """Return `runs` without the failed ones, and count the failed ones as missing."""
     usable(runs, tally)
     return runs.chosen(lambda trace: None if trace.end.status == "failed" else trace)
 
 
 def is_as_trained(trace: Trace) -> bool:
-    """Return whether the scenario has no fault that changes the results of the training."""
+    """Return whether the scenario has only faults that leave the training results unchanged."""
     return all(fault.kind in SURVIVED for fault in trace.scenario.faults)
 
 
 def could_run(tally: Tally, trace: Trace) -> bool:
-    """Return whether a run began. If not, count the reason as missing."""
+    """Return whether a run started. If it did not, count the reason as missing."""
     if trace.end.status == "failed" and not trace.of(Start):
         tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
         return False
@@ -85,7 +85,10 @@ def could_run(tally: Tally, trace: Trace) -> bool:
 
 
 def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
-    """Return the run without faults that `trace` must equal; if None, count why as missing."""
+    """Return the run without faults that `trace` must equal.
+
+    If there is none to compare with, count the reason as missing and return None.
+    """
     if not could_run(tally, trace):
         return None
     if "bitwise" not in trace.promises:
@@ -98,17 +101,20 @@ def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
 
 
 def started_alone(traces: Iterable[Trace]) -> str:
-    """Return that no two workers were tried, if the command can't start two; "" otherwise."""
+    """Return the advice for a command that can only start one worker; "" for any other command.
+
+    Nothing distributed was tested in such runs.
+    """
     if {(trace.traits.starts, trace.scenario.world_size) for trace in traces} != {("one", 1)}:
         return ""
     return (
-        "the command starts one worker, and nothing distributed was tried: to have that done, put "
-        "{world_size} where it takes the number of workers"
+        "the command starts one worker, so nothing distributed was tested: put {world_size} where "
+        "the command takes the number of workers"
     )
 
 
 def place(trace: Trace, event: Event) -> dict[str, Any]:
-    """Return a counterexample's fields: step, rank and shard of `event`, scenario and shapes."""
+    """Return fields for a counterexample: scenario, shapes, and step, rank and shard of `event`."""
     known = {
         name: getattr(event, name) for name in ("step", "rank", "shard") if hasattr(event, name)
     }
@@ -116,7 +122,7 @@ def place(trace: Trace, event: Event) -> dict[str, Any]:
 
 
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
-    """Return step -> rank -> the last update in the step, without updates that a resume undid."""
+    """Return step -> rank -> the last update in the step, without updates undone by a resume."""
     by_step: dict[int, dict[int, Update]] = defaultdict(dict)
     for update in trace.standing.of(Update):
         by_step[update.step][update.rank] = update
@@ -124,7 +130,7 @@ def updates(trace: Trace) -> dict[int, dict[int, Update]]:
 
 
 def shards(trace: Trace) -> dict[int, list[Shard]]:
-    """Return step -> shards, sorted by number, for the steps that were made and not undone."""
+    """Return step -> shards, sorted by number, for completed steps that no resume undid."""
     kept = trace.standing
     committed = {update.step for update in kept.of(Update)}
     by_step: dict[int, list[Shard]] = defaultdict(list)
@@ -135,7 +141,7 @@ def shards(trace: Trace) -> dict[int, list[Shard]]:
 
 
 def replaced(trace: Trace, kind: type[E], changes: Callable[[E], Mapping[str, Any]]) -> Trace:
-    """Return `trace` with `changes(event)` made to the fields of each event of a kind."""
+    """Return `trace` with the fields of each event of type `kind` replaced by `changes(event)`."""
     events = (replace(e, **changes(e)) if isinstance(e, kind) else e for e in trace.events)
     return replace(trace, events=tuple(events))
 
@@ -143,7 +149,8 @@ def replaced(trace: Trace, kind: type[E], changes: Callable[[E], Mapping[str, An
 def with_losses(trace: Trace) -> Trace:
     """Return `trace` with each missing loss of an update computed from the step's shards.
 
-    Losses of an unknown scale are no means, and are left out.
+    If the scale of the losses is unknown (`Traits.losses` is "backward"), `trace` is returned as it
+    is.
     """
     if trace.traits.losses == "backward" or all(
         update.loss is not None for update in trace.of(Update)
@@ -163,9 +170,10 @@ def with_losses(trace: Trace) -> Trace:
 
 
 def non_finite(tensors: Tensors) -> tuple[str, int | None] | None:
-    """Return the tensor's name and element's index of the first recorded NaN or Inf, or None.
+    """Return the tensor name and element index of the first recorded NaN or Inf, or None.
 
-    The index is None if the tensor has only a sketch.
+    The index is None if the tensor has only a sketch. The result is None if all recorded values are
+    finite.
     """
     for name, record in tensors.items():
         if record.sketch is not None and not math.isfinite(record.square() or 0.0):
@@ -182,14 +190,20 @@ def any_rank(by_rank: Mapping[int, Update]) -> Update:
 
 
 def vectors(tensors: Tensors) -> dict[str, Values] | None:
-    """Return the elements of each tensor, flat, or its projection; None if one has neither."""
+    """Return each tensor's flat elements or projection; None if any tensor has neither.
+
+    Also None if there are no tensors.
+    """
     vector_of = {name: record.vector() for name, record in tensors.items()}
     known = {name: vector for name, vector in vector_of.items() if vector is not None}
     return known if known and len(known) == len(vector_of) else None
 
 
 def elements(tensors: Tensors) -> dict[str, Values] | None:
-    """Return the elements of each tensor, flat, or those in its sketch; None if one has neither."""
+    """Return each tensor's flat elements, or those in its sketch; None if any tensor has neither.
+
+    Also None if there are no tensors.
+    """
     elements_of = {name: record.elements() for name, record in tensors.items()}
     known = {name: found for name, found in elements_of.items() if found is not None}
     return known if known and len(known) == len(elements_of) else None
@@ -201,22 +215,22 @@ def digests(tensors: Tensors) -> dict[str, str]:
 
 
 def are_equal(one: Tensors, other: Tensors) -> bool:
-    """Return whether tensors have the same names and the same bits."""
+    """Return whether both have the same tensor names with the same bits."""
     return digests(one) == digests(other)
 
 
 def first_difference(one: Tensors, other: Tensors) -> str | None:
-    """Return the first tensor that both sides hold with other bits; None if there is none."""
+    """Return the first tensor that both sides hold with different bits; None if there is none."""
     return next((n for n in one if n in other and one[n].digest != other[n].digest), None)
 
 
 def differ(name: str, of_ranks: Iterable[Tensors]) -> bool:
-    """Return whether a tensor has several values, among those that were recorded."""
+    """Return whether the recorded values of a tensor differ between ranks."""
     return len({tensors[name].digest for tensors in of_ranks if name in tensors}) > 1
 
 
 def times(tensors: Tensors, factor: float) -> Tensors:
-    """Return multiples of the tensors that have values or a sketch."""
+    """Return the tensors multiplied by `factor`, without those that lack values and a sketch."""
     return {name: scaled for name, t in tensors.items() if (scaled := _scaled(t, factor))}
 
 
@@ -240,10 +254,11 @@ def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
 
 
 def unseen_gradients(trace: Trace) -> str:
-    """Return a reason why the norm of the gradient is unknown; "" if it is known.
+    """Return the reason why the norm of the gradient is unknown; "" if it is known.
 
-    It is unknown if a parameter moves without a recorded gradient. A DTensor's isn't recorded if it
-    is the term of a sum over ranks, or lies in other pieces than its parameter.
+    It is unknown if a parameter moves without a recorded gradient. The gradient of a DTensor is not
+    recorded if it is one term of a sum over ranks, or if it is split differently from its
+    parameter.
     """
     start = next(iter(trace.of(Start)), None)
     if start is None:
@@ -265,9 +280,10 @@ def unseen_gradients(trace: Trace) -> str:
 
 
 def passes_begun_late(trace: Trace) -> set[tuple[int, int]]:
-    """Return step and shard of the passes of a sharded model that lack their gradient, rightly.
+    """Return the (step, shard) pairs of a sharded model's passes that rightly lack a gradient.
 
-    Without a line a model is followed from within the first pass of each life of a rank on.
+    A script without the line `observe` is first followed in the middle of a pass, after each start
+    of a rank. The gradient of that pass is not recorded.
     """
     late: set[tuple[int, int]] = set()
     begun = set[int]()  # ranks that have made their first pass
@@ -292,10 +308,10 @@ class Stay(NamedTuple):
 
 
 def stays(trace: Trace) -> dict[int, list[Stay]]:
-    """Return rank -> its stays, each from a start until the rank left.
+    """Return rank -> its stays. A stay lasts from a start until the rank leaves.
 
-    If the others resume at an earlier step, a rank that had left is no member in the repeated
-    steps: its stay is cut at that step.
+    If the remaining ranks resume at an earlier step, a rank that had left is not a member in the
+    repeated steps: its stay ends at that step.
     """
     stays_of: dict[int, list[Stay]] = {}
     for event in trace.standing.events:
@@ -326,7 +342,7 @@ def members(stays_of: Mapping[int, Sequence[Stay]], step: int) -> set[int]:
 
 
 def ghosts(trace: Trace) -> list[Update]:
-    """Return the updates that ranks made after they had left and before they came back."""
+    """Return the updates that ranks made after leaving and before coming back."""
     gone: dict[int, int] = {}
     updates = []
     for event in trace.standing.events:
@@ -348,7 +364,10 @@ def ghosts(trace: Trace) -> list[Update]:
 
 
 def skipped(trace: Trace) -> set[int]:
-    """Return the finite steps in which no rank changed its weights or its optimizer state."""
+    """Return the steps with finite values in which no rank changed its weights or optimizer state.
+
+    The set is empty unless the workload is a user's own.
+    """
     if trace.scenario.workload != "own":
         return set()
     state_of: dict[int, tuple[Tensors, Tensors]] = {}
@@ -366,7 +385,7 @@ def skipped(trace: Trace) -> set[int]:
                     digests(was) == digests(held) for was, held in zip(before, now, strict=True)
                 )
             )
-            rested[event.step, event.rank] = rests and event.finite  # any step leaves a NaN a NaN
+            rested[event.step, event.rank] = rests and event.finite  # a NaN stays a NaN in any step
             state_of[event.rank] = now
     ranks = {rank for _, rank in rested}
     steps = {step for step, _ in rested}
@@ -384,14 +403,14 @@ def skipped_without_gradients(trace: Trace) -> set[int]:
 
 
 def skip_words(steps: Iterable[int]) -> str:
-    """Return such words as `skipped steps 4, 5 on all ranks`."""
+    """Return words such as `skipped steps 4, 5 on all ranks`."""
     return f"{named('skipped step', steps, most=5)} on all ranks"
 
 
 # --- other names, and epochs ----------------------------------------------------------------------
 
 
-# Fields of events that map or list names of tensors, apart from `optimizer` and `extra`.
+# Fields of events that map or list tensor names, except `optimizer` and `extra`.
 _BY_NAME = (
     *("weights", "buffers", "local", "shapes", "gradient", "rates"),
     *("kept", "summed", "edited"),
@@ -400,7 +419,7 @@ _LISTED = ("trainable", "frozen", "decayed")
 
 
 def event_renamed(event: Event, named: Mapping[str, str]) -> Event:
-    """Return `event` with the tensors in `named` under their new names."""
+    """Return `event` with the tensors named in `named` under their new names."""
     if not isinstance(event, Start | Update | Shard | Synchronised):
         return event
 
@@ -425,11 +444,11 @@ def event_renamed(event: Event, named: Mapping[str, str]) -> Event:
 def derived_epochs(
     events: Sequence[Event], population: Collection[int] | None
 ) -> list[Event] | None:
-    """Return `events` with the epochs that follow from the samples, or None if none follow.
+    """Return `events` with epochs computed from the samples; None if they can't be computed.
 
-    An epoch is over when each sample of `population` was drawn once. By default these are all
-    samples that the run draws. A step that draws a sample again before that could be an error or
-    the beginning of an epoch, and which it is can't be told. The run must begin at its first step.
+    An epoch is over when each sample of `population` was drawn once. If that is None, the
+    population is all samples that the run draws. A step that draws a sample again earlier could be
+    an error or the beginning of an epoch, so the result is None. The run must begin at step 0.
     """
     by_step: dict[int, list[Shard]] = defaultdict(list)
     for event in events:

@@ -1,16 +1,16 @@
-"""Compare two runs' tensors and rates: bit for bit, or within a bound, tensor by tensor.
+"""Compare the tensors and learning rates of two runs, bit for bit or within a bound.
 
-Tensors are compared in L2 norms, each with its own: one bound for all tensors together would hide a
-small tensor behind a large one, and one for each element would call rounding noise wrong. Only
-tensors that are nothing but noise, smaller than 1 / NOISE_SHARE of all together, are given that
-much. Large tensors have a sketch in place of their values, a projection on 32 directions. Its
-distance is that of the tensors up to a factor that is known in distribution (PROJECTED).
+Each tensor is compared in its own L2 norm. One bound for all tensors together would hide a small
+tensor behind a large one, and one for each element would report rounding noise. A tensor smaller
+than 1 / NOISE_SHARE of all tensors together is treated as if it had that size, since it may be only
+noise. A large tensor has a sketch instead of values: a projection on 32 directions. The distance of
+two projections is that of the tensors, up to a factor of known distribution (PROJECTED).
 
-Each comparison is counted. A difference is shown at its worst element, with both values, and if one
-tensor follows from the other by a simple relation, in words (`factors`). Bits are compared by
-digests, so no values are needed. Results of a device are held to a bound that was computed for
-them (wgpu-backend-v1). Learning rates are products of a few float64 numbers, and have a bound of
-their own.
+Each comparison is counted. A difference is reported at its worst element, with both values. If one
+tensor follows from the other by a simple relation, the report says so in words (`factors`). Exact
+comparisons use digests, so they need no values. Results of a device are compared with a bound that
+was computed for them (wgpu-backend-v1). Learning rates are products of a few float64 numbers, and
+have their own bound.
 """
 
 from __future__ import annotations
@@ -34,31 +34,36 @@ from entrenar_py.shared.trace import (
 from entrenar_py.shared.verdict import Tally
 
 # A gradient's rounding error is proportional to its terms. In one tensor these may cancel almost
-# completely, so each tensor's norm is taken to be at least 1 / NOISE_SHARE of the norm of all.
+# completely, so each tensor's norm is assumed to be at least 1 / NOISE_SHARE of the norm of all.
 NOISE_SHARE = 32
 
 
-# |P x|^2 / |x|^2 of a projection P x (`trace.Sketch`) has a chi-square distribution of 32 degrees,
-# over 32, or a narrower one. A distance is over twice the true one with a probability of 1e-13, and
-# under half of it of 1e-6. So distances of projections may be this much larger than allowed.
+# For a projection P x (`trace.Sketch`), |P x|^2 / |x|^2 has a chi-square distribution with 32
+# degrees of freedom, divided by 32, or a narrower one. A distance is more than twice the true one
+# with a probability of 1e-13, and less than half with a probability of 1e-6. So distances of
+# projections may be larger than the bound by this factor.
 PROJECTED = 2.0
 
 
 def norm_l2(tensors: Tensors) -> float | None:
-    """Return the L2 norm of all elements of all tensors; None without values and sketches."""
+    """Return the L2 norm of all elements of all tensors.
+
+    None if there are no tensors, or if any has neither values nor a sketch.
+    """
     squares = [record.square() for record in tensors.values()]
     known = [square for square in squares if square is not None]
     return math.sqrt(sum(known)) if known and len(known) == len(squares) else None
 
 
 def norm_rounding(tensors: Tensors) -> float:
-    """Return by how much, as a share, a norm may be off that was computed in float32.
+    """Return the largest relative error of a norm that was computed in float32.
 
-    On CPUs torch adds up the squares of a tensor in eight sums, each rounded once an element. So a
-    norm of n elements is off by n / 2**28 at most. It is too small, unless most elements are equal,
-    and a gradient that is clipped by it stays as much too long. Measured were 0.02 % with 2**19
-    elements, 0.6 % with 2**24 (a few large ones hide the others, as in the last layer of a language
-    model), and 0.9 % with 2**26. Twice the last is allowed. With more elements it grows as n**1.5.
+    On CPUs torch adds up the squares of a tensor in eight sums, each rounded once per element. So
+    the norm of n elements is off by at most n / 2**28, relative. Unless most elements are equal, it
+    is too small, and a gradient that is clipped by it remains too long by the same fraction.
+    Measured errors are 0.02 % with 2**19 elements, 0.6 % with 2**24 (where a few large elements
+    hide the rest, as in the last layer of a language model), and 0.9 % with 2**26. The bound is
+    about twice the last value, and grows as n**1.5 above that size.
     """
     size = max((record.size or 0 for record in tensors.values()), default=0)
     return min(size / 2**28, 0.02 * math.pow(max(1.0, size / 2**26), 1.5))
@@ -80,12 +85,13 @@ def compare_close(
     """Count one comparison per tensor: |got - expected| <= bound |expected| + floor, in L2 norms.
 
     |expected| is the tensor's own norm, so that a small tensor can't hide behind a large one. It is
-    taken to be at least 1 / NOISE_SHARE of the norm over all tensors, so that a tensor of rounding
-    noise does not fail. The distance of tensors with sketches is that of their projections, which
-    may be PROJECTED times as large. A tensor's terms may be many times as large as their sum: by
-    how much is `cancelled`, and as much more is allowed. `explain` says why a tensor is off if it
-    is no simple multiple of the right one. Return False, and count nothing, if a tensor has neither
-    values nor a sketch, or if one side alone has a sketch of it.
+    assumed to be at least 1 / NOISE_SHARE of the norm over all tensors, so that a tensor of
+    rounding noise does not fail. For tensors with sketches, the distance of the projections is
+    compared, and the bound is multiplied by PROJECTED. `cancelled` says by tensor how many times
+    larger its terms are than their sum, and the bound is multiplied by that, too. If a wrong tensor
+    is not a simple multiple of the right one, `explain` is called for the words that end the
+    message. Return False and count nothing if a tensor has neither values nor a sketch, or if only
+    one side has a sketch of it.
     """
     gaps = distances(expected, got)
     if gaps is None:
@@ -120,10 +126,10 @@ def compare_close(
 
 
 class Gap(NamedTuple):
-    """Two tensors' values or projections, flat, and how far they are apart.
+    """The values or projections of two tensors, flat, and how far apart they are.
 
-    `elements` are the distances of each, `distance` their L2 norm, and `size` the norm that it is
-    compared with.
+    `elements` has the absolute difference of each element and `distance` is its L2 norm. `size` is
+    the norm that the distance is compared with.
     """
 
     expected: Values
@@ -134,14 +140,14 @@ class Gap(NamedTuple):
 
     @property
     def relative(self) -> float:
-        """The distance as a share of the size, or by itself if that is zero."""
+        """The distance divided by the size, or the distance itself if the size is zero."""
         return self.distance / self.size if self.size else self.distance
 
 
 def distances(expected: Tensors, got: Tensors) -> dict[str, Gap] | None:
-    """Return how far tensors of a name are apart, those that are empty or of other sizes left out.
+    """Return by name how far apart tensors are, without empty ones and those of different sizes.
 
-    Return None if a tensor has neither values nor a sketch, or if one side alone has a sketch.
+    Return None if a tensor has neither values nor a sketch, or if only one side has a sketch.
     """
     left, right = evidence.vectors(expected), evidence.vectors(got)
     if left is None or right is None or norm_l2(expected) is None:
@@ -160,7 +166,7 @@ def distances(expected: Tensors, got: Tensors) -> dict[str, Gap] | None:
             continue
         with np.errstate(invalid="ignore", over="ignore"):
             apart = np.abs(right[name].astype(np.float64) - value)
-            apart[right[name] == value] = 0.0  # infinities, as in an additive mask
+            apart[right[name] == value] = 0.0  # equal infinities, as in an additive mask
             distance = float(np.sqrt(np.square(apart).sum()))
         size = max(math.sqrt(squares[name]), scale / NOISE_SHARE)
         gaps[name] = Gap(value, right[name], apart, distance, size)
@@ -177,7 +183,10 @@ def _finite_square(record: TensorRecord) -> float:
 
 
 def furthest(expected: TensorRecord, got: TensorRecord, gap: Values) -> dict[str, Any]:
-    """Return the element with the largest `gap`, with both values; norms if these are unknown."""
+    """Return the element with the largest `gap` and both values.
+
+    If values are unknown, return both norms.
+    """
     left, right = expected.values(), got.values()
     if left is None or right is None:
         norms = (math.sqrt(record.square() or 0.0) for record in (expected, got))
@@ -192,9 +201,10 @@ def furthest(expected: TensorRecord, got: TensorRecord, gap: Values) -> dict[str
 def compare_exact(
     tally: Tally, expected: Tensors, got: Tensors, message: str, *, words: str = "", **place: Any
 ) -> None:
-    """Compare bit for bit, one comparison per tensor. A tensor on one side only is a difference.
+    """Compare bit for bit, with one comparison per tensor.
 
-    The message ends with `words`, or with how one tensor follows from the other if that is simple.
+    A tensor that only one side has is a difference. The message ends with `words`. If `words` is
+    empty, it ends with how one tensor follows from the other, provided that the relation is simple.
     """
     for name in [*expected, *(name for name in got if name not in expected)]:
         left, right = expected.get(name), got.get(name)
@@ -220,7 +230,10 @@ def _relation(expected: TensorRecord, got: TensorRecord, scenario: Scenario | No
 def compare_updates(
     tally: Tally, model: Trace, trace: Trace, part: str, message: str, *, before: float = math.inf
 ) -> None:
-    """Compare `part` of each update with `model`'s lowest rank's, bitwise, before step `before`."""
+    """Compare `part` of each update before step `before`, bitwise, with `model`.
+
+    The update of the lowest rank of `model` is used for all ranks.
+    """
     expected = evidence.updates(model)
     for step, by_rank in evidence.ranks_by_step(trace):
         for _, update in sorted(by_rank.items()):
@@ -237,14 +250,17 @@ def compare_updates(
 
 
 def compare_steps_made(tally: Tally, lost: Iterable[int], trace: Trace, words: str = "") -> None:
-    """Count one comparison, which fails if there are steps `lost` that the run did not make."""
+    """Count one comparison, which fails if `lost` has steps, which the run did not complete."""
     steps = sorted(lost)
     message = f"{words}steps {steps[:5]} were never made"
     tally.check(not steps, message, step=min(steps, default=None), scenario=trace.scenario)
 
 
 def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
-    """Return the first differing element, with both values; digests if values are unknown."""
+    """Return the first element that differs, with both values.
+
+    If values are unknown, return both digests. If sizes or dtypes differ, return these.
+    """
     left, right = expected.values(), got.values()
     if left is None or right is None:
         return {"expected": expected.digest, "got": got.digest}
@@ -254,20 +270,20 @@ def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
             "got": f"{right.size} elements of {right.dtype}",
         }
     bits = left.view(np.uint8) != right.view(np.uint8)
-    if not bits.any():  # the values were edited, or the digest was
+    if not bits.any():  # either the values or the digest was edited
         return {"expected": expected.digest, "got": got.digest}
     element = int(bits.argmax()) // left.itemsize
     return {"element": element, "expected": str(left[element]), "got": str(right[element])}
 
 
-# --- a device's results, within what rounding explains --------------------------------------------
+# --- a device's results, within the rounding bound --------------------------------------------
 
 
 def judge_explained(tally: Tally, item: Explained, trace: Trace) -> None:
-    """Count one comparison for the worst element, and one for all elements together if bounded.
+    """Count one comparison for the worst element, and one for all elements together.
 
-    A tensor without a finite bound is counted as missing: no error could exceed an infinite one. A
-    note says how many elements have no bound.
+    Either is made only if it has a finite bound, and counted as missing otherwise: no error could
+    exceed an infinite bound. A note says how many elements have no bound.
     """
     what = f"{item.of}: {item.tensor}"
     place = {"tensor": item.tensor, **evidence.place(trace, item)}
@@ -301,10 +317,10 @@ Rates = dict[str | None, tuple[float, float]]
 
 
 def rates_of(model: Update, update: Update) -> Rates:
-    """Return the rates of both updates: under None the first parameter group's, then by tensor.
+    """Return the two rates of the first parameter group, by None, and of tensors, by name.
 
-    Tensors are those in other groups than the first. A tensor that a rank's own optimizer does not
-    step (another rank's does) has no rate there, and is left out.
+    The named tensors are those in later groups. A tensor is left out if either optimizer has states
+    but none for it: then a different rank's optimizer updates the tensor.
     """
     rates: Rates = {None: (model.learning_rate, update.learning_rate)}
     names = dict.fromkeys((*model.rates, *update.rates))
@@ -317,16 +333,19 @@ def rates_of(model: Update, update: Update) -> Rates:
 
 
 def first_unlike_rates(model: Update, update: Update) -> tuple[str | None, float, float] | None:
-    """Return the first tensor (or None) with different rates, and both; None if none has."""
+    """Return the first tensor with different rates, and both rates; None if all are equal.
+
+    The name is None for the first parameter group.
+    """
     return next(
         (((n, *pair)) for n, pair in rates_of(model, update).items() if pair[0] != pair[1]), None
     )
 
 
 def is_schedule_elsewhere(straight: Trace, resumed: Trace) -> bool:
-    """Return whether a schedule is elsewhere after a resume, while all rates are still the same.
+    """Return whether a schedule differs after a resume, while all rates are still the same.
 
-    A rate that the optimizer's state brought back stays until the schedule moves.
+    A rate that was restored with the optimizer's state remains until the schedule's next step.
     """
     expected, elsewhere = evidence.updates(straight), False
     for step, by_rank in evidence.ranks_by_step(resumed):
@@ -344,7 +363,10 @@ def is_schedule_elsewhere(straight: Trace, resumed: Trace) -> bool:
 def step_of_rate(
     name: str | None, rate: float, updates: Mapping[int, Mapping[int, Update]]
 ) -> int | None:
-    """Return the only step with this rate of tensor `name` (None: of the first group), or None."""
+    """Return the only step in which tensor `name` has this rate; None if there are none or several.
+
+    If `name` is None, the rate is that of the first parameter group.
+    """
     steps = []
     for step, by_rank in updates.items():
         model = evidence.any_rank(by_rank)
@@ -362,9 +384,9 @@ def compare_rates(
     trace: Trace,
     message: str,
 ) -> None:
-    """Compare the rates of one step, even of a schedule without a known closed form.
+    """Compare the rates of one step. The schedule needs no known closed form.
 
-    `expected` are all updates of the run of `model`, `trace` is the run of `update`.
+    `expected` has all updates of the run of `model`, and `trace` is the run of `update`.
     """
     for name, (due, got) in rates_of(model, update).items():
         right = math.isclose(due, got, rel_tol=RATE_BOUND)
@@ -391,7 +413,7 @@ def _relation_of_rates(
     expected: Mapping[int, Mapping[int, Update]],
     scenario: Scenario,
 ) -> str:
-    """Return in words which other step has a wrong rate, or its factor; "" if neither is known."""
+    """Return in words which step has the wrong rate, or its factor; "" if neither is known."""
     other = step_of_rate(name, got, expected)
     if other is not None and other != step:
         counts = {"worker": scenario.world_size, "micro-batch": scenario.accumulation}

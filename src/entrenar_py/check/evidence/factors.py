@@ -1,6 +1,6 @@
-"""Say in words how a wrong vector follows from the right one: twice it, a half, shifted, zero.
+"""Describe how a wrong vector follows from the right one: twice as large, half, shifted, zero.
 
-Words are given only for a relation that holds for all elements within rounding. Judges nothing.
+A relation is described only if it holds for all elements within rounding. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from entrenar_py.shared.verdict import MEANING
 
 Vector = NDArray[Any]
 
-# Two float32 results of the same sum differ by less than the first, relative to their norm. Runs in
-# 16 bits have larger bounds; beyond the second, neighbouring factors can't be told apart.
+# Two float32 results of the same sum differ by less than EXACT, relative to their norm. Runs in 16
+# bits have larger bounds; beyond _LOOSEST, neighbouring factors can't be distinguished.
 EXACT = 1e-5
 _LOOSEST = 1e-2
-_WHOLE_MAX = 16  # factors up to this (and one over it) are named even if nothing explains them
+_WHOLE_MAX = 16  # factors up to this (and 1 over them) are named even if nothing explains them
 _POWERS = range(5, 25)  # of two, beyond _WHOLE_MAX: loss scales
-_SHIFT_MAX = 16  # elements: what padding or another alignment moves a tensor by
-_TELLING_MIN = 3  # elements: shorter vectors are shifted, or multiples, by chance
-# What a gradient means that is so many times the right one, or one over that.
+_SHIFT_MAX = 16  # elements: the distance by which padding or alignment shifts a tensor
+_TELLING_MIN = 3  # elements: shorter vectors can be shifted, or multiples, by chance
+# What it means if a gradient is too large by this factor (_ADDED) or too small (_DIVIDED).
 _ADDED = {
     "world_size": "gradients are added over the workers, not averaged",
     "accumulation": "the loss is not divided by the number of micro-batches",
@@ -46,10 +46,11 @@ def of(
     *,
     of_gradients: bool = False,
 ) -> str:
-    """Return how `got` follows from `expected`, such as `twice as large (world_size)`; "" if not.
+    """Return how `got` follows from `expected`, such as `twice as large (world_size)`, or "".
 
-    Both are flat and of one size. `bound` is the relative L2 distance that rounding explains. Of
-    gradients it is added what the factor could mean.
+    Both are flat. If their sizes differ, if they have NaN or infinities, or if no simple relation
+    is known, the result is "". `bound` is the relative L2 distance that rounding explains. For
+    gradients, a possible cause of the factor is added.
     """
     right, wrong = expected.astype(np.float64), got.astype(np.float64)
     if right.shape != wrong.shape or not (np.isfinite(right).all() and np.isfinite(wrong).all()):
@@ -69,9 +70,9 @@ def of(
 
 
 def ratio(expected: Vector, got: Vector, bound: float = EXACT) -> float | None:
-    """Return the number that all elements of `expected` are multiplied by to give `got`, or None.
+    """Return the number by which all elements of `expected` are multiplied to give `got`, or None.
 
-    `bound` is the relative L2 distance that is allowed.
+    `bound` is the allowed relative L2 distance.
     """
     right, wrong = expected.astype(np.float64), got.astype(np.float64)
     square, norm = float(np.dot(right, right)), float(np.linalg.norm(wrong))
@@ -82,7 +83,7 @@ def ratio(expected: Vector, got: Vector, bound: float = EXACT) -> float | None:
 
 
 def named(factor: float, scenario: Scenario | None, bound: float = EXACT) -> tuple[str, str] | None:
-    """Return a simple factor and its reason in words (`1/4`, `1/accumulation`); None if not simple.
+    """Return a simple factor and its reason as text (`1/4`, `1/accumulation`); None if not simple.
 
     The reason is "" if the number is simple, but nothing in `scenario` explains it.
     """
@@ -93,7 +94,7 @@ def named(factor: float, scenario: Scenario | None, bound: float = EXACT) -> tup
 
 
 def _cause(factor: float, scenario: Scenario | None, bound: float) -> str:
-    """Return what a gradient that is `factor` times the right one could mean; "" if unknown."""
+    """Return what it could mean that a gradient is `factor` times the right one; "" if unknown."""
     simple = named(factor, scenario, bound)
     if simple is None or "root" in simple[1]:
         return ""
@@ -120,7 +121,7 @@ def _of_factor(factor: float, bound: float, scenario: Scenario | None, *, is_tel
 
 
 def _of_order(right: Vector, wrong: Vector, bound: float) -> str:
-    """Return whether the elements of `wrong` are those of `right` at other places."""
+    """Return in words whether `wrong` has the elements of `right` in different places, or ""."""
     if right.size < _TELLING_MIN or np.unique(right).size < _TELLING_MIN:
         return ""
     allowed = bound * float(np.linalg.norm(right))
@@ -136,7 +137,7 @@ def _of_order(right: Vector, wrong: Vector, bound: float) -> str:
 
 
 def _known(scenario: Scenario | None) -> Iterator[tuple[float, str, str]]:
-    """Yield the factors that have a name, with the number as text and the reason for it."""
+    """Yield the factors that have a name, each with its number as text and its reason."""
     reasons: dict[int, str] = {}
     if scenario is not None:
         reasons = {scenario.batch_size: "batch_size"} if scenario.batch_size > 1 else {}
@@ -159,7 +160,7 @@ def _known(scenario: Scenario | None) -> Iterator[tuple[float, str, str]]:
 
 
 def _reasons(counts: Mapping[str, int]) -> dict[int, str]:
-    """Return for each number larger than 1 the counts that it is, or the product of counts."""
+    """Return the numbers above 1 that equal a count, or the product of all, with their names."""
     reasons: dict[int, str] = {}
     for name, count in counts.items():
         if count > 1:

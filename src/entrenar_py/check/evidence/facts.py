@@ -1,14 +1,15 @@
-"""The facts that judges ask for, in two vocabularies: of a trace, and of a script's calls.
+"""Facts that judges need, in two vocabularies: the fields of a trace and the calls of a script.
 
-An author of traces is told which field to record. The owner of a script that is observed is told
-which call reveals the fact. `missing.tally_for` chooses; reasons are otherwise the same.
+The author of a trace is told which field to record. The owner of an observed script is told which
+call provides the fact. `missing.tally_for` chooses between them; apart from this, the reasons are
+the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The advice to record a tensor with its values, not only its digest.
+# Advice to record a tensor with its values, not only its digest.
 WITH_VALUES = "with values, record_tensor(array, values=True)"
 _WHOLE = (
     "let all ranks come to the end, since a tensor in pieces is known only if each rank recorded "
@@ -22,15 +23,15 @@ _BOTH_ENDS = "a rank that was ended, or that skipped the step, recorded nothing"
 class Fact:
     """A fact that a run may lack.
 
-    `record` names it as `entrenar_py.trace` does, to follow the word "record". `call` is
-    what reveals it in a script that is observed, as an imperative.
+    `record` names it as `entrenar_py.trace` does, so that it can follow the word "record". `call`
+    is an imperative that says what provides the fact in an observed script.
     """
 
     record: str
     call: str
 
     def advice(self, *, observed: bool) -> str:
-        """Return what to do: with the script if it is `observed`, else with the trace."""
+        """Return what to do, in the script if it is `observed`, otherwise in the trace."""
         return self.call if observed else f"record {self.record}"
 
 
@@ -80,7 +81,7 @@ DRAWS = Fact(
 
 
 def of_shards(field: str) -> Fact:
-    """Return the fact that shards have `field` (ids, draws or gradient), in both of two runs."""
+    """Return the fact that the shards of both runs have `field` (ids, draws or gradient)."""
     calls = {"ids": _SAMPLES, "gradient": _WHOLE}
     return Fact(record=f"Shard.{field} in both", call=calls.get(field, DRAWS.call))
 
@@ -158,7 +159,8 @@ def of_step(step: int) -> Fact:
     return Fact(record=f"its Update of step {step}", call=_BOTH_ENDS)
 
 
-# --- traces only, and rounds of workers that step alone -------------------------------------------
+# --- facts of traces only, and of workers that step alone
+# -------------------------------------------
 COLLECTIVES_ALONE = Fact(
     record="Synchronised.collectives_alone",
     call="call obs.synchronised(optimizer, weights) on every rank, wherever workers were "
@@ -170,13 +172,14 @@ WEIGHTS_AND_SHARDS = Fact(
 
 
 def only_in_traces(record: str) -> Fact:
-    """Return a fact that only traces of the harness's own reductions have."""
+    """Return a fact that only traces can have, not observed scripts."""
     return Fact(record=record, call=f"record {record}")
 
 
 def of_state(holder: str, part: str) -> Fact:
-    """Return the fact that `part` (`weights`, `optimizer`, `buffers`) of a Start, Update or Saved
-    is recorded.
+    """Return the fact that `part` of `holder` is recorded.
+
+    `holder` is Start, Update or Saved, and `part` is `weights`, `optimizer` or `buffers`.
     """
     return Fact(record=f"{holder}.{part}", call=_STATES)
 
@@ -187,5 +190,5 @@ def of_update(part: str) -> Fact:
 
 
 def values_of(fields: str) -> Fact:
-    """Return the fact that `fields` (`Update.gradient in both runs`) were recorded with values."""
+    """Return the fact that `fields` (`Update.gradient in both runs`, say) have recorded values."""
     return Fact(record=f"{fields} {WITH_VALUES}", call=_WHOLE)

@@ -1,13 +1,13 @@
-"""Find facts that a trace lacks, and say what to do about it. Judges nothing.
+"""Find facts that a trace lacks, and advise how to provide them. Nothing is judged here.
 
-A judge that can't decide says why, and which record or call would let it. "Compared nothing" is
-never held, so each gap has to end in a reason. Ranks and steps that lack the same fact share one
-(`Gaps`), and the same advice is given once.
+A judge that can't decide says why, and which record or call would make a decision possible. A
+clause that compared nothing is never held, so each gap has to end in a reason. Ranks and steps that
+lack the same fact share one reason (`Gaps`), and the same advice is given only once.
 
-`tally_for` chooses the vocabulary of reasons. For a trace that somebody wrote they name events and
-fields as `entrenar_py.trace` does (docs/traces.md lists them all). For a script that is observed
-they name its calls. `facts` has both. An empty field may be unknown, or lost by the trainer, which
-is an error: `is_unknown` tells them apart by what else the run recorded.
+`tally_for` chooses the vocabulary of the reasons. For a trace that somebody wrote, they name events
+and fields as `entrenar_py.trace` does (docs/traces.md lists them all). For an observed script, they
+name the calls of the observer. `facts` has both. An empty field may be unknown, or the trainer may
+have lost it, which is an error. `is_unknown` distinguishes these by what else the run recorded.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from entrenar_py.shared.verdict import Tally
 
 
 def tally_for(invariant: Invariant, runs: Iterable[Trace]) -> Tally:
-    """Return an empty tally for `runs`. Its reasons tell an observed script its own calls."""
+    """Return an empty tally for `runs`; for an observed script, its reasons name calls."""
     return Tally(invariant.id, observed=any(run.scenario.system == OBSERVED for run in runs))
 
 
 def ask(tally: Tally, reason: str, fact: Fact) -> None:
-    """Count `why` as missing, with the advice how to reveal `fact`; only once for the same fact."""
+    """Count `reason` as missing, with the advice for `fact`, unless it was already given."""
     advice = f": {fact.advice(observed=tally.observed)}"
     if not any(known.endswith(advice) for known in tally.missing):
         tally.miss(reason + advice)
 
 
 def nothing(tally: Tally, why: str, fact: Fact) -> str:
-    """Return the reason of a judge that compared nothing: `why`, and how to reveal `fact`."""
+    """Return the reason why nothing was compared: `why`, and how to provide `fact`."""
     return f"{why}: {fact.advice(observed=tally.observed)}"
 
 
 def nearest(tally: Tally, runs: Traces, need: Need) -> str:
-    """Return how the run nearest to `need` differs, to end a reason about traces; else ""."""
+    """Return how the run nearest to `need` differs, to end a reason; "" for an observed script."""
     return "" if tally.observed else runs.nearly(need)
 
 
@@ -54,16 +54,16 @@ def told(tally: Tally, *, trace: str, script: str) -> str:
 
 
 def other_samples(*runs: Trace) -> str:
-    """Return `draws other samples`, or what is known if runs tell samples only by their contents.
+    """Return `draws other samples`, or `gives the model other rows` if only contents are known.
 
-    A row is no sample if noise or padding is in it.
+    If samples are identified by their contents, a row with noise or padding is not a sample.
     """
     is_content = any(run.traits.sample_ids == "content" for run in runs)
     return "gives the model other rows" if is_content else "draws other samples"
 
 
 class Gaps:
-    """Facts that ranks did not record. Ranks that lack the same fact share one reason."""
+    """The facts that ranks did not record. Ranks that lack the same fact share one reason."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, Fact], list[tuple[int, int]]] = {}
@@ -91,7 +91,7 @@ _FIELDS = {"ids": "known samples", "draws": "known random draws", "gradient": "l
 
 
 def recorded(trace: Trace) -> Recorded:
-    """Return (event type, rank, part) for each event with optimizer state or with buffers."""
+    """Return (event type, rank, part) for each start and update with optimizer state or buffers."""
     return {
         (type(event), event.rank, part)
         for event in trace.events
@@ -105,8 +105,9 @@ def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bo
     """Return True if the empty `part` of `holder` was not recorded, False if the trainer lost it.
 
     Weights and gradients never count as lost. Optimizer state and buffers count as lost from an
-    update if the rank recorded them in another update, from a start if it recorded them anywhere,
-    and from a checkpoint if any rank recorded them. `known` is the result of `recorded`.
+    update if the rank recorded them in a different update, from a start if the rank recorded them
+    in any event, and from a checkpoint if any rank recorded them. `known` is the result of
+    `recorded`.
     """
     if part in ("weights", "gradient"):
         return True
@@ -119,7 +120,7 @@ def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bo
 
 
 def require_shards(tally: Tally, trace: Trace) -> set[int]:
-    """Return the steps that were made with unknown shards, and count them as missing."""
+    """Return the steps that were made with unknown shards. Count them as missing."""
     bare = _unsharded(trace)
     if lacking := sorted(bare - evidence.shards(trace).keys()):
         ask(tally, f"no micro-batch of {_steps(lacking)} was recorded", facts.SHARDS)
@@ -144,7 +145,8 @@ def _silent(trace: Trace) -> set[int]:
 
 
 def _unsharded(trace: Trace) -> set[int]:
-    # Of a rank that never records shards, steps with too few samples in all of them count, too.
+    # For a rank that never records shards, steps with fewer samples than its updates count as
+    # unsharded, too.
     known, silent = evidence.shards(trace), _silent(trace)
     return {
         step
@@ -160,7 +162,7 @@ def lacks_samples(shards: Sequence[Shard], by_rank: Mapping[int, Update]) -> boo
 
 
 def require_ids(tally: Tally, trace: Trace) -> set[int]:
-    """Return the steps that were made with unknown samples, and count them as missing."""
+    """Return the steps that were made with unknown samples. Count them as missing."""
     bare = require_shards(tally, trace)
     if nameless := _unnamed(trace):
         ask(tally, f"the samples of {_steps(sorted(nameless))} are unknown{_why(trace)}", facts.IDS)
@@ -196,7 +198,8 @@ def _unnamed(trace: Trace) -> set[int]:
 def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
     """Return whether a shard has samples without known ids.
 
-    A micro-batch of a script may have the samples of an earlier one of its rank, and no ids.
+    In an observed script, a micro-batch without ids may reuse the samples of an earlier one of its
+    rank.
     """
     if shard.ids or shard.made or not shard.weight > 0:
         return False
@@ -204,8 +207,10 @@ def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
 
 
 def require_updates(tally: Tally, *traces: Trace) -> bool:
-    """Return whether every completed run recorded steps. Count the first without any as missing,
-    unless it is known why there is nothing to compare (all steps met a NaN, say).
+    """Return whether every completed run recorded steps.
+
+    The first run without any is counted as missing, unless a reason is already known (such as that
+    all steps met a NaN).
     """
     for trace in traces:
         if trace.end.status == "completed" and not trace.of(Update):
@@ -216,7 +221,7 @@ def require_updates(tally: Tally, *traces: Trace) -> bool:
 
 
 def require_moves(tally: Tally, trace: Trace) -> None:
-    """Ask for a run that moves a weight, if no step of `trace` does: any states are equal then.
+    """Count a run as missing if no step moves a weight: all states are equal in such a run.
 
     A rate that begins at zero, or skipped steps, don't matter if a later step moves a weight.
     """
@@ -238,14 +243,14 @@ def require_moves(tally: Tally, trace: Trace) -> None:
 
 
 def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
-    """Return field -> empty value, for fields of Shard that at most one of two runs ever fills in.
+    """Return field -> empty value, for the fields of Shard that at most one of two runs fills in.
 
-    A field that only one run fills in, or a step with shards in only one, counts as missing.
+    A field that only one run fills in, or a step with shards in only one run, counts as missing.
     """
     bare: dict[str, Any] = {}
     for name, unknown in (("ids", ()), ("draws", None), ("gradient", {})):
         if name == "draws" and not trace.scenario.dropout:
-            continue  # None is right: nothing is drawn without dropout
+            continue  # without dropout nothing is drawn, so None is correct
         filled = [any(getattr(shard, name) for shard in run.of(Shard)) for run in (model, trace)]
         if not all(filled):
             bare[name] = unknown
@@ -266,7 +271,7 @@ def when(step: int) -> str:
 
 
 def probed(invariant: Invariant, what: str) -> str:
-    """Return `what`, followed by why no trace of training decides the clause, and what to run."""
+    """Return `what`, followed by why no training trace decides the clause, and what to run."""
     return (
         f"{what}: {invariant.id} is decided by a probe that the harness runs itself, not by a "
         f"trainer's trace; run entrenar-check with --only {invariant.id} and without --judge"

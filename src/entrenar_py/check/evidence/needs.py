@@ -1,14 +1,14 @@
-"""The other runs that a check needs to judge a run: their names (Need) and the runs (Runs).
+"""The runs that a check needs for judging a run: their names (Need) and the runs (Runs).
 
-A judge does not search for runs, and does not know how they come about. It declares needs, and is
-given the runs that answer them. Three places answer: `check/harness/companions.py` changes a
-scenario, `check/command/run_plan.py` launches the user's command once more, and
-`check/harness/companions.py` looks among stored traces. So the same judge decides all three, and a
-check that needs a new kind of run adds a row here.
+A judge does not search for runs, and does not know how they are made. It declares needs, and
+receives the runs that answer them. `check/harness/companions.py` answers a need by changing a
+scenario or by searching stored traces, `check/command/run_plan.py` by launching the user's command
+again. So the same judge handles all three cases, and a check that needs a new type of run adds a
+row here.
 
-`Runs` is generic: the same shape holds scenarios that are planned and the traces of their runs
-(`chosen` maps between them). Witnesses are runs that are never judged. They show whether what a
-comparison presupposes holds, such as that two plain runs agree.
+`Runs` is generic: it holds either planned scenarios or the traces of their runs (`chosen` maps from
+the first to the second). Witnesses are runs that are never judged. They show whether the
+presuppositions of a comparison hold, such as that two plain runs agree.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """One other run of the same training. `says` describes it.
+    """A second run of the same training. `says` describes it.
 
-    A run still answers the need if its scenario differs in the fields `free`. `knob` is the knob of
-    a user's command that is turned in the run, or "".
+    A run still answers the need if its scenario differs in the fields named by `free`. `knob` is
+    the knob of a user's command that is turned in the run; "" if no knob is.
     """
 
     name: str
@@ -83,9 +83,9 @@ def turned(knob: str) -> Need:
 
 @dataclass(frozen=True)
 class Near(Generic[T]):
-    """The run that is most similar to a missing one, and the scenario fields in which it differs.
+    """The run most similar to a missing one, and the scenario fields in which it differs.
 
-    `fields` maps a field to its value in `run` and the value that is needed.
+    `fields` maps a field to two values: the value in `run`, and the value that is needed.
     """
 
     run: T
@@ -96,10 +96,10 @@ class Near(Generic[T]):
 class Runs(Generic[T]):
     """The run to judge (`base`), and by need the runs that answer it.
 
-    `base` is None if there is no such run. `undropped` are the runs of the same training without
-    dropout, where dropout masks make runs incomparable. `near` has, for a need that no run answers,
-    the most similar run. `witnesses` are runs of a user's own trainer that show
-    whether a comparison's presuppositions hold. They are not judged.
+    `base` is None if there is no such run. `undropped` has the runs of the same training without
+    dropout, for cases in which dropout masks make runs incomparable. `near` maps each need that no
+    run answers to the most similar run. `witnesses` are runs of a user's own trainer that show
+    whether the presuppositions of a comparison hold. They are not judged.
     """
 
     base: T | None = None
@@ -113,7 +113,7 @@ class Runs(Generic[T]):
         return tuple(run for need in needs for run in self.beside.get(need, ()))
 
     def turned(self) -> Iterator[tuple[str, T]]:
-        """Yield each knob and each run in which it is turned."""
+        """Yield each knob with each run in which it is turned."""
         for need, runs in self.beside.items():
             if need.knob:
                 yield from ((need.knob, run) for run in runs)
@@ -132,7 +132,7 @@ class Runs(Generic[T]):
         return [run for place, run in enumerate(runs) if not any(run is r for r in runs[:place])]
 
     def chosen(self, choose: Callable[[T], U | None]) -> Runs[U]:
-        """Return Runs with `choose(run)` for each run, leaving out runs for which it is None."""
+        """Return Runs with `choose(run)` for each run, without runs for which it is None."""
 
         def chosen(answers: Mapping[Need, tuple[T, ...]]) -> dict[Need, tuple[U, ...]]:
             mapped = {need: map(choose, runs) for need, runs in answers.items()}

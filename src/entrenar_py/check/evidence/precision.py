@@ -1,8 +1,9 @@
-"""Infer from a run's tensors the precision in which it computes. Judges nothing.
+"""Infer the precision in which a run computes from its tensors. Nothing is judged here.
 
 Under autocast, parameters and gradients are float32, but a gradient was computed in 16 bits and
-cast, so its last bits are zero. Sums of gradients don't show it any more. So the precision is read
-from the shards' gradients, and from the updates' weights, which may have 16 bits themselves.
+cast, so its last bits are zero. Sums of gradients don't show this any more. So the precision is
+read from the gradients of shards, and from the weights of updates, which may be stored in 16 bits
+themselves.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ FLOAT32 = 2.0**-24  # the largest relative error of one rounding
 # numpy has no bfloat16: traces keep it as float32.
 BFLOAT16 = 2.0**-8
 SIXTEEN = {"bfloat16": (BFLOAT16, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
-# A few numbers may be round by nature. So many don't all end in zeros by chance (2^-16 each).
+# A few numbers may be round by chance (2^-16 each). This many are not.
 _NUMBERS_MIN = 8
-# A tensor that is smaller by this, compared with the largest one, may be what cancellation left.
+# A tensor this much smaller than the largest one may be a remainder of cancellation.
 _NOISE = 2.0**-20
 
 
@@ -32,7 +33,7 @@ def unit(*traces: Trace) -> float:
 
 def _unit(trace: Trace) -> float:
     compressed = trace.traits.compressed
-    if compressed in SIXTEEN:  # on the way between ranks
+    if compressed in SIXTEEN:  # compressed for the transfer between ranks
         return SIXTEEN[compressed][0]
     shards = trace.of(Shard)
     units = [unit_of(shard.gradient) for shard in shards[:1]]
@@ -43,8 +44,8 @@ def _unit(trace: Trace) -> float:
 def unit_of(tensors: Tensors) -> float:
     """Return the largest relative error of one rounding in the coarsest of `tensors`.
 
-    What float32 leaves of numbers that cancel (the gradient of a key's bias) is a few last bits,
-    which look like 16. It is much smaller than other tensors.
+    When float32 numbers cancel (as in the gradient of a key's bias), only a few last bits remain,
+    which look like 16-bit values. Such a tensor is much smaller than the rest, and is ignored.
     """
     known = [
         values
@@ -58,7 +59,7 @@ def unit_of(tensors: Tensors) -> float:
 
 
 def unit_of_values(*tensors: NDArray[Any]) -> float:
-    """Return the largest relative error of one rounding in flat arrays of one precision."""
+    """Return the largest relative error of one rounding in flat arrays of the same precision."""
     values = [tensor[np.isfinite(tensor)] for tensor in tensors]
     if all(tensor.dtype == np.float16 for tensor in values):
         return SIXTEEN["float16"][0]
@@ -78,7 +79,7 @@ def may_be_coarse(record: TensorRecord) -> bool:
 
 def _units(values: Iterable[NDArray[Any]]) -> Iterable[float]:
     bits = np.concatenate([array[array != 0].view(np.uint32) for array in values])
-    # Powers of two (ones, the zeros and halves of an initialisation) have few bits in any format.
+    # Powers of two (ones, the zeros and halves of an initialisation) have few bits in any dtype.
     telling = bits[(bits & 0x7FFFFF) != 0]
     if np.unique(telling).size < _NUMBERS_MIN:
         return

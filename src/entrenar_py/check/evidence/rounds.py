@@ -1,4 +1,4 @@
-"""Read traces of workers that step alone and synchronise at the end of each round.
+"""Traces of workers that step alone and synchronise at the end of each round.
 
 Such a trace promises `rounds`: its replicas agree after each Synchronised, not after each step.
 """
@@ -26,12 +26,16 @@ OWN_STATE = (
     "each rank's optimizer has a state of its own, since ranks step alone, and weights are brought "
     "together after rounds"
 )
-# The options of rounds that make of local SGD the training of one worker, if its rule is SGD.
+# The options of rounds that make local SGD the training of one worker, if the optimizer is SGD.
 AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
 
 
 def unlike_one_worker(traces: Sequence[Trace]) -> str:
-    """Return why a user's runs are no training of one worker, if all on several are in rounds."""
+    """Return why a user's runs are not the training of one worker; "" if they are.
+
+    The reason is given only if every run on several workers is in rounds, and none has options that
+    make rounds equal to the training of one worker.
+    """
     several = [trace for trace in traces if trace.scenario.world_size > 1]
     if not several or not all(
         are_in(trace)
@@ -42,8 +46,8 @@ def unlike_one_worker(traces: Sequence[Trace]) -> str:
     ):
         return ""
     return (
-        "ranks step alone, and are brought together after rounds, which is another training than "
-        "that of one worker: weights after rounds are judged by F-DP-001 and F-TI-001"
+        "ranks step alone, and are synchronised after rounds, so they do not train as one worker "
+        "does: weights after rounds are judged by F-DP-001 and F-TI-001"
     )
 
 
@@ -53,7 +57,7 @@ def are_in(trace: Trace) -> bool:
 
 
 def nothing(tally: Tally) -> str:
-    """Return the reason for a clause about rounds if no run has any."""
+    """Return the reason why a clause about rounds compared nothing, if no run has rounds."""
     return missing.told(
         tally,
         trace=NOTHING,
@@ -69,7 +73,7 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
 
 
 def says_length(tally: Tally, trace: Trace) -> bool:
-    """Return whether the number of steps of a round is known; if not, count it as missing."""
+    """Return whether the number of steps per round is known. If not, count it as missing."""
     known = trace.scenario.workload != "own" or "inner_steps" in trace.scenario.options
     if not known:
         tally.miss(
@@ -85,7 +89,7 @@ def says_length(tally: Tally, trace: Trace) -> bool:
 
 
 def says_rule(tally: Tally, trace: Trace) -> bool:
-    """Return whether the rule of the outer step is known; if not, count it as missing."""
+    """Return whether the rule of the outer step is known. If not, count it as missing."""
     options = trace.scenario.options
     stated = {"outer_learning_rate", "outer_momentum"} <= options.keys()
     known = trace.traits.outer != "other" and (trace.scenario.workload != "own" or stated)
@@ -108,7 +112,7 @@ def rule(scenario: Scenario) -> Outer:
 
 
 def synchronisations(trace: Trace) -> dict[int, dict[int, Synchronised]]:
-    """Return step -> rank -> Synchronised, in step order, without those that a resume undid."""
+    """Return step -> rank -> Synchronised, in step order, without events that a resume undid."""
     by_step: dict[int, dict[int, Synchronised]] = defaultdict(dict)
     for event in trace.standing.of(Synchronised):
         by_step[event.step][event.rank] = event
@@ -132,9 +136,9 @@ def _starts(trace: Trace) -> Iterator[tuple[Start, bool]]:
 
 
 def as_steps(trace: Trace) -> Trace:
-    """Return `trace` as if all workers made one step together at the end of each round.
+    """Return `trace` as if all workers took one step together at the end of each round.
 
-    Each Synchronised becomes an Update, with the outer optimizer's state.
+    Each Synchronised becomes an Update, with the state of the outer optimizer.
     """
     updates = evidence.updates(trace)
     begun = {id(start) for start, joined in _starts(trace) if joined or not start.resumed}
@@ -170,9 +174,11 @@ def _as_update(event: Synchronised, own: Update | None) -> Update:
 
 
 def usual_length(meetings: Sequence[Sequence[int]]) -> int | None:
-    """Return the number of steps of a round; None without any, or if all have several lengths.
+    """Return the number of steps of a round; None if it is unknown.
 
-    The last round may be shorter. If ranks differ, it is the length that most rounds have.
+    `meetings` has the steps after which each rank synchronised. The last round may be shorter. If
+    all ranks have the same rounds, these must have one length. If ranks differ, the result is the
+    length of most rounds.
     """
     if not meetings:
         return None

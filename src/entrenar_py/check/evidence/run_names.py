@@ -1,6 +1,6 @@
-"""Names of the runs of a user's command, by how they differ from the plain run.
+"""Names of the runs of a user's command, by how each differs from the plain run.
 
-A scenario's options say which knob was turned (`Pair`); its faults and stops say the rest.
+The options of a scenario say which knob was turned (`Pair`). Its faults and stops say the rest.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.wording import counted, named
 
-# The option that says which knob was turned. Earlier releases also wrote there, by the key `model`,
-# how the usual run differs.
+# The option that says which knob was turned. Earlier releases also wrote the key `model` in it,
+# which says how the usual run differs.
 OPTION = "pair"
-# The knobs with values that are used as numbers, and which numbers are allowed.
+# The knobs with numbers as values, and the numbers that are allowed.
 _NUMBERS = {"accumulation": "a whole number >= 1", "clip": "a number > 0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """The words in which findings name the model run: `gradient is not <its>`, `<run> halted`."""
+    """Words in which findings name the reference run: `gradient is not <its>`, `<run> halted`."""
 
     run: str = "the single-device run"
     its: str = "the single device's"
@@ -35,10 +35,10 @@ class Words:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A knob that has `value` in one of two runs, and `usual` in the other.
+    """A knob that has `value` in one of two runs, and `usual` in the second one.
 
-    Other knobs may be turned, too, and change nothing by themselves. Raises UsageError if a
-    value is not allowed for the knob.
+    Further knobs, given with their values, may be turned as well. They change nothing by
+    themselves. Raises UsageError if a value is not allowed for the knob.
     """
 
     knob: str
@@ -69,14 +69,14 @@ class Pair:
 def with_turned(
     scenario: Scenario, *, knob: str, value: str, usual: str, beside: Iterable[tuple[str, str]] = ()
 ) -> Scenario:
-    """Return `scenario` with the option that says that the run has `knob` at `value`."""
+    """Return `scenario` with an option that says that `knob` has `value` in the run."""
     names = (field.name for field in fields(Pair))
     pair = dict(zip(names, (knob, value, usual, dict(beside)), strict=True))
     return scenario.with_(options={**scenario.options, OPTION: pair})
 
 
 def pair_of(scenario: Scenario) -> Pair | None:
-    """Return which knob was turned for a run, or None if no knob was turned.
+    """Return the knob that was turned for a run, with its values; None if no knob was turned.
 
     Raises UsageError if the scenario, which may come from a file, has a malformed option.
     """
@@ -109,7 +109,7 @@ def _is_number(text: str, *, is_whole: bool) -> bool:
 # --- names in sentences ---------------------------------------------------------------------------
 
 
-# Kind of a planted fault -> what was done to the run.
+# Type of a planted fault -> what was done to the run.
 _DONE: Mapping[str, str] = {
     "non_finite_gradient": "with a NaN planted in a gradient",
     "leave": "with a worker killed",
@@ -128,7 +128,7 @@ _DONE: Mapping[str, str] = {
 
 
 def of(scenario: Scenario) -> str:
-    """Return the name of a run, with everything in which it differs from the plain one."""
+    """Return the name of a run, with all its differences from the plain run."""
     parts = list[str]()
     turn = scenario.options.get(OPTION)
     if isinstance(turn, Mapping):
@@ -145,7 +145,7 @@ def of(scenario: Scenario) -> str:
 
 
 def run_name(trace: Trace) -> str:
-    """Return such words as `the run on 2 workers`, `the run with clip=0.01`."""
+    """Return words such as `the run on 2 workers`, `the run with clip=0.01`."""
     scenario = trace.scenario
     pair = pair_of(scenario)
     words = (

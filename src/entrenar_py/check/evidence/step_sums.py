@@ -1,13 +1,15 @@
-"""Add up what a step's micro-batches gave, and compare it with the applied gradient.
+"""Add up the gradients of a step's micro-batches, and compare the sum with the applied gradient.
 
-The gradient that an optimizer applies is, in any right trainer, a sum over the step's micro-batches
-on all ranks, divided by one number. The sum is made here in float64, from the local gradients that
-were recorded with each micro-batch. The number is read from the tensors themselves (`divisor`, a
-weighted median), since scripts divide by workers, samples, tokens or nothing. So a tensor that was
-added up otherwise than the rest stands out, whatever the script divides by.
+In any correct trainer, the gradient that an optimizer applies is a sum over the step's
+micro-batches on all ranks, divided by one number. Here the sum is computed in float64, from the
+local gradients that were recorded with each micro-batch. The number is derived from the tensors
+themselves (`divisor`, a weighted median), since scripts divide by workers, samples, tokens or
+nothing. So a tensor that was added up differently from the rest stands out, whatever the script
+divides by.
 
-A micro-batch counts for a tensor only if the applied gradient held it (`Update.summed`): a script
-may clear gradients between two passes, train two networks in turn, or drop a batch by its loss.
+A micro-batch counts for a tensor only if the applied gradient contains it (`Update.summed`): a
+script may clear gradients between two passes, train two networks in turn, or drop a batch because
+of its loss.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Vector = NDArray[np.float64]
 
 
 def summed(by_rank: Mapping[int, Update], shard: Shard) -> Tensors:
-    """Return the tensors of the shard's gradient that its rank's applied gradient holds."""
+    """Return the tensors of the shard's gradient that are part of its rank's applied gradient."""
     update = by_rank.get(shard.rank)
     batches_of = {} if update is None else update.summed
     return {
@@ -43,11 +45,11 @@ def total(
     shards: Collection[Shard],
     vectors: Callable[[Tensors], Mapping[str, NDArray[Any]] | None] = evidence.vectors,
 ) -> dict[str, Vector] | None:
-    """Return the sum, in float64, of what the shards gave to the applied gradient.
+    """Return the sum, in float64, of the shards' contributions to the applied gradient.
 
-    `vectors` says what stands for a tensor: all its elements or their projection, or samples.
-
-    None if a shard with samples has no gradient, if values are unknown, or if sizes differ.
+    `vectors` returns what represents each tensor: all its elements, their projection, or a sample
+    of them. The result is None if a shard with samples has no gradient, if values are unknown, or
+    if sizes differ.
     """
     sums: dict[str, Vector] = {}
     for shard in held(by_rank, shards):
@@ -64,9 +66,10 @@ def total(
 
 
 def cancelled(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[str, float]:
-    """Return by tensor how many times its micro-batches' gradients are as large as their sum.
+    """Return by tensor the ratio of two numbers: sum of gradient norms, and norm of the sum.
 
-    It is the sum of their norms, over the norm of their sum. Return {} if values are unknown.
+    It says how much larger the gradients of micro-batches are than their sum. The result is {} if
+    values are unknown.
     """
     sums, norms = total(by_rank, shards) or {}, defaultdict[str, float](float)
     for shard in held(by_rank, shards):
@@ -77,7 +80,7 @@ def cancelled(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[
 
 
 def held(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
-    """Return the shards that were applied, or may have been."""
+    """Return the shards that were applied or may have been applied."""
     lost = dropped(by_rank, shards)
     return [
         shard
@@ -95,9 +98,9 @@ def _is_left_out(by_rank: Mapping[int, Update], shard: Shard) -> bool:
 
 
 def parts(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[list[Shard]]:
-    """Return the shards that a step applied, apart where no tensor's gradient holds two of them.
+    """Return groups of the shards that a step applied, such that no tensor belongs to two groups.
 
-    Two networks that are trained in turn have losses of their own, which are never added.
+    Two networks that are trained in turn have separate losses, which are never added.
     """
     groups: list[tuple[set[str], list[Shard]]] = []
     for shard in held(by_rank, shards):
@@ -116,7 +119,7 @@ def joined(vectors: Mapping[str, NDArray[Any]], names: Collection[str]) -> Vecto
 
 
 def are_apart(shards: Collection[Shard]) -> bool:
-    """Return whether all shards have samples, and none is in two of them in the same epoch."""
+    """Return whether all shards have samples, and no sample is in two shards in the same epoch."""
     ids = [(shard.epoch, id_) for shard in shards for id_ in shard.ids]
     return len({*ids}) == len(ids) and all(shard.ids for shard in shards)
 
@@ -127,10 +130,11 @@ def dropped(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Sh
 
 
 def dropped_otherwise(model: Trace, trace: Trace) -> int | None:
-    """Return the first step in which one of two runs drops passes that the other one applies.
+    """Return the first step in which one of two runs drops passes that the second run applies.
 
-    A script may skip a batch by its loss, which is another one on other numbers of workers. One
-    that drops passes in most steps does so for another reason.
+    A script may skip a batch because of its loss, and the loss depends on the number of workers. If
+    a run drops passes in at least half of its steps, there is a different reason, and the result is
+    None. It is also None if no step differs.
     """
     due, got = map(_num_dropped, (model, trace))
     if any(2 * sum(map(bool, run.values())) >= len(run) for run in (due, got)):
@@ -150,12 +154,12 @@ def _num_dropped(trace: Trace) -> dict[int, int]:
 # --- a sum and the applied gradient ---------------------------------------------------------------
 
 
-_TELLING_MIN = 3  # elements: shorter vectors are multiples of each other by chance
+_TELLING_MIN = 3  # elements: shorter vectors can be multiples of each other by chance
 Vectors = Mapping[str, np.ndarray[Any, Any]]
 
 
 def off(sums: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[str]:
-    """Return the tensors with a sum further than `allowed` from `divisor` times their mean."""
+    """Return the tensors with sums further than `allowed` from `divisor` times their mean."""
     gaps = {
         name: np.square(sums[name] - divisor * value.astype(np.float64)).sum()
         for name, value in mean.items()
@@ -174,11 +178,11 @@ def is_divided(sums: Vectors, mean: Vectors, bound: float) -> bool:
 
 
 def divisor(sums: Vectors, mean: Vectors) -> float | None:
-    """Return the number that most tensors' sums were divided by, or None if there is none.
+    """Return the number by which the sums of most tensors were divided; None if unknown.
 
-    Each tensor's divisor is the projection of its sum on its mean. The result is the median,
-    weighted by the squared size of the sums and without small tensors, so that a tensor with
-    another divisor does not change it.
+    The divisor of a tensor is the projection of its sum on its mean. The result is the median,
+    weighted by the squared norms of the sums and without small tensors, so that a tensor with a
+    different divisor does not change it.
     """
     divisors = []
     sizes = {name: float(np.square(value).sum()) for name, value in sums.items()}
@@ -198,9 +202,10 @@ def divisor(sums: Vectors, mean: Vectors) -> float | None:
 
 
 def divisors(sums: Vectors, mean: Vectors, bound: float) -> list[float]:
-    """Return the numbers by which several elements of a tensor's sum were divided exactly.
+    """Return the numbers by which the sums of tensors were divided, within `bound`.
 
-    The number of most tensors comes first.
+    The number of most tensors comes first. Tensors with fewer than three non-zero elements are
+    ignored.
     """
     counts: dict[float, int] = {}
     for name, value in mean.items():
@@ -213,7 +218,10 @@ def divisors(sums: Vectors, mean: Vectors, bound: float) -> list[float]:
 
 
 def ratio(expected: Tensors, got: Tensors, bound: float) -> float | None:
-    """Return the number that all tensors' elements together are multiplied by; None for none."""
+    """Return the number by which all elements of `expected` are multiplied to give `got`.
+
+    None if there is no such number, if values are unknown, or if names or shapes differ.
+    """
     left, right = evidence.vectors(expected), evidence.vectors(got)
     if left is None or right is None or shapes(left) != shapes(right):
         return None

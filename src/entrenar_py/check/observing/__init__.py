@@ -1,7 +1,7 @@
 """The line that a user adds to a training script: `obs = entrenar_py.observe(model, optimizer)`.
 
-It sets no hook and imports no other module of `observing`, unless entrenar-check runs the script or
-`every=` starts a watch.
+The line sets no hook and imports no other module of `observing`, unless entrenar-check runs the
+script or `every=` starts a watch.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from entrenar_py.check.watch.judge import Watched
     from entrenar_py.check.watch.watch import Watch
 
-# The folder that ranks record to; set by the harness, and nothing is recorded without it.
+# The folder to which ranks record. The harness sets it, and without it nothing is recorded.
 FOLDER = "ENTRENAR_TRACE_DIR"
-COPY = "root"  # in that folder: what the copy of the user's folder lies below, as it does below /
-# BATCHES_KEPT, or the folder of another run, with the batches that this one is to be given.
+COPY = "root"  # in that folder: the root below which the copy of the user's folder lies
+# BATCHES_KEPT, or the folder of an earlier run with batches to give to this one.
 BATCHES, BATCHES_KEPT = "ENTRENAR_BATCHES", "keep"
 FAULTS = "ENTRENAR_FAULTS"  # the faults to plant, as a JSON list
-RATES = "ENTRENAR_RATES"  # a file with the learning rates to make each step with
-TOKENS = "ENTRENAR_TOKENS"  # set if a contract asks what a language model's outputs depend on
-# The step before which to end the process, as if the job was cut off: `6`, or `6 from 3`.
+RATES = "ENTRENAR_RATES"  # a file with the learning rate to use in each step
+TOKENS = "ENTRENAR_TOKENS"  # set if a clause is about what a language model's outputs depend on
+# The step before which the process is ended, as if the job was cut off: `6`, or `6 from 3`.
 STOP = "ENTRENAR_STOP"
-PATIENCE = 100  # steps in which a tensor that should move has to move, by default
+PATIENCE = 100  # default number of steps within which a tensor has to move
 
 
 class Observation:
-    """The result of `observe`: takes reports of what no hook sees. This class ignores them.
+    """The result of `observe`: receives reports of what no hook sees. This class ignores them.
 
-    `watch` is the watch of the training, None where `every=` was not given.
+    `watch` is the watch of the training run, or None if `every=` was not given.
     """
 
     watch: Watch | None = None
@@ -47,32 +47,34 @@ class Observation:
     ) -> None:
         """Report the samples of the next backward pass by their ids.
 
-        An id is a sample's index in the data set, from 0. `epoch` counts from 0; by default it is
-        that of the previous samples. If the script never says it, epochs are taken to be complete.
-        `replacement` says that samples may be drawn again within an epoch. What a script reports
-        counts in place of what its sampler draws.
+        An id is the index of a sample in the data set, from 0. `epoch` counts from 0; its default
+        is the epoch of the previous samples. If the script never gives it, epochs are assumed to be
+        complete. `replacement` says that samples may be drawn again within an epoch. Reported
+        samples replace those that a sampler was seen to draw.
         """
 
     def loss(self, value: float | torch.Tensor, weight: float) -> None:
         """Report the mean loss of a micro-batch, over `weight` samples or tokens.
 
-        Call it once for each backward pass, before or after that pass. If `value` is the tensor
-        that the pass goes through, and is given before, its share of the gradient is judged, too.
+        Call it once for each backward pass, before or after that pass. If `value` is the tensor on
+        which `backward` is called, and is reported before the pass, its part of the gradient is
+        judged, too.
         """
 
     def reduced(self) -> None:
         """Report that the gradients are now those of the whole batch, and not clipped yet.
 
-        Call it once a step, before the script changes gradients on purpose. Without it, they are
-        recorded as the optimizer finds them.
+        Call it once per step, before the script changes gradients on purpose. If it is not called,
+        gradients are recorded in the state in which the optimizer receives them.
         """
 
     def skipped(self) -> None:
         """Report, on every rank, that all ranks skip this step because a gradient is not finite.
 
-        Needed if a rank holds pieces of the gradients (`fully_shard`) and the script, or its
-        `GradScaler`, skips the step because of another rank's piece: a rank sees only its own. Call
-        it where the optimizer would have stepped, before the next backward pass.
+        The call is needed if each rank holds only pieces of the gradients (`fully_shard`), and the
+        script or its `GradScaler` skips the step because of a piece on a different rank, which this
+        rank can't see. Call it where the optimizer would have stepped, before the next backward
+        pass.
         """
 
     def halted(
@@ -87,9 +89,9 @@ class Observation:
     ) -> None:
         """Report that training stops on purpose, before the update of `step`, at a NaN or infinity.
 
-        `step` is the current one by default. The value was found in rank `rank`'s micro-batch
-        `micro_batch`, which has the samples `ids`: in the gradient of `tensor`, or in the loss if
-        `tensor` is None.
+        The default of `step` is the current step. The value was detected in micro-batch
+        `micro_batch` of rank `rank`, which has the samples `ids`. It was in the gradient of
+        `tensor`, or in the loss if `tensor` is None.
         """
 
     def synchronised(
@@ -102,8 +104,8 @@ class Observation:
         """Report that ranks that train independently (local SGD) were just given the same weights.
 
         `weights` are the tensors that the outer `optimizer` updates, by parameter name. Leave both
-        out if the weights are simply averaged. `inner_steps` is the number of steps of a round; by
-        default it is read from the steps between these calls.
+        out if the weights are simply averaged. `inner_steps` is the number of steps of a round. By
+        default it is derived from the steps between these calls.
 
         Raises UsageError if only one of `optimizer` and `weights` is given.
         """
@@ -117,9 +119,9 @@ class Observation:
         return () if self.watch is None else self.watch.watched()
 
     def close(self) -> None:
-        """Report that training is over; the end of the process does so, too.
+        """Report that training is over. The end of the process reports this as well.
 
-        Raises WatchFinding if the last step that was watched broke a clause.
+        Raises WatchFinding if the last watched step broke a clause.
         """
         if self.watch is not None:
             self.watch.close()
@@ -148,44 +150,50 @@ def observe(
 ) -> Observation:
     """Record how `optimizer` trains `model` from here on, if entrenar-check runs the script.
 
-    - `model`: as it is, or wrapped in `DistributedDataParallel` or by `fully_shard`, now or later.
-    - `optimizer`: one, or several; a step is over when all of them have stepped.
+    - `model`: the model itself, or the model wrapped in `DistributedDataParallel` or by
+      `fully_shard`. It may also be wrapped later.
+    - `optimizer`: one optimizer, or several. A step is over when all of them have stepped.
     - `sampler`: the `DataLoader`, the batch sampler or the sampler that draws the samples.
-    - `dataset`: the data set, a `Subset`, or a number of samples. Every epoch draws each of them.
-      Torch's samplers show it; with a sampler of your own, or `obs.samples` alone, it is a guess.
-    - `scheduler`: the learning rate's schedule; its position at the start is recorded.
-    - `step`: how many optimizer steps were made before, in a script that resumes.
+    - `dataset`: the data set, a `Subset`, or a number of samples. Every epoch draws each sample.
+      Torch's samplers show their data set. With a sampler of your own, or with `obs.samples` alone,
+      the data set is a guess unless you give it.
+    - `scheduler`: the schedule of the learning rate. Its position at the start is recorded.
+    - `step`: the number of optimizer steps already taken, in a script that resumes.
     - `layout`: the axes along which the ranks are arranged, with their sizes, row-major:
       `{"dp": 2, "tp": 2}`, or the `DeviceMesh`. Along dp, dp_replicate, dp_shard and fsdp each rank
-      draws samples of its own; along tp, sp, pp, cp and ep all draw the same. By default it is read
-      from the DTensors' meshes; without DTensors each rank draws samples of its own.
-    - `tied`: the names of each tensor that has several names, on one rank or on the stages of a
-      pipeline: `(("embedding.weight", "head.weight"),)`. Its copies are compared after each step.
-    - `frozen`: names or patterns of the parameters that must not change; all others must. A
-      module's name stands for all that is in it, and `!` in front takes names out again:
+      draws its own samples. Along tp, sp, pp, cp and ep all ranks draw the same samples. By default
+      the layout is read from the meshes of DTensors. Without these each rank draws its own samples.
+    - `tied`: for each tensor with several names, on one rank or on the stages of a pipeline, these
+      names: `(("embedding.weight", "head.weight"),)`. Its copies are compared after each step.
+    - `frozen`: names or patterns of the parameters that must not change; all others must change.
+      The name of a module stands for all parameters in it, and a leading `!` excludes names again:
       `("embedding", "blocks.[01].*")`, `("*", "!*.lora_*")`, or `()` if nothing is frozen.
-    - `synchronised_buffers`: names or patterns of the buffers that forward passes change on all
-      ranks alike, `("*.running_*",)`. SyncBatchNorm's need no declaration.
-    - `averages`: averages of the weights that the script keeps next to the model, by any names:
-      `{"ema": ema}`. A module, a list or a dictionary of tensors, or an object that has one, in the
-      order of the model's parameters. Without it, they are recognised by how they move.
-    - `clip_norm`: the largest L2 norm of the gradient of all parameters, to which it is clipped.
-    - `reduce_dtype`: the number format in which ranks add gradients, `torch.bfloat16`, if they are
-      rounded to it by other means than DistributedDataParallel's hooks or `fully_shard`'s policy.
+    - `synchronised_buffers`: names or patterns of the buffers that forward passes change in the
+      same way on all ranks, `("*.running_*",)`. Those of SyncBatchNorm need no declaration.
+    - `averages`: averages of the weights that the script keeps next to the model, under any names:
+      `{"ema": ema}`. Each is a module, a list or dictionary of tensors in the order of the model's
+      parameters, or an object that has one of these. Averages that are not given are recognised by
+      how they change.
+    - `clip_norm`: the L2 norm to which the gradient of all parameters is clipped.
+    - `reduce_dtype`: the dtype in which ranks add gradients, such as `torch.bfloat16`. Needed only
+      if gradients are rounded to it without the hooks of DistributedDataParallel and the policy of
+      `fully_shard`.
     - `loss_over`: "batch" if the loss of a step is that of all its samples, however they are
-      divided into ranks and micro-batches; "micro-batch" if each micro-batch of all ranks has a
-      loss of its own (negatives are gathered from all ranks, but not from other micro-batches).
+      divided into ranks and micro-batches. "micro-batch" if each micro-batch of all ranks has its
+      own loss (negatives are gathered from all ranks, but not from different micro-batches).
 
-    With `every` the training is watched, whether entrenar-check runs it or not. Each `every`-th
-    step is checked: all ranks hold the same weights (F-DP-001), these are finite (F-DP-003), and
-    each tensor with a gradient and a learning rate moves within `patience` steps (F-TI-004).
+    With `every` the training run is watched, whether entrenar-check runs it or not. Every
+    `every`-th step is checked: all ranks hold the same weights (F-DP-001), the weights are finite
+    (F-DP-003), and each tensor with a gradient and a learning rate moves within `patience` steps
+    (F-TI-004).
 
-    - `contract`: a file or a shipped contract's name; only its clauses of these kinds are watched.
-    - `on_finding`: called with a WatchFinding for each broken clause; training then goes on. By
-      default the finding is raised out of `optimizer.step()`, on all ranks; on GPUs, one watched
-      step later.
+    - `contract`: a file, or the name of a shipped contract. Only its clauses with these three
+      checks are watched.
+    - `on_finding`: called with a WatchFinding for each broken clause; training then continues. By
+      default the finding is raised from `optimizer.step()` on all ranks; on GPUs, one watched step
+      later.
 
-    All ranks must make the same steps, and watch with the same arguments. Raises UsageError for an
+    All ranks must take the same steps, and watch with the same arguments. Raises UsageError for an
     invalid argument.
     """
     if every is None and (contract, on_finding, patience) != (None, None, PATIENCE):

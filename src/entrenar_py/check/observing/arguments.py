@@ -1,4 +1,4 @@
-"""Validate the arguments of `observe`, before any hook is set."""
+"""Validation of the arguments of `observe`, before any hook is set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def optimizers(model: object, argument: Any) -> tuple[torch.optim.Optimizer, ...
     """Return the optimizers that step, without wrappers or containers around them.
 
     Raises UsageError if `argument` is not one or several optimizers, or if `model` is not a module.
-    Logs a warning for an optimizer that steps no parameter of the model.
+    Logs a warning for each optimizer that steps no parameter of the model.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
@@ -55,8 +55,8 @@ def _stepping(given: Any) -> list[Any]:
 def outer(optimizer: Any, weights: Any, inner_steps: Any) -> OuterOptimizer:
     """Return the outer optimizer that `synchronised` was given, with its weights by name.
 
-    Raises UsageError for an optimizer without weights, weights without an optimizer, and for values
-    of another type.
+    Raises UsageError for an optimizer without weights, for weights without an optimizer, and for
+    values of a wrong type.
     """
     if (optimizer is None) != (weights is None):
         raise UsageError(
@@ -78,7 +78,7 @@ def outer(optimizer: Any, weights: Any, inner_steps: Any) -> OuterOptimizer:
 
 
 def steps(name: str, count: Any, *, least: int) -> int:
-    """Return `count` as an int; integers of numpy and torch are accepted.
+    """Return `count` as an int; numpy and torch integers are accepted.
 
     Raises UsageError if it is not an integer, or is less than `least`.
     """
@@ -98,6 +98,6 @@ def require_callable(name: str, value: Callable[..., object] | None) -> None:
 
 
 def _shown(value: object) -> str:
-    # The repr of a module has many lines.
+    # The repr of a module can have many lines.
     text = repr(value)
     return text if len(text) <= 40 and "\n" not in text else f"a {type(value).__name__}"

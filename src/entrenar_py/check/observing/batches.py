@@ -1,17 +1,17 @@
-"""The batches that loaders and samplers hand out, each run through one, and its epoch.
+"""The batches that loaders and samplers hand out, each iteration over a loader, and its epoch.
 
-A forward pass is given a batch as it was handed out, a part of it, a copy, or something that was
-made of it. `Batch` tells whether inputs are its own in two ways, which two readers need:
+A forward pass may be given a batch as it was handed out, a part of it, a copy, or something made
+from it. `Batch` decides in two ways whether inputs belong to it. Two readers need one way each:
 
-- By memory, for a loader that `observe` is given (`samples.Draws`). Equal rows stay apart, a batch
-  may wait for as long as the script likes, and none is held: its memory is the script's to free.
-  Whatever else the process iterates is not looked at.
-- By content, for whatever loader there is (`seen_samples.Batches`). On another device, or behind a
-  collating thread, memory tells nothing. That needs the tensors, so a few batches are held.
+- By memory, for a loader that `observe` is given (`samples.Draws`). Batches with equal rows can be
+  distinguished. A batch may wait for any time before it is used, and no batch is held: its memory
+  is the script's to free. Nothing else that the process iterates is examined.
+- By content, for any loader (`seen_samples.Batches`). On a different device, or after a collating
+  thread, memory shows nothing. This way needs the tensors, so a few batches are held.
 
-One reader with both ways was considered. It would hold batches of a declared loader, so it could
-not tell any more which ones the script has dropped without use, and that decides whether a copy
-is the newest batch. So the readers share what is known of a batch, and each has its own rule.
+One reader for both ways was considered. It would hold batches of a declared loader, so it couldn't
+detect which of them the script has dropped without use, and that decides whether a copy is the
+newest batch. So the readers share what is known about a batch, and each has its own rule.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ KEYS = "the sampler draws something other than numbers of samples"
 DISORDER = "the loader hands out batches in another order than it draws them (in_order=False)"
 FAILED = "the loader had raised an error"
 
-_DEPTH_MAX = 4  # of containers in a batch that are looked into
+_DEPTH_MAX = 4  # depth of containers in a batch that are examined
 _TENSORS_MAX = 64
-# The method by which accelerate fetches a batch, and then hands out the one before it.
+# The method with which accelerate fetches a batch, and then hands out the previous one.
 _ONE_AHEAD = ("accelerate.data_loader", "DataLoaderShard.__iter__")
-_FRAMES_MAX = 20  # between that and torch's iteration
+_FRAMES_MAX = 20  # stack frames between that method and torch's iteration
 
 
 class Block(NamedTuple):
-    """The memory of a tensor: its storage, where it begins there, its rows and their distance."""
+    """The memory of a tensor: its storage, offset there, number of rows and their distance."""
 
     storage: StorageWeakRef
     offset: int
@@ -55,13 +55,14 @@ class Block(NamedTuple):
 class Batch:
     """A batch that was handed out by `iteration`.
 
-    - `ids`: the positions of its samples in order; None, and `why`, if they are unknown.
-    - `left`: the places in it that no training pass was given yet.
-    - `rest`: positions that a shortened run has drawn with its last batch. They come with the first
-      places of it that are used.
-    - `trains`: it may be meant for training: gradients are enabled, and no other pass used it.
-    - `is_gathered`: its samples were drawn one by one.
-    - `blocks` and `content`: its memory and its tensors, where the reader wants them.
+    - `ids`: the positions of its samples in order. None if they are unknown, for the reason `why`.
+    - `left`: the places in the batch that no training pass was given yet.
+    - `rest`: positions that a shortened run has drawn with its last batch. They are returned with
+      the first places of the batch that are used.
+    - `trains`: the batch may be meant for training, since gradients were enabled and no other pass
+      used it.
+    - `is_gathered`: the samples were drawn one by one.
+    - `blocks` and `content`: its memory and its tensors, if the reader needs them.
     """
 
     def __init__(self, iteration: Iteration, ids: Ids | None, rest: Ids = ()) -> None:
@@ -77,7 +78,7 @@ class Batch:
         self._columns: list[list[Row]] | None = None
 
     def extend(self, ids: Ids | None) -> None:
-        """Add samples."""
+        """Add samples; if `ids` is None, all samples of the batch become unknown."""
         if self.ids is None or ids is None:
             self.ids = None
             self.resize(0)
@@ -86,11 +87,11 @@ class Batch:
             self.ids, self.size = self.ids + ids, self.size + len(ids)
 
     def resize(self, size: int) -> None:
-        """Note that the batch has `size` samples, and that all are left."""
+        """Record that the batch has `size` samples, and that none of them was used yet."""
         self.size, self.left = size, [*range(size)]
 
     def take(self, places: list[int]) -> Ids:
-        """Return the samples at `places` for training, and with the first ones the `rest`."""
+        """Return the samples at `places` for training, and in the first call also the `rest`."""
         assert self.ids is not None, "only a batch with ids is used"
         taken = {*places}
         self.left = [place for place in self.left if place not in taken]
@@ -102,12 +103,15 @@ class Batch:
     def fits(self, blocks: list[Block]) -> bool:
         """Return whether a pass in this thread may have been given a copy of this batch."""
         if threading.get_ident() != self.thread:
-            return False  # it was put into a queue
+            return False  # the batch was put into a queue
         several = self.is_gathered and len(self.ids or ()) > 1 and bool(blocks)
         return not several or len(self.ids or ()) in [block.num_rows for block in blocks]
 
     def shares(self, blocks: list[Block], *, exactly: bool = False) -> bool:
-        """Return whether any of `blocks` lies in this batch's memory, or begins where it does."""
+        """Return whether any of `blocks` lies in the memory of this batch.
+
+        If `exactly`, a block must also begin where a tensor of the batch begins.
+        """
         return any(
             own.storage == block.storage and (not exactly or own.offset == block.offset)
             for own in self.blocks
@@ -119,9 +123,9 @@ class Batch:
         return all(block.storage.expired() for block in self.blocks)  # type: ignore[no-untyped-call]
 
     def within(self, blocks: list[Block]) -> list[int]:
-        """Return the unused places that a model is given with `blocks`.
+        """Return the unused places that belong to `blocks`, which a model is given.
 
-        If the blocks are rows of the batch (`batch.chunk(2)`), these are the rows' places.
+        If the blocks are rows of the batch (`batch.chunk(2)`), these are the places of the rows.
         """
         rows = self._rows_within(blocks)
         return [place for place in self.left if place in rows]
@@ -141,14 +145,17 @@ class Batch:
     # --- by content -------------------------------------------------------------------------------
 
     def has_all(self, rows: list[Row]) -> bool:
-        """Return whether all `rows` are among those of the tensor with the most different ones."""
+        """Return whether the batch has all `rows`.
+
+        Only its tensor with the largest number of different rows is examined.
+        """
         return any({*column}.issuperset(rows) for column in self._rows()[:1])
 
     def find(self, rows: list[Row]) -> list[int] | None:
-        """Return the unused positions with the content `rows`, in their order; None if not all are.
+        """Return the unused places with the content `rows`, in their order; None if one is missing.
 
-        The batch's tensor with the most different rows counts, since labels have duplicates. None,
-        too, if duplicates leave open which positions these are.
+        Tensors with more different rows are tried first, since labels have duplicates. Also None if
+        duplicates make the places ambiguous.
         """
         for column in self._rows():
             places: dict[Row, deque[int]] = defaultdict(deque)
@@ -179,9 +186,9 @@ class Batch:
 def blocks_of(data: Any) -> list[Block]:
     """Return the memory of the tensors in nested containers and attributes of objects.
 
-    No code of these objects is called. Of more than _TENSORS_MAX tensors the first ones count.
-    Tensors without memory of their own (sparse ones) don't: where a batch has no others, it is
-    known by its order, as one that is copied.
+    No code of these objects is called. Only the first _TENSORS_MAX tensors count. Tensors without
+    their own storage (sparse ones) don't count: a batch of only such tensors is recognised by its
+    order, in the same way as a copied batch.
     """
     blocks = (_block_of(tensor) for tensor in islice(_walk(data, _DEPTH_MAX), _TENSORS_MAX))
     return [block for block in blocks if block is not None]
@@ -218,23 +225,24 @@ def _walk(data: Any, depth: int) -> Iterator[Tensor]:
 
 
 class Reader(Protocol):
-    """Finds the batches of forward passes among those that it is told of."""
+    """Finds the batches of forward passes among the batches that were reported to it."""
 
     def add(self, batch: Batch, item: Any) -> None:
         """Add a batch that was handed out as `item`."""
 
     def over(self) -> None:
-        """Note that an iteration has ended."""
+        """Record that an iteration has ended."""
 
 
 class Iteration:
-    """One run through a `loader`, heard as `LoaderHooks` tell it.
+    """One iteration over a `loader`, as `LoaderHooks` report it.
 
     - `loader` is None unless it is `held`. The workers of a loader end when nothing holds it.
     - `epoch` is None until one of its batches is used.
     - `last` is the batch that was handed out last, and `largest` the size of the largest one.
-    - `is_one_ahead` tells whether the batch before the newest is used.
-    - `why` says why its samples are unknown. Else batches come in the order of their indices.
+    - `is_one_ahead` is true if the script uses the batch before the newest one.
+    - `why` says why its samples are unknown. If it is "", batches are handed out in the order of
+      their indices.
     """
 
     def __init__(
@@ -253,11 +261,11 @@ class Iteration:
         self.largest = 0
 
     def drawn(self, index: Any) -> None:
-        """Note the index, or indices, of a batch that will be handed out."""
+        """Record the index, or indices, of a batch that will be handed out."""
         self._indices.append(index)
 
     def item(self, item: Any) -> None:
-        """Note that the loader hands out a batch."""
+        """Record that the loader hands out a batch."""
         index = self._indices.popleft() if self._indices else None
         ids = None if self.why or index is None else positions_of(index)
         self.add(Batch(self, ids, positions_of(getattr(index, "rest", ())) or ()), item)
@@ -268,19 +276,19 @@ class Iteration:
         self.last, self.largest = batch, max(self.largest, batch.size)
 
     def failed(self) -> None:
-        """Note an error of the loader. Which batches of its workers are lost is not known."""
+        """Record an error of the loader. Which batches of its workers are lost is unknown."""
         self._indices.clear()
         if self._is_ahead:
             self.why = FAILED
 
     def over(self) -> None:
-        """Note that there are no more batches."""
+        """Record that there are no more batches."""
         self.is_over = True
         self._reader.over()
 
     @property
     def dropped_last(self) -> bool:
-        """True if the last batch was short, and not used."""
+        """True if the last batch was shorter than the largest one and not used."""
         last = self.last
         if not self.is_over or last is None or last.ids is None:
             return False
@@ -288,18 +296,18 @@ class Iteration:
 
 
 class Epochs:
-    """Numbers the iterations that lent a batch to training, in the order of their first use.
+    """Numbers the iterations with batches that training uses, in the order of their first use.
 
-    `drops_last` tells whether the script has skipped a last, short batch.
+    `drops_last` is true if the script has skipped a last, short batch.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.latest: Iteration | None = None  # the one of the batch that was used last
+        self.latest: Iteration | None = None  # the iteration of the batch that was used last
         self.drops_last = False
 
     def of(self, iteration: Iteration) -> int:
-        """Return the epoch of an iteration, a new one if no batch of it was used before."""
+        """Return the epoch of an iteration, a new number if none of its batches was used before."""
         if iteration.epoch is None:
             self.drops_last |= self.latest is not None and self.latest.dropped_last
             iteration.epoch = self.count
@@ -309,7 +317,7 @@ class Epochs:
 
 
 def _is_one_ahead() -> bool:
-    """Return whether accelerate begins the pass of a loader, in which it is one batch ahead."""
+    """Return whether accelerate starts to iterate over a loader: it is then one batch ahead."""
     frame = inspect.currentframe()
     for _ in range(_FRAMES_MAX):
         if frame is None:

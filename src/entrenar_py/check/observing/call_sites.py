@@ -1,7 +1,7 @@
-"""The lines of a script that step its optimizer, iterate its loader and save its checkpoints.
+"""The lines of a script that step its optimizer, iterate over its loader and save checkpoints.
 
-Each is looked up once, where the script first comes there: a walk up the stack at every step would
-cost more than the hooks. A report points to these lines.
+Each line is looked up once, when the script first reaches it: a walk up the stack at every step
+would cost more than the hooks. A report points to these lines.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from entrenar_py.shared import trace
 _OWN = str(Path(__file__).parents[2]) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
-_REFERENCES = 3  # to a function's variables: its own, ours, and the count's
+_REFERENCES = 3  # to variables: the function's, ours, and that of the count
 Site = tuple[str, int]  # file and line
 
 
 def here() -> Site | None:
-    """Return the innermost line of the script that runs now, None if there is none.
+    """Return the line that runs now in the innermost function of the script; None if there is none.
 
-    Libraries, Python's own and installed ones, are no part of a script.
+    Libraries, both Python's own and installed ones, are not part of a script.
     """
     frame = own_frame()
     if frame is None:
@@ -37,7 +37,7 @@ def here() -> Site | None:
 
 
 def own_frame() -> FrameType | None:
-    """Return the innermost function of the script that runs now, None if there is none."""
+    """Return the innermost function of the script that runs now; None if there is none."""
     return next(own_frames(), None)
 
 
@@ -51,11 +51,11 @@ def own_frames() -> Iterator[FrameType]:
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of a function that runs now, and leave no reference to them behind.
+    """Return the variables of a function that runs now, without keeping references to them.
 
-    Up to Python 3.12 a function keeps the dictionary that was asked for. It would keep alive what
-    the script deletes, and would be one more place where a thing has a name. One that the script
-    itself got from `locals()` is left as it is.
+    Up to Python 3.12 a function keeps the dictionary of variables that was requested. It would keep
+    objects alive that the script deletes, and would give each object one more name. A dictionary
+    that the script itself got from `locals()` is not cleared.
     """
     variables = frame.f_locals
     copy = {**variables}
@@ -66,18 +66,18 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
 
 
 def is_own(file: str) -> bool:
-    """Return whether a file of code is the script's: not ours, Python's or installed."""
+    """Return whether a file of code is the script's: not of this package, Python or a library."""
     return not (file.startswith((_OWN, "<")) or _is_library(file))
 
 
 def is_own_class(kind: type) -> bool:
-    """Return whether a class is the script's: not ours, Python's or installed."""
+    """Return whether a class is the script's: not of this package, Python or a library."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return file is not None and is_own(file)
 
 
 def is_ours(file: str) -> bool:
-    """Return whether a file of code is this package's."""
+    """Return whether a file of code belongs to this package."""
     return file.startswith(_OWN)
 
 
@@ -95,14 +95,14 @@ def _is_library(file: str) -> bool:
 
 
 class CallSites:
-    """The sites of one rank's script that are known and not written yet."""
+    """The call sites of one rank's script, each written as an event once."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._written: set[str] = set()
 
     def event(self, what: str, site: Site | None) -> list[trace.Event]:
-        """Return the event that says where `what` is called, once it is known; only once."""
+        """Return the event that says where `what` is called, if `site` is known; only once."""
         if site is None or what in self._written:
             return []
         self._written.add(what)
@@ -116,19 +116,20 @@ class CallSites:
 
 
 class Samples:
-    """The place where the script draws samples: its last loader, or what it reports itself.
+    """The place where the script draws samples: its last loader, or its own report.
 
-    Without a line a record begins after the first loader, so this is one of the process.
+    Without the line `observe`, a record begins after the first loader. So the place is kept for the
+    whole process.
     """
 
     site: Site | None = None
 
     @classmethod
     def drawn(cls) -> None:
-        """Note that the script begins to iterate a loader."""
+        """Record that the script begins to iterate over a loader."""
         cls.site = here()
 
     @classmethod
     def reported(cls) -> None:
-        """Note that the script reports samples, if no loader was seen."""
+        """Record that the script reports samples. It counts if no loader was seen."""
         cls.site = cls.site or here()

@@ -1,9 +1,10 @@
 """Observes whether and when a script saves its weights, and whether it loads them again.
 
-A file holds weights if tensors are saved in it that have at least an eighth of their bytes: saved
-losses are none, weights in a smaller format are. Only what is saved once training has begun counts:
-data may be prepared before. What a run doesn't reach, the end of a long epoch, is looked for in the
-text of the script, and of the library that trains for it.
+A file holds weights if tensors are saved in it that have at least an eighth of the bytes of the
+weights. Saved losses are smaller, and weights in a smaller dtype are not. Only files saved after
+training has begun count, since data may be prepared before. If a run doesn't reach the code that
+saves, such as the end of a long epoch, it is searched for in the text of the script, and of the
+library that trains for the script.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from entrenar_py.check.observing import FOLDER, call_sites, script_text
 from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import hook_calls
 
-_VALUES_MAX = 2**16  # looked at in what is saved
+_VALUES_MAX = 2**16  # values examined in what is saved
 _DEPTH_MAX = 12
-_MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # set by torchrun, and what is built on it
-# Calls that save something other than tensors are not meant.
+_MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # set by torchrun and by launchers built on it
+# Calls that save something other than tensors are excluded.
 _SAVES = re.compile(
     r"(?<!json\.)(?<!yaml\.)(?<!toml\.)"
     r"\b(save(?!fig|txt|_for_backward|_hyperparameters)\w*|dump|tofile)\s*\("
@@ -36,11 +37,11 @@ _LOADS = re.compile(  # of a file: load_state_dict may copy one model to another
     r"\b(torch|pickle|joblib|np|numpy|dcp|checkpoint)\.load\b|\bload_(checkpoint|model|file)\b"
     r"|\bload_state\(|\bload_from_checkpoint|\bfromfile\(|resume|restore|ckpt_path"
 )
-# A file may be written by these, too. Without them a function that a script defines saves something
-# only by lines that `_SAVES` finds.
+# These may write a file, too. If a script has none of them, a function that it defines saves
+# something only in lines that `_SAVES` matches.
 _WRITES = re.compile(r"\bopen\(|\.write|h5py|create_dataset|subprocess|\.put\w*\(|upload")
 _DEFINED = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
-_RESUMING = ("resume", "restore", "load", "ckpt", "checkpoint")  # the surest word first
+_RESUMING = ("resume", "restore", "load", "ckpt", "checkpoint")  # the most reliable word first
 # An option, and the rest of the call that declares it.
 _OPTION = re.compile(
     r"""["'](--[\w-]*(?:resume|restore|ckpt|checkpoint|load)[\w-]*)["']"""
@@ -50,7 +51,7 @@ _FLAG = re.compile(r"store_true|is_flag=True|BooleanOptionalAction")
 # A setting that may be "resume", and the two ways to set it from outside.
 _SETTING = re.compile(r"""\b(\w+)\s*==\s*["'](resume)["']""")
 _VARIABLE = r"""(?:environ(?:\.get\(|\[)|getenv\()\s*["']({})["']"""
-_RUN_AS_SETTINGS = re.compile(r"\bexec\(\s*open\(")  # of options --NAME=VALUE, as nanoGPT has them
+_RUN_AS_SETTINGS = re.compile(r"\bexec\(\s*open\(")  # options --NAME=VALUE, as in nanoGPT
 _SWITCHES = re.compile(  # a variable that is a number, or compared with one
     r"""\b(?:int|bool)\(\s*(?:os\.)?(?:environ|getenv)[^\n]*RESUME|RESUME\w*["'],\s*["']?[01]\b"""
     r"""|RESUME\w*["'][^\n]*==\s*["']1["']"""
@@ -58,7 +59,7 @@ _SWITCHES = re.compile(  # a variable that is a number, or compared with one
 
 
 class _Watch:
-    """Looks for saves, in this process, of a part of the bytes of `weights`."""
+    """Detects saves, in this process, of a part of the bytes of `weights`."""
 
     def __init__(
         self, folder: Path, weights: Sequence[Tensor], num_bytes: int, made: Callable[[], int]
@@ -67,20 +68,20 @@ class _Watch:
         self._num_bytes, self._least = num_bytes, max(1, num_bytes // notes.LEAST_SHARE)
         self._places = {*map(_place, weights)} - {0}
         self.has_stepped = False
-        self.has_read = False  # a file, since its state was recorded last
+        self.has_read = False  # a file, since the state was last recorded
 
     def written(self, values: Any, file: object) -> None:
         parts = [*_parts(values)]
         num_bytes = sum(map(_size, parts))
         if num_bytes < self._least:
             return
-        # A thread saves what it was given before the step that has been made meanwhile.
+        # A thread saves what it was given before the step that was taken meanwhile.
         behind = int(threading.current_thread() is not threading.main_thread())
         known: dict[str, Any] = {}
         if isinstance(file, str | os.PathLike) and (at := _changed_at(file)):
             known = {"file": at, "path": str(Path(file).absolute())}
             shown = {_place(part) for part in parts if isinstance(part, Tensor)}
-            # It holds more than weights: the optimizer's state, say.
+            # The file holds more than weights: the optimizer's state, for example.
             if num_bytes > self._num_bytes and self._places and shown >= self._places:
                 known["is_whole"] = True
         notes.write_save(self.folder, after=self._made(), behind=behind, **known)
@@ -90,9 +91,9 @@ _CURRENT: list[_Watch] = []
 
 
 def watch(weights: Iterable[Tensor], num_made: Callable[[], int]) -> None:
-    """Note from here on what this process saves; `num_made` returns how many steps were made.
+    """Record from here on what this process saves; `num_made` returns the number of steps taken.
 
-    `weights` are those that are trained. Nothing is noted without a harness.
+    `weights` are the trained weights. Nothing is recorded without a harness.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -115,9 +116,9 @@ def watch(weights: Iterable[Tensor], num_made: Callable[[], int]) -> None:
 
 
 def first_step() -> None:
-    """Note that training begins with its first step, and whether the script loads only later.
+    """Record that training begins with its first step, and whether the script loads only later.
 
-    A pass may come before it to warm up, and the checkpoint may be loaded in between.
+    A warm-up pass may come before the step, and the checkpoint may be loaded between the two.
     """
     for watched in _CURRENT:
         if not watched.has_stepped:
@@ -127,7 +128,7 @@ def first_step() -> None:
 
 
 def was_read() -> bool:
-    """Return whether a file was read since the last call, or the first pass, before any step."""
+    """Return whether the script read a file since the last call, before its first step."""
     has_read = any(one.has_read for one in _CURRENT)
     for one in _CURRENT:
         one.has_read = False
@@ -136,14 +137,14 @@ def was_read() -> bool:
 
 @hook_calls.outside
 def written(values: Any, file: object) -> None:
-    """Note that `values` have been saved to `file`, if they may be the weights."""
+    """Record that `values` were saved to `file`, if they may be the weights."""
     for one in _CURRENT:
         one.written(values, file)
 
 
 @hook_calls.outside
 def loaded(file: Any) -> None:
-    """Note that the script has loaded `file`, a path or an open file, before it trains."""
+    """Record that the script loaded `file`, a path or an open file, before it trains."""
     folder, site = os.environ.get(FOLDER), call_sites.here()
     path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
     trains = any(watched.has_stepped for watched in _CURRENT)
@@ -154,7 +155,7 @@ def loaded(file: Any) -> None:
 
 
 def _changed_at(file: object) -> int | None:
-    # The time is a name for the contents, however the file is renamed.
+    # The modification time identifies the contents, however the file is renamed.
     if isinstance(file, str | os.PathLike):
         with suppress(OSError):
             return Path(file).stat().st_mtime_ns
@@ -162,7 +163,7 @@ def _changed_at(file: object) -> int | None:
 
 
 def _parts(values: Any) -> Iterator[Any]:
-    """Yield `values` and what is inside of them, each object once."""
+    """Yield `values` and everything inside them, each object once."""
     seen: set[int] = set()
     left = [(values, 0)]
     while left and len(seen) < _VALUES_MAX:
@@ -190,7 +191,7 @@ def _size(value: Any) -> int:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """Return the values in a container, a module, or an object with attributes of its own."""
+    """Return the values in a container, a module, or an object with attributes."""
     if isinstance(value, Mapping):
         return [*value.values()]
     if isinstance(value, list | tuple | set):
@@ -211,9 +212,9 @@ def _own_functions(texts: Mapping[str, str]) -> frozenset[str]:
 
 
 def _option(texts: Mapping[str, str]) -> str:
-    """Return the option that sounds most like a resume, with PATH if it takes one; "" if none.
+    """Return the option that most likely resumes a run, with PATH if it takes one; "" if none.
 
-    It may be a value of a setting, or an environment variable: `INIT=resume`.
+    It may also be a setting or an environment variable with its value, such as `INIT=resume`.
     """
     options = [match for text in texts.values() for match in _OPTION.finditer(text)]
 
@@ -234,7 +235,7 @@ def _of_option(surest: re.Match[str] | None) -> str:
 
 
 def _setting(text: str) -> str:
-    """Return how a script gets the order to resume: by a value, or by an environment variable."""
+    """Return the setting or environment variable that resumes the script; "" if there is none."""
     for name, value in _SETTING.findall(text):
         line = re.search(rf"\b{name}\s*(?::\s*\w+\s*)?=[^=\n]*" + _VARIABLE.format(r"\w+"), text)
         if line is not None:

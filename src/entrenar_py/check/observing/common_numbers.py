@@ -1,15 +1,16 @@
-"""Common random numbers: what a script draws is alike for all samples, ranks and micro-batches.
+"""Common random numbers: random draws that are equal for all samples, ranks and micro-batches.
 
-Noise, masks and augmentation may depend on the rank and on how a batch is split, so that a run
-on several workers can't be compared with one on one worker. In a run with common numbers (a planned
-`Fault` of CONTROLLED) they don't. A tensor of random numbers has one vector of them, repeated along
-all dimensions but the last: every sample gets the same. All units of a dropout are kept. The
-vectors follow from the step, and from how many were drawn since the last batch. Samples that a
-loader fetches have vectors of their own, which follow from their index.
+Noise, masks and augmentation may depend on the rank and on how a batch is split, so a run on
+several workers can't be compared with the run on one worker. In a run with common numbers (a
+planned `Fault` of CONTROLLED) they don't. A tensor of random numbers has one random vector,
+repeated along all dimensions except the last, so every sample gets the same numbers. A dropout
+keeps all units. The vectors are determined by the step, and by the number of draws since the last
+batch. Samples that a loader fetches have separate vectors, which are determined by their index.
 
-The generators of torch don't move, so what is drawn in a way that isn't known here still shows.
-Those of numpy and Python are seeded alike before every micro-batch and sample. So are those that a
-data set or a collator has of its own, as a sample is read, and as the collator looks at it.
+The generators of torch don't advance, so draws of a type that isn't known here still show. The
+generators of numpy and Python are seeded with the same value before every micro-batch and sample.
+So are the generators of a data set or collator, before a sample is read and when the collator
+accesses it.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from entrenar_py.check.observing import (
 )
 from entrenar_py.shared.faults import CONTROLLED, IN_TURN, OF_RECORDS
 
-# In place: a tensor, and what the distribution has.
+# In place: arguments are a tensor, and the parameters of the distribution.
 _FILLS = (
     *("normal_", "uniform_", "random_", "exponential_"),
     *("log_normal_", "cauchy_", "geometric_"),
 )
 _OF_LIKE = {"rand_like": "uniform_", "randn_like": "normal_", "randint_like": "random_"}
 _OF_SIZE = {"rand": "uniform_", "randn": "normal_", "randint": "random_"}
-# By parameters, with a generator as the last argument: whether a number follows from all of a row.
+# By parameters, with a generator as the last argument: whether a number depends on a whole row.
 _OF_PARAMETERS = {
     "_sample_dirichlet": True,
     **dict.fromkeys(("_standard_gamma", "poisson", "binomial"), False),
@@ -55,7 +56,7 @@ CURRENT: CommonNumbers | None = None  # of this process
 
 
 def begin_if_planned() -> CommonNumbers | None:
-    """Draw common numbers from here on, if a fault plans that; return what draws them."""
+    """Draw common numbers from here on if a fault plans that; return what draws them, or None."""
     global CURRENT
     planned = planned_faults.planned()
     mirrored_batches.begin(planned)
@@ -67,7 +68,8 @@ def begin_if_planned() -> CommonNumbers | None:
         CURRENT = CommonNumbers()
         CURRENT.__enter__()  # type: ignore[no-untyped-call]
         CURRENT.seed()
-        # For good: methods that are replaced to be heard are put back, and this one is around them.
+        # Permanent: methods that hooks replace are restored later, and these wrappers are outside
+        # them.
         fetcher: Any = fetch._MapDatasetFetcher
         fetcher.fetch = _fetching(fetcher.fetch)
         iterator: Any = _BaseDataLoaderIter
@@ -78,43 +80,44 @@ def begin_if_planned() -> CommonNumbers | None:
 class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces the numbers that torch draws, in this thread and in workers that it forks.
 
-    `reseeded` is called when the generators of numpy and Python were seeded. `drawn` tells which
-    numbers were drawn since: two ranks, or runs, drew alike only if theirs is the same. A subset of
-    the rows that is drawn is another one of half of them.
+    `reseeded` is called after the generators of numpy and Python were seeded. `drawn` is a checksum
+    of the draws since then: two ranks or runs drew the same numbers only if it is equal. (If rows
+    are selected at random, half as many rows give a different selection.)
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reseeded: Callable[[], object] = lambda: None
         self._step, self._key, self._count = 0, 0, 0
-        # Of the batch that a loader has handed out last: its samples, and how copies of them lie.
+        # For the last batch that a loader handed out: its number of samples, and the order of
+        # copies.
         self._num_samples, self._order = 0, ""
         self.drawn = 0
         self.own: Collection[Any] = ()  # generators of what reads and collates samples now
 
     def seed(self, step: int | None = None) -> None:
-        """Begin a micro-batch, of `step` or of the same step as before."""
+        """Begin a micro-batch of `step`, or of the current step if it is None."""
         self._step = self._step if step is None else step
         self._begin(self._step)
         self.reseeded()
 
     def begin_batch(self, num_samples: int) -> None:
-        """Begin a micro-batch with a batch of this many samples."""
+        """Begin a micro-batch with a batch of `num_samples` samples."""
         self._num_samples, self._order = num_samples, ""
         self.seed()
 
     def seed_sample(self, index: int) -> None:
-        """Begin to read a sample of a data set."""
+        """Begin reading the sample `index` of a data set."""
         self._begin(1 << 20 | index & 0xFFFFF)
 
     def state(self) -> tuple[Any, ...]:
-        """Return what sets all that is drawn here back."""
+        """Return the state of everything that is drawn here, for `set_state`."""
         numpy = sys.modules.get("numpy.random")
         others = random.getstate(), None if numpy is None else numpy.get_state()
         return (self._key, self._count, self.drawn), *others
 
     def set_state(self, own: tuple[int, int, int], python: Any, numpy: Any) -> None:
-        """Go on with a state that was returned."""
+        """Restore a state that `state` returned."""
         self._key, self._count, self.drawn = own
         random.setstate(python)
         if numpy is not None:
@@ -151,9 +154,9 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
     def _drawn(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Return what an operation that draws returns with common numbers; None if unknown."""
+        """Return the result of a drawing operation with common numbers; None if it is unknown."""
         if any(isinstance(arg, Tensor) and type(arg) not in _PLAIN for arg in args):
-            return None  # a DTensor's pieces
+            return None  # pieces of a DTensor
         if name in _FILLS:
             return self._filled(args[0], name, *args[1:], **named)
         looks = {key: value for key, value in named.items() if key in _LOOKS and value is not None}
@@ -167,7 +170,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._kept(name, args, looks)
 
     def _kept(self, name: str, args: tuple[Any, ...], looks: dict[str, Any]) -> Any:
-        """Return what a dropout, or an order, is with common numbers; None if it is neither."""
+        """Return a dropout or a permutation with common numbers; None if `name` is neither."""
         first = args[0]
         if name == "randperm":
             self._note(name, first)
@@ -196,7 +199,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _chosen(self, shares: Tensor, number: int, replaces: bool = False) -> Tensor | None:
-        """Return what is chosen by shares, one of them for all rows; None if it may be rows."""
+        """Return choices by probability, one for all rows; None if they may select rows."""
         if shares.dim() > 1 and number == 1:
             return self._chosen_by_row(shares)
         if shares.dim() > 1 or not replaces:
@@ -208,7 +211,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return choice.to(shares.device).expand(number).clone()
 
     def _chosen_by_row(self, shares: Tensor) -> Tensor:
-        """Return what each row chooses: each copy of a sample by another number, if it has any."""
+        """Return what each row chooses: copies of one sample choose by different numbers."""
         copies = self._copies(shares)
         self._note("multinomial", self._order, 0 if copies is None else int(copies.max()))
         if copies is None:
@@ -221,10 +224,10 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return chosen.clamp_(max=shares.shape[-1] - 1)
 
     def _copies(self, shares: Tensor) -> Tensor | None:
-        """Return which copy of its sample each row is, None if nothing shows that samples have any.
+        """Return which copy of its sample each row is; None if samples don't seem to have copies.
 
-        All copies of a sample begin alike, and samples don't: so the first choice after a batch
-        shows whether copies follow each other, or samples do.
+        All copies of a sample begin with the same values, and samples differ. So the first choice
+        after a batch shows whether the copies of a sample follow one another, or the samples do.
         """
         num_rows, num = len(shares), self._num_samples
         if shares.dim() != 2 or not num or num_rows <= num or num_rows % num:
@@ -240,7 +243,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return by_order.get(self._order)
 
     def _of_parameters(self, name: str, parameters: list[Tensor], *, is_whole: bool) -> Tensor:
-        """Return what is drawn by parameters: each row of them by the same numbers."""
+        """Return what is drawn by parameters, with the same numbers for each row of them."""
         self._count += 1
         self._note(name, parameters[0].shape[-1:])
         draw, shape = getattr(torch, name), parameters[0].shape
@@ -258,7 +261,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _filled(self, tensor: Tensor, fill: str, *given: Any, **named: Any) -> Tensor:
         """Return `tensor`, filled with one vector along its last dimension."""
         self._count += 1
-        # A whole number for each row may be its time, or the number of a row.
+        # An integer for each row may be its time step, or the number of a row.
         is_for_rows = tensor.dim() == 1 and not tensor.is_floating_point()
         self._note(fill, given, () if is_for_rows else tensor.shape[-1:])
         generator = torch.Generator().manual_seed(self._key << 20 | self._count)
@@ -275,7 +278,7 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class _Seeded:
-    """A data set that reads its samples with numbers of their own."""
+    """A data set that draws separate numbers for each sample."""
 
     def __init__(self, dataset: Any, numbers: CommonNumbers) -> None:
         self._dataset, self._numbers = dataset, numbers
@@ -287,7 +290,7 @@ class _Seeded:
 
 
 class _Rows(list[Any]):
-    """The samples of a batch; each that a collator looks at comes with numbers of its own."""
+    """The samples of a batch. For each one that a collator accesses, the generators are seeded."""
 
     def __init__(self, samples: list[Any], index: list[Any], numbers: CommonNumbers) -> None:
         super().__init__(samples)

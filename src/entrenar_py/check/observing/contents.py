@@ -1,13 +1,13 @@
-"""Inputs of a model, recognised by their content where samples have no ids.
+"""Inputs of a model, recognised by their content if samples have no ids.
 
-- Digests of rows recognise a sample.
-- `contents_of` shows a sample in a few numbers, which tell whether it is the same in two runs.
-  Digests would not do: the last bits of a feature may depend on the batch in which it was
-  computed.
-- `Carried` recognises state that a model hands on from one pass to the next, such as the memory of
-  a recurrent one. It is among a pass's inputs, and no sample: it follows from the weights, so the
-  same row comes with another state in each epoch, and on another number of workers. It is known by
-  its storage, which an earlier pass has returned, also if it was detached since.
+- Digests of rows identify a sample.
+- `contents_of` summarises a sample in a few numbers, which show whether it is the same in two runs.
+  Digests would not do: the last bits of a feature may depend on the batch in which it was computed.
+- `Carried` recognises state that a model passes from one forward pass to the next, such as the
+  memory of a recurrent model. It is among the inputs of a pass, but isn't a sample: it depends on
+  the weights, so the same row comes with a different state in each epoch, and on a different number
+  of workers. It is recognised by its storage, which an earlier pass returned, even if it was
+  detached since.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from entrenar_py.check.observing import tensors
 
-ROWS_MAX = 2**16  # of a batch; rows of more are no samples
+ROWS_MAX = 2**16  # in a batch; slices of longer tensors are not samples
 IGNORED = -100  # the label that torch's losses ignore
 _LABELS = (torch.int64, torch.int32)
 ID_BYTES = 6  # a JSON reader that knows only float64 has 53 bits for a whole number
@@ -39,9 +39,9 @@ Row = bytes
 
 
 def tensors_in(batch: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors of a batch: in lists, tuples and mappings, and lists of these.
+    """Yield the tensors of a batch: in lists, tuples and mappings, nested up to `depth` levels.
 
-    Of a DTensor it is this rank's part. Tensors that can't be indexed are left out.
+    For a DTensor it yields this rank's part. Tensors that can't be indexed are left out.
     """
     if isinstance(batch, DTensor):
         yield tensors.local(batch)
@@ -67,9 +67,9 @@ def num_rows(batch: Any) -> int | None:
 def rows_of(tensor: Tensor) -> list[Row] | None:
     """Return a digest of each slice along the first dimension, without the padding at its end.
 
-    Zeros there, or labels to ignore, are no part of a row: it has as many as the longest row of its
-    batch needs. Rows of one length stay apart. None for a scalar, for more than ROWS_MAX slices,
-    and for tensors without plain elements.
+    Trailing zeros, and trailing labels to ignore, are not part of a row: their number depends on
+    the longest row of the batch. Rows of the same length remain distinct. None for a scalar, for
+    more than ROWS_MAX slices, and for tensors without plain elements.
     """
     if not (tensor.dim() and tensor.layout is torch.strided) or len(tensor) > ROWS_MAX:
         return None
@@ -86,9 +86,9 @@ def rows_of(tensor: Tensor) -> list[Row] | None:
 
 
 def telling_rows(tensor: Tensor) -> list[Row] | None:
-    """Return what `rows_of` does if no other tensor is likely to have these rows; else None.
+    """Return `rows_of(tensor)` if no other tensor is likely to have the same rows; otherwise None.
 
-    Rows that are alike, and masks, tell little.
+    Duplicate rows, and masks, say little.
     """
     rows = rows_of(tensor)
     if not rows or len({*rows}) < len(rows) or len(torch.unique(tensor.detach())) <= 2:
@@ -104,7 +104,7 @@ def _unpadded(row: bytes, ignored: bytes) -> bytes:
 
 
 def _unpadded_rows_of(tensor: Tensor) -> list[Row] | None:
-    """Return what `rows_of` does; rows of whole numbers without the PADDING at their end."""
+    """Return the rows of `rows_of`; integer rows are without the PADDING at their end."""
     is_plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
     is_padded = tensor.dim() == 2 and is_plain and tensor.dtype in _WHOLE
     if not (is_padded and tensor.numel()) or len(tensor) > ROWS_MAX:
@@ -120,9 +120,9 @@ def _unpadded_rows_of(tensor: Tensor) -> list[Row] | None:
 
 
 def rows_together(batch: Any) -> list[Row] | None:
-    """Return a digest of each row of all the batch's tensors that have as many rows as the first.
+    """Return a digest per row, over all tensors of the batch with as many rows as the first one.
 
-    Rows of whole numbers are the same whatever the batch pads them to. None if the batch has no
+    The digest of an integer row does not depend on the batch's padding. None if the batch has no
     rows.
     """
     count = num_rows(batch)
@@ -134,7 +134,7 @@ def rows_together(batch: Any) -> list[Row] | None:
 
 
 def as_id(row: Row) -> int:
-    """Return a row's digest as a number that can stand for a sample's id."""
+    """Return a row's digest as a number that can be used as the id of a sample."""
     return int.from_bytes(row[:ID_BYTES], "little")
 
 
@@ -144,14 +144,14 @@ def as_id(row: Row) -> int:
 # For each tensor: its number of elements per sample, their L2 norm, and their sum with fixed signs.
 Contents = tuple[tuple[float, ...], ...]
 TENSORS_MAX = 8
-ELEMENTS_MAX = 4096  # of a sample's tensor: of larger ones every k-th element is looked at
+ELEMENTS_MAX = 4096  # per sample and tensor; of larger ones every k-th element is used
 
 
 def contents_of(inputs: Any) -> Contents:
     """Return the contents of the samples in a model's arguments, in order.
 
-    Samples are along the first dimension of the first tensor. Tensors of another size there are
-    left out.
+    Samples are along the first dimension of the first tensor. Tensors with a different first
+    dimension are left out.
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if type(leaf) is Tensor and _can_be_read(leaf)]
     batched = [leaf for leaf in leaves if leaf.shape[0] == leaves[0].shape[0]]
@@ -165,7 +165,8 @@ def contents_of(inputs: Any) -> Contents:
 def of_samples(passes: Sequence[Contents], num_samples: int) -> Contents:
     """Return the contents of a micro-batch's samples from those of its forward passes.
 
-    Each pass had some of the samples, or each had all of them. Else nothing is known.
+    Either each pass had some of the samples, or each had all of them. In any other case nothing is
+    known, and the result is ().
     """
     if passes and all(len(one) == num_samples for one in passes):
         return tuple(sum(parts, ()) for parts in zip(*passes, strict=True))
@@ -185,7 +186,7 @@ def _can_be_read(tensor: Tensor) -> bool:
 def _shown(tensor: Tensor) -> list[tuple[float, float, float]]:
     rows = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()[:, None]
     size = rows.shape[1]
-    # Computed by numpy: autocast and the script's own modes of dispatch have no part in it.
+    # Computed by numpy, since autocast and the script's dispatch modes don't affect it.
     seen = rows[:, :: -(-size // ELEMENTS_MAX) or 1].cpu().double().resolve_neg().numpy()
     with np.errstate(all="ignore"):
         norms, sums = np.sqrt(np.square(seen).sum(1)), seen @ _signs(seen.shape[1])
@@ -206,13 +207,13 @@ def _signs(size: int) -> NDArray[np.float64]:
 
 
 class Carried:
-    """Tells what is new in a pass's inputs from what earlier passes have returned."""
+    """Separates new inputs of a pass from what earlier passes have returned."""
 
     def __init__(self) -> None:
         self._returned: set[StorageWeakRef] = set()
 
     def fresh(self, inputs: Any) -> Any:
-        """Return the inputs without carried state; all inputs if nothing else is left."""
+        """Return the inputs without carried state; all inputs if nothing else would be left."""
         if not self._returned:
             return inputs
         tensors = [*tensors_in(inputs)]
@@ -220,7 +221,7 @@ class Carried:
         return fresh if len(fresh) < len(tensors) and any(t.dim() for t in fresh) else inputs
 
     def note(self, inputs: Any, output: Any) -> None:
-        """Note what a pass has returned, but for what it was given itself."""
+        """Record what a pass has returned, except for its own inputs."""
         self._returned = {ref for ref in self._returned if not ref.expired()}  # type: ignore[no-untyped-call]
         fresh = {*_storages(tensors_in(output))}
         self._returned |= fresh - {*_storages(tensors_in(inputs))}

@@ -1,7 +1,8 @@
-"""The declarations of a script to `observe`, and what is noticed of its parameters at first.
+"""The declarations that a script makes to `observe`, and the first look at its parameters.
 
-Declarations are validated, and their patterns resolved. What is noticed goes beyond the parameters'
-values: names that share a tensor, tensors that are stepped twice, or look uninitialised.
+Declarations are validated, and their patterns resolved. The first look goes beyond the values of
+parameters: names that share a tensor, tensors that are stepped twice, and tensors that look
+uninitialised.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ _REDUCTIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Declarations:
-    """The declarations of a script, as far as it makes any.
+    """The declarations that a script makes.
 
-    - `frozen`: patterns of the parameters that never change, None if it declares none.
+    - `frozen`: patterns of the parameters that never change; None if undeclared.
     - `clip_norm`: the largest L2 norm of an applied gradient.
-    - `synchronised`: patterns of the buffers that forward passes change on all ranks alike.
-    - `reduction`: the number format in which ranks add gradients, "" if undeclared.
+    - `synchronised`: patterns of the buffers that forward passes change in the same way on all
+      ranks.
+    - `reduction`: the dtype in which ranks add gradients; "" if undeclared.
     - `averages`: the averages of the weights that the script keeps, by name.
     - `loss_over`: "batch" or "micro-batch", as for `observe`; "" if undeclared.
     """
@@ -48,9 +50,9 @@ class Declarations:
     averages: Mapping[str, Any] = field(default_factory=dict)
 
     def frozen_of(self, names: Mapping[str, str]) -> tuple[str, ...] | None:
-        """Return the parameters that are declared frozen, None if the script doesn't say.
+        """Return the parameters that are declared frozen; None if the script doesn't declare any.
 
-        `names` has all names of parameters, each with the one under which it is recorded.
+        `names` maps all names of parameters to the names under which they are recorded.
         """
         if self.frozen is None:
             return None
@@ -61,7 +63,7 @@ class Declarations:
         return _matching(self.synchronised, names)
 
     def facts(self) -> dict[str, Any]:
-        """Return the declarations that are about the whole run, as JSON can hold them."""
+        """Return the declarations that concern the whole run, as values for JSON."""
         return {
             "clip_norm": self.clip_norm,
             "reduction": self.reduction,
@@ -83,8 +85,8 @@ def declarations_of(
 ) -> Declarations:
     """Return the declarations of a model with parameters of these `names`.
 
-    Raises UsageError for a name or pattern that no parameter has, or no buffer, unless ranks hold
-    stages of the model, and for a value that is not allowed.
+    Raises UsageError for a value that is not allowed. Unless ranks hold stages of the model, also
+    raises it for a name or pattern that matches no parameter, or no buffer.
     """
     in_stages = layout is not None and layout.has(STAGES)
     patterns = None if frozen is None else _patterns("frozen", frozen)
@@ -108,10 +110,10 @@ def declarations_of(
 
 
 def _matching(patterns: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of `names` that `patterns` stand for.
+    """Return the `names` that `patterns` match.
 
-    A pattern is a name, a module's name for all that is in it, or has wildcards as in a shell. A
-    pattern that begins with `!` takes names out again.
+    A pattern is a name, the name of a module for all that is in it, or has wildcards as in a shell.
+    A pattern that begins with `!` excludes names again.
     """
     known = tuple(names)
     chosen: set[str] = set()
@@ -130,7 +132,7 @@ def _fitting(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _patterns(argument: str, patterns: Any) -> tuple[str, ...]:
-    """Return patterns as parameters are named here, without the parts that wrappers add."""
+    """Return patterns in the form of recorded parameter names, without parts that wrappers add."""
     listed = (patterns,) if isinstance(patterns, str) else patterns
     names = tuple(listed) if isinstance(listed, Iterable) else (listed,)
     if not all(isinstance(name, str) for name in names):
@@ -145,13 +147,13 @@ def _require_match(argument: str, kind: str, pattern: str, names: Sequence[str])
     wanted = pattern.removeprefix(_NEGATED)
     if not _fitting(wanted, names):
         near = did_you_mean(wanted.strip("*."), names, otherwise=_some(kind, names))
-        raise UsageError(f"{argument}={pattern!r}: no {kind} of the model is named so; {near}")
+        raise UsageError(f"{argument}={pattern!r}: no {kind} of the model has this name; {near}")
 
 
 def _require_name(name: str, names: Sequence[str]) -> None:
     if name not in names:
         near = did_you_mean(name, names, otherwise=_some("parameter", names))
-        raise UsageError(f"tied: {name!r}: no parameter of the model is named so; {near}")
+        raise UsageError(f"tied: {name!r}: no parameter of the model has this name; {near}")
 
 
 def _some(kind: str, names: Sequence[str]) -> str:
@@ -211,7 +213,7 @@ Names = tuple[str, ...]
 class FirstLook:
     """The first look at a rank's parameters.
 
-    Names that share a tensor are those that share it when the script calls `observe`.
+    Which names share a tensor is determined when the script calls `observe`.
     """
 
     def __init__(self, subject: Subject, declared: Declarations) -> None:
@@ -219,7 +221,7 @@ class FirstLook:
         self._shared = shared(subject.model)
 
     def events(self, step: int) -> Iterator[trace.Event]:
-        """Yield what the script declares of its parameters, and what is seen of them.
+        """Yield the script's declarations about its parameters, and what the first look shows.
 
         `step` is the number of the first step.
         """
@@ -254,7 +256,7 @@ def shared(model: nn.Module) -> tuple[Names, ...]:
 
 
 def names_of(model: nn.Module) -> dict[str, str]:
-    """Return all names of parameters, each with the first name of the same parameter."""
+    """Return all names of parameters, each mapped to the first name of the same parameter."""
     first: dict[Tensor, str] = {}
     named = [*flat_parameters.named(model)]
     return {name: first.setdefault(parameter, name) for name, parameter in named}
@@ -272,8 +274,8 @@ def doubled(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str
 def peculiar(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the peculiar parameters by name: `nan`, `inf`, `zero` or `uninitialised`.
 
-    `zero` are matrices without any other number. `uninitialised` are tensors with numbers that no
-    initialisation draws, but that memory often holds.
+    `zero` are matrices of zeros. `uninitialised` are tensors with numbers that no initialisation
+    draws, but that uninitialised memory often holds.
     """
     looks = {name: _look(tensors.local(p)) for name, p in parameters.items()}
     return {name: look for name, look in looks.items() if look}
@@ -282,7 +284,7 @@ def peculiar(parameters: Mapping[str, Tensor]) -> dict[str, str]:
 def alike(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return pairs of an embedding's weight and another parameter with the same values.
 
-    They are two tensors. Equal values suggest that they were one before a copy or a load.
+    They are two tensors. Equal values suggest that they were one tensor before a copy or a load.
     """
     every = dict(flat_parameters.named(model))
     first = names_of(model)
@@ -298,14 +300,14 @@ def alike(model: nn.Module) -> tuple[tuple[str, str], ...]:
 
 # --- one tensor -------------------------------------------------------------------------------
 
-# Heap memory holds addresses, half of them denormal numbers as floats, and exponents of any size.
-# Weights of a trained model may have a few denormal numbers.
+# Heap memory holds addresses, half of them denormal numbers as floats, and floats with exponents of
+# any size. Weights of a trained model may have a few denormal numbers.
 _DENORMAL_SHARE = 0.01
 _HUGE = 1e20
 
 
 def _memory(parameter: Tensor) -> object:
-    """Return a key that is equal for parameters that are the same numbers in memory."""
+    """Return a key that is equal for parameters that have the same memory."""
     own = tensors.local(parameter)
     if own.is_meta or not own.numel():
         return id(parameter)
@@ -322,7 +324,7 @@ def _look(tensor: Tensor) -> str:
     size = tensor.abs()
     if not size.any():
         return "zero" if tensor.ndim > 1 and tensor.numel() > 1 else ""
-    # Small weights in float16 are rightly denormal.
+    # Small weights in float16 may well be denormal.
     tiny = 0.0 if tensor.dtype is torch.float16 else torch.finfo(tensor.dtype).tiny
     num_denormal = int(((size > 0) & (size < tiny)).sum())
     if num_denormal > _DENORMAL_SHARE * tensor.numel() or bool((size > _HUGE).any()):

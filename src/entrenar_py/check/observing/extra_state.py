@@ -1,11 +1,11 @@
 """State next to the model: copies of it (an average, a teacher, a reference), and frozen modules.
 
-Nothing tells of them when a script makes them. So they are looked up among the objects that the
-garbage collector knows, as in `surroundings`. A look takes 0.15 s with torch loaded.
+Nothing reports such state when a script creates it. So it is searched for among the objects that
+the garbage collector knows, as in `surroundings`. A search takes 0.15 s with torch loaded.
 
 A copy is a module, a list or a dictionary of tensors with the shapes of the model's parameters, or
-of those of one of its parts (a generator's), in their order. Whether it is an average, or a list
-of something else, shows in how it moves (`checks.weight_averages`).
+of the parameters of a part of the model (such as a generator), in their order. Whether it is an
+average, or a list of something else, shows in how it changes (`checks.weight_averages`).
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from entrenar_py.shared import hook_calls, trace
 from entrenar_py.shared.errors import UsageError
 
 Named = Mapping[str, Tensor]
-Found = tuple[Any, Named]  # what holds the tensors, and the tensors
+Found = tuple[Any, Named]  # the object that holds the tensors, and the tensors
 
 _KINDS = (Tensor, nn.Parameter, DTensor)
-# The looks: before the first step, after the second one (an average may begin with the first), and
-# rarely later. In between only if a tensor is gone: some scripts make an average's again.
+# The searches: before the first step, after the second one (an average may begin with the first),
+# and rarely later. Between these only if a tensor is gone, since some scripts create an average's
+# tensors again.
 _LOOKS = {1, 3, *(4**power for power in range(2, 10))}
 _DICTS = (dict, OrderedDict)
-_MOST = 4  # of each kind: to record one takes as much time as to record the model's weights
+_MOST = 4  # of each type: recording one takes as much time as recording the model's weights
 _STATISTICS = ("running_mean", "running_var")
 
 
 class ExtraState:
-    """The state next to `subject`. `declared` are averages by the names that the script gives them.
+    """The state next to `subject`; `declared` are averages under the script's names for them.
 
-    Raises UsageError for a declared average that is no copy of the model.
+    Raises UsageError for a declared average that is not a copy of the model.
     """
 
     def __init__(self, subject: Subject, declared: Mapping[str, Any]) -> None:
@@ -64,8 +65,8 @@ class ExtraState:
     def records(self) -> trace.Tensors:
         """Return the records of all tensors next to the model, by `label/tensor`.
 
-        The tensors of a copy have the names of the model's parameters. Of frozen modules, which may
-        be larger than the model, only digests are recorded.
+        The tensors of a copy have the names of the model's parameters. For frozen modules, which
+        may be larger than the model, only digests are recorded.
         """
         self._num_looks += 1
         is_lost = any(held() is None for held in (*self._copies.values(), *self._frozen.values()))
@@ -79,7 +80,7 @@ class ExtraState:
         return {**self._subject.record_placed(copies), **self._subject.digests(frozen)}
 
     def _look(self) -> None:
-        """Find all copies of the model, and all modules that train nothing."""
+        """Find all copies of the model, and all frozen modules with statistics or dropout."""
         orders, things = _orders(self._subject), _holders()
         modules = [thing for thing in things if isinstance(thing, nn.Module)]
         copies: list[Found] = []
@@ -101,7 +102,7 @@ class ExtraState:
         self._dropout.watch((n, thing) for n, thing in named if isinstance(thing, nn.Module))
 
     def _known(self, modules: Iterable[nn.Module]) -> set[int]:
-        """Return the identities of tensors that modules and optimizers hold, and of gradients."""
+        """Return the ids of the tensors that modules and optimizers hold, and of gradients."""
         subject = self._subject
         known = {id(held) for module in modules for held in _own_tensors(module)}
         known.update(id(gradient) for gradient in subject.gradients().values())
@@ -115,7 +116,7 @@ class ExtraState:
 
 
 def _outermost_beside(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules that share nothing with the model, and are in no other of that kind."""
+    """Yield the modules that share nothing with the model, without those inside one another."""
     own = {*model.modules()}
     holders = {module for module in modules if not own.isdisjoint(module.modules())}
     held = (module for module in modules if module not in holders)
@@ -124,9 +125,9 @@ def _outermost_beside(model: nn.Module, modules: Sequence[nn.Module]) -> Iterato
 
 
 def _copy_in_module(module: nn.Module, orders: Sequence[Named]) -> Named | None:
-    """Return a module's tensors by the names of the parameters that they are copies of, if any.
+    """Return a module's copies of parameters by the names of the parameters; None if it has none.
 
-    A module may keep the copies as buffers, among others.
+    A module may keep the copies in buffers, among further buffers.
     """
     if (copy := _in_order([*module.parameters()], orders)) is not None:
         return copy
@@ -161,7 +162,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor | None]:
 def _copies_in_containers(
     containers: Iterable[Any], orders: Sequence[Named], known: set[int]
 ) -> list[Found]:
-    """Return the lists and dictionaries of tensors that are copies, and are not in `known`."""
+    """Return the lists and dictionaries of tensors that are copies, unless these are in `known`."""
     memory = {_memory(tensor) for order in orders for tensor in order.values()}
     sizes = {*map(len, orders)}
     least = min(sizes, default=1)
@@ -206,7 +207,10 @@ def _is_like(tensor: Any, parameter: Tensor) -> bool:
 
 
 def _declared_copy(average: Any, orders: Sequence[Named]) -> Named | None:
-    """Return the copy that a script declares: a module, a container, or an object that has one."""
+    """Return the copy that a script declares: a module, a container, or an object that has one.
+
+    None if it is not a copy.
+    """
     for thing in (average, *getattr(average, "__dict__", {}).values()):
         if isinstance(thing, nn.Module):
             copy = _copy_in_module(thing, orders)
@@ -225,7 +229,8 @@ def _declared_copy(average: Any, orders: Sequence[Named]) -> Named | None:
 def _orders(subject: Subject) -> list[Named]:
     """Return the parameters of the model, the trained ones, and those of each of its parts.
 
-    A part is made of parts itself: a layer's tensors are like too many others, as a single one is.
+    Only a part that is made of parts itself counts: many tensors resemble those of a single layer.
+    A single tensor doesn't count for the same reason.
     """
     parameters = subject.parameters
     parts = (
@@ -237,7 +242,7 @@ def _orders(subject: Subject) -> list[Named]:
 
 
 def _holders() -> list[Any]:
-    """Return all modules, lists and dictionaries, without looking at objects' attributes."""
+    """Return all modules, lists and dictionaries, without reading the attributes of objects."""
     everything = gc.get_objects()
     kinds = {
         kind for kind in {*map(type, everything)} if issubclass(kind, nn.Module) or kind in _DICTS
@@ -250,11 +255,12 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _labels(things: Sequence[Found], taken: set[str]) -> list[str]:
-    """Return the first name under which each thing is kept, its class's if there is none.
+    """Return the first name under which each thing is kept, or its class if it has none.
 
-    Of several of one name it is the module's, or an object's own: a checkpoint that was loaded has
-    the same names. Else sizes tell them apart, or nothing does, in another run or on another rank:
-    then the name is "".
+    Several things may have the same name, since a loaded checkpoint has the names of the state.
+    Then the name belongs to a module, or to the attribute of an object. Otherwise sizes are added
+    to the names. If these are equal as well, nothing distinguishes the things in a different run or
+    on a different rank, and the name is "".
     """
     labels, orders = [], []
     for thing, (names, is_own) in zip(
@@ -276,7 +282,7 @@ def _labels(things: Sequence[Found], taken: set[str]) -> list[str]:
 
 
 def _kept_as(found: Sequence[Found]) -> list[tuple[set[str], bool]]:
-    """Return the names under which each thing is kept, and whether one isn't just in a dict."""
+    """Return each thing's names, and whether one of them is not just a key of a dictionary."""
     things = [thing for thing, _ in found]
     names: list[set[str]] = [set() for _ in things]
     is_own = [False for _ in things]
@@ -304,7 +310,7 @@ def _local_names(things: Sequence[Any]) -> Iterator[tuple[int, str]]:
 
 
 def _attributes(owner: Any) -> Any:
-    with suppress(Exception):  # code of the script, which need not allow it
+    with suppress(Exception):  # code of the script, which need not allow this
         return owner.__dict__
     return None
 
@@ -329,7 +335,7 @@ def _alive(refs: Mapping[str, ref[Tensor]]) -> dict[str, Tensor]:
 class FrozenDropout:
     """The number of masks of each module that was named to `watch`.
 
-    The hook is torch's global one: modules with hooks of their own could not be pickled.
+    The hook is torch's global one, since modules with their own hooks could not be pickled.
     """
 
     def __init__(self) -> None:
@@ -338,7 +344,7 @@ class FrozenDropout:
         self._is_hooked = False
 
     def watch(self, named: Iterable[tuple[str, nn.Module]]) -> None:
-        """Count the masks of these modules from here on, by the labels that they have."""
+        """Count the masks of these modules from here on, by the given labels."""
         for label, module in named:
             if label and may_draw(module):
                 self._counts[label] += 0
@@ -349,7 +355,7 @@ class FrozenDropout:
             register_module_forward_hook(self._count)
 
     def counts(self) -> dict[str, Tensor]:
-        """Return the numbers of masks by `masks of label/num_masks`."""
+        """Return the numbers of masks, by the name `masks of LABEL/num_masks`."""
         return {f"masks of {n}/num_masks": torch.tensor(c) for n, c in self._counts.items()}
 
     @hook_calls.outside
@@ -360,6 +366,6 @@ class FrozenDropout:
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Return whether a module has dropout and nothing that trains."""
+    """Return whether a module has dropout and no parameter that trains."""
     has_dropout = any(isinstance(part, _DropoutNd) and part.p > 0 for part in module.modules())
     return has_dropout and not any(p.requires_grad for p in module.parameters())

@@ -1,19 +1,21 @@
 """The parameters of a model that wrappers keep in flat tensors, or in pieces.
 
 A flat tensor has the elements of several parameters, one after another, and each rank has an equal
-part of it. What a rank has of one parameter is a piece of its elements in C order, a `Part`.
+part of it. The elements that a rank has of one parameter are a piece in C order, a `Part`.
 
-- A FlatParameter of `FullyShardedDataParallel`: optimizers step these pieces, or the rank's part of
-  the FlatParameter (without `use_orig_params`). Torch documents the attributes that are read here.
-- DeepSpeed's ZeRO has, in float32, an equal part of the parameters: of a group's, one after another
-  (stages 1 and 2), or of each one (stage 3). The script's optimizer steps these partitions, one
-  after the other, within the step of DeepSpeed's. What is recorded are the partitions. The model
-  computes with copies of them, in its own format, which DeepSpeed brings together for all ranks.
-  DeepSpeed documents how to read them (`safe_get_local_grad`, `safe_get_full_fp32_param`), but
-  calls collectives at stages 1 and 2. So `_hp_mapping` is read here, which these calls read, too.
-- `fully_shard` keeps pieces, and a rank computes with whole parameters (`when_whole`). The gradient
-  that a backward pass adds to a whole parameter is this rank's own. The gradient of a piece is part
-  of a sum over all ranks.
+- A FlatParameter of `FullyShardedDataParallel`: optimizers step these pieces, or (without
+  `use_orig_params`) the rank's part of the FlatParameter. Torch documents the attributes that are
+  read here.
+- DeepSpeed's ZeRO: a rank has an equal part of the parameters in float32, either of those of a
+  group, one after another (stages 1 and 2), or of each parameter (stage 3). The script's optimizer
+  steps these partitions one after another, within the step of DeepSpeed's optimizer. The partitions
+  are recorded. The model computes with copies of them in its own dtype, which DeepSpeed gathers for
+  all ranks. DeepSpeed documents how to read the partitions (`safe_get_local_grad`,
+  `safe_get_full_fp32_param`), but this calls collectives at stages 1 and 2. So `_hp_mapping` is
+  read here, which these calls read, too.
+- `fully_shard`: a rank keeps pieces, and computes with whole parameters (`when_whole`). The
+  gradient that a backward pass adds to a whole parameter is this rank's own. The gradient of a
+  piece is part of a sum over all ranks.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ from entrenar_py.shared.errors import UsageError
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A parameter in the flat tensor `flat`, where it begins at element `begin`.
+    """A parameter in the flat tensor `flat`, in which it begins at element `begin`.
 
-    `owner` is the tensor that optimizers step. `shape` is that of the whole parameter. This rank
-    has its `piece`, from element `first` of the rank's part of `flat` on; None for all of it.
+    `owner` is the tensor that optimizers step. `shape` is the shape of the whole parameter. This
+    rank has the `piece` that begins at element `first` of the rank's part of `flat`. If `piece` is
+    None, the rank has the whole parameter.
     """
 
     flat: Any
@@ -60,19 +63,19 @@ class Part:
         return math.prod(self.shape if self.piece is None else self.piece.shape)
 
     def weights(self) -> Tensor:
-        """Return this rank's elements, also while a pass computes with whole parameters."""
+        """Return this rank's elements, even while a pass computes with whole parameters."""
         held: Tensor = getattr(self.flat, "_local_shard", self.flat)
         return self._cut(held.detach())
 
     def gradient(self) -> Tensor | None:
-        """Return this rank's elements of the gradient; None if there is none that was reduced."""
+        """Return this rank's elements of the gradient; None if no reduced gradient is available."""
         gradient: Tensor | None = self.owner.grad
         if self.owner is self.flat and gradient is None:
             gradient = getattr(self.flat, "_saved_grad_shard", None)  # while a pass adds to it
         return self.of(gradient) if gradient is not None and self.fits(gradient) else None
 
     def fits(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` has a number for each element that the optimizer steps."""
+        """Return whether `tensor` has one number for each element that the optimizer steps."""
         return tensor.numel() == self._num_owned and (tensor.ndim > 0 or self._num_owned == 0)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -80,7 +83,7 @@ class Part:
         return self._cut(tensor) if self.owner is self.flat else tensor
 
     def of_whole(self, flat: Tensor) -> Tensor:
-        """Return the whole parameter's elements in a whole FlatParameter, or in its gradient."""
+        """Return the elements of the whole parameter in a whole FlatParameter or its gradient."""
         return flat[self.begin : self.begin + math.prod(self.shape)].view(self.shape)
 
     @property
@@ -96,10 +99,10 @@ class Part:
 def piece_of(
     begin: int, size: int, num_held: int, rank: int, ranks: Sequence[int]
 ) -> tuple[Piece, int]:
-    """Return the piece of a parameter that a rank has, and where that begins in the rank's part.
+    """Return a rank's piece of a parameter, and where the piece begins in the rank's part.
 
-    The parameter has `size` elements, from element `begin` of the flat tensor on. Each of `ranks`
-    has `num_held` elements of that; `rank` is the place of this one among them.
+    The parameter has `size` elements and begins at element `begin` of the flat tensor. Each rank in
+    `ranks` has `num_held` elements of the flat tensor. `rank` is the index of this rank in `ranks`.
     """
     own = rank * num_held
     at, end = (min(max(place - begin, 0), size) for place in (own, own + num_held))
@@ -117,7 +120,7 @@ def piece_of(
 
 
 class WithinPass:
-    """A whole parameter as a backward pass sees it: a hook is given its part of `flat`'s gradient.
+    """A whole parameter during a backward pass: hooks receive its part of the gradient of `flat`.
 
     The gradient is this rank's own: it is not reduced yet.
     """
@@ -126,7 +129,7 @@ class WithinPass:
         self._part = part
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Call `hook` as that of a tensor; return the handle that removes it."""
+        """Call `hook` as a tensor would; return the handle that removes it."""
         return self._part.flat.register_hook(partial(self._call, hook))
 
     def _call(self, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
@@ -158,7 +161,7 @@ def _when_whole_in_flat(model: nn.Module, call: Callable[[str, Any], Any]) -> li
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's part of each parameter, with its plain name; shared ones by each name."""
+    """Yield each parameter's plain name and this rank's part; shared ones once for each name."""
     yield from not_flat(model, remove_duplicate=False)
     weights = {
         name: part.weights().requires_grad_(part.owner.requires_grad)
@@ -169,7 +172,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def not_flat(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that are in no FlatParameter, and the plain names of these."""
+    """Yield plain name and tensor of each parameter that is in no FlatParameter."""
     flat = {*parts_of(model), *(name for name, _ in _shared(model))}
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         plain = tensors.plain_name(name)
@@ -178,7 +181,7 @@ def not_flat(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tup
 
 
 def layout_of(model: nn.Module, world_size: int) -> Layout | None:
-    """Return the arrangement of the ranks that flat parameters show; None without these.
+    """Return the arrangement of ranks that flat parameters show; None without flat parameters.
 
     Raises UsageError if it doesn't arrange all ranks.
     """
@@ -230,9 +233,10 @@ def _of_handle(prefix: str, handle: Any) -> Iterator[tuple[str, Part]]:
 
 
 def _piece(handle: Any, begin: int, size: int) -> tuple[Piece | None, int]:
-    """Return this rank's piece of a parameter, and where that begins in the rank's part.
+    """Return this rank's piece of a parameter, and where the piece begins in the rank's part.
 
-    The parameter has `size` elements, from element `begin` of the FlatParameter on.
+    The parameter has `size` elements and begins at element `begin` of the FlatParameter. The piece
+    is None if the rank has all of it.
     """
     if not handle.uses_sharded_strategy:
         return None, begin
@@ -241,7 +245,7 @@ def _piece(handle: Any, begin: int, size: int) -> tuple[Piece | None, int]:
 
 
 def _shared(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield each further name of a parameter in a flat tensor, with its first one."""
+    """Yield each further name of a parameter in a flat tensor, with its first name."""
     yield from _shared_in_zero(model)
     for prefix, module in _wrappers(model):
         for info in module._handle.flat_param._shared_param_infos:
@@ -263,8 +267,8 @@ def _joined(path: str, name: str) -> str:
 
 
 _STAGE_3 = "fp32_partitioned_groups_flat"
-# By the name of the partitions that ranks step: that of the groups of parameters in them. The names
-# are those of stages 1 and 2, of 16 bits that are added in float32, and of stage 3.
+# The attribute with the partitions that ranks step -> the attribute with the groups of parameters
+# in them. They are for stages 1 and 2, for 16-bit models with sums in float32, and for stage 3.
 _GROUPS = {
     "single_partition_of_fp32_groups": "round_robin_bit16_groups",
     "fp32_groups_flat_partition": "bf16_groups",
@@ -276,7 +280,7 @@ _GROUPS = {
 class Partition(Part):
     """A parameter of the model in the partitions of the ZeRO optimizer `zero`.
 
-    It is in group `group` of these; None if no optimizer steps it.
+    It is in the partition of group `group`; None if no optimizer steps it.
     """
 
     zero: Any
@@ -284,7 +288,10 @@ class Partition(Part):
     group: int | None
 
     def gradient(self) -> Tensor | None:
-        """Return this rank's elements of the gradient that is applied, or was reduced last."""
+        """Return this rank's elements of the applied gradient, or of the last reduced one.
+
+        None if neither is available.
+        """
         applied: Tensor | None = self.owner.grad
         if self.group is None and applied is not None and self.piece is not None:
             return applied.reshape(-1)[self.piece.offset[0] :][: self.numel]  # whole, and its own
@@ -325,8 +332,9 @@ class Partition(Part):
 class ZeroSteps:
     """Calls `begins` before the steps of a ZeRO optimizer, and `ends` after them.
 
-    `ends` is told whether the step was skipped, as gradients were not finite. Torch has no hooks of
-    these steps: it sees those of the optimizer inside, one for each partition.
+    The argument of `ends` is true if the step was skipped because gradients were not finite. Torch
+    has no hooks for these steps: it only sees the steps of the optimizer inside, one for each
+    partition.
     """
 
     def __init__(self, zero: Any, begins: Callable[[], Any], ends: Callable[[bool], Any]) -> None:
@@ -342,12 +350,12 @@ class ZeroSteps:
         zero.step = step
 
     def remove(self) -> None:
-        """Have the optimizer step as before."""
+        """Restore the original step of the optimizer."""
         vars(self._zero).pop("step", None)
 
 
 def zero_optimizer(model: nn.Module) -> Any | None:
-    """Return the ZeRO optimizer of a model, or of DeepSpeed's engine; None if there is none."""
+    """Return the ZeRO optimizer of a model, or of a DeepSpeed engine; None if there is none."""
     if "deepspeed" not in sys.modules:
         return None
     linked = (
@@ -360,20 +368,20 @@ def zero_optimizer(model: nn.Module) -> Any | None:
 
 
 def zero_partitions(zero: Any) -> list[Tensor]:
-    """Return the flat tensors that a ZeRO optimizer has the optimizer inside of it step."""
+    """Return the flat tensors of a ZeRO optimizer that the optimizer inside it steps."""
     names = _attributes_of(zero)
     return [] if names is None else [*getattr(zero, names[0])]
 
 
 def parameters_and_partitions(model: nn.Module) -> set[Tensor]:
-    """Return the parameters of a model, with the partitions of these that its optimizer steps."""
+    """Return the parameters of a model, and the partitions of them that a ZeRO optimizer steps."""
     return {*model.parameters(), *zero_partitions(zero_optimizer(model))}
 
 
 def zero_groups(zero: Any) -> list[dict[str, Any]]:
-    """Return the groups of the optimizer inside, with all tensors of each, as they are in a step.
+    """Return the groups of the inner optimizer with all their tensors, as they are in a step.
 
-    Between two steps those of stage 3 have none.
+    Between two steps the groups of stage 3 have no tensors.
     """
     flats, groups = zero_partitions(zero), zero.optimizer.param_groups
     numbers = getattr(zero, "sub_group_to_group_id", range(len(flats)))
@@ -384,7 +392,7 @@ def zero_groups(zero: Any) -> list[dict[str, Any]]:
 
 
 def zero_parts_of(model: nn.Module) -> dict[str, Partition]:
-    """Return by name the parameters of `model` that a ZeRO optimizer has partitions of."""
+    """Return by name the parameters of `model` for which a ZeRO optimizer has partitions."""
     zero = zero_optimizer(model)
     if zero is None:
         return {}
@@ -448,7 +456,7 @@ def _placed(zero: Any) -> Iterator[Partition]:
 def _places_in_group(
     zero: Any, number: int, parameters: Sequence[Tensor], flat: Tensor
 ) -> Iterator[tuple[Tensor, int, int, Any]]:
-    """Yield the parameters of a group that lie one after another, with their places."""
+    """Yield the parameters of a group, which lie one after another, with their places."""
     group = zero.real_dp_process_group[number]
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     offsets = getattr(zero, "round_robin_bit16_offsets", None)
@@ -497,16 +505,16 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 
 def zero_formats(model: nn.Module) -> set[str]:
-    """Return the formats in which a model with partitions in float32 computes."""
+    """Return the dtypes in which a model with partitions in float32 computes, such as bfloat16."""
     return {
         str(part.parameter.dtype).removeprefix("torch.") for part in zero_parts_of(model).values()
     }
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
-    """Return whether torch shards `model` or a part of it, and brings it together for passes.
+    """Return whether `model`, or a part of it, is sharded, and gathered for each pass.
 
-    `fully_shard` does, `FullyShardedDataParallel`, and DeepSpeed with what it steps (ZeRO).
+    This is done by `fully_shard`, by `FullyShardedDataParallel`, and by DeepSpeed's ZeRO.
     """
     kinds = (FSDPModule, FullyShardedDataParallel)
     sharded = any(isinstance(module, kinds) for module in model.modules())
@@ -522,10 +530,9 @@ Found = Callable[[str, Any], Any]
 def when_whole(model: nn.Module, call: Found) -> list[Any]:
     """Call `call` with name and tensor of each trainable parameter when it is first whole.
 
-    Of a FlatParameter it is called now, with what can be hooked as a tensor.
-
-    Returns the hooks that do so. They call no collective, and look only at parameters that forward
-    passes have gathered.
+    For a parameter in a flat tensor it is called now, with an object that can be hooked like a
+    tensor. Returns the hooks that make the calls. They call no collective, and examine only
+    parameters that forward passes have gathered.
     """
     known: set[Tensor] = set()
 
@@ -540,6 +547,6 @@ def when_whole(model: nn.Module, call: Found) -> list[Any]:
     hooked = _when_whole_in_flat(model, call)
     for prefix, module in model.named_modules():
         if isinstance(cast(object, module), FSDPModule):
-            look(prefix, module)  # the pass that has just begun has gathered some
+            look(prefix, module)  # the pass that has just begun has gathered some parameters
             hooked.append(module.register_forward_pre_hook(partial(look, prefix)))
     return hooked

@@ -26,17 +26,17 @@ _GLOBAL = (
     getattr(random.seed, "__self__", None),
     getattr(np.random.mtrand, "_rand", None),
 )
-# In frames and objects of these modules are no generators of the script.
+# Frames and objects of these modules have no generators of the script.
 _LIBRARIES = ("torch", "numpy", "entrenar_py", "runpy", "importlib", "multiprocessing")
 
 
 class Generators:
     """The global generators (torch's, numpy's, Python's), those of GPUs, and the script's own.
 
-    The script's own are those that its functions and modules hold in a variable when it calls
-    `observe`, or that an object in a variable or in `objects` has in an attribute. Variable and
-    attribute are their names. `left_out` are generators of loaders and samplers: their samples
-    are known.
+    A generator is the script's own if one of its functions or modules holds it in a variable when
+    it calls `observe`, or if it is an attribute of an object in a variable or in `objects`. Its
+    name is that of the variable and the attribute. `left_out` are generators of loaders and
+    samplers, because their samples are known.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Generators:
     def states(self) -> States:
         """Return a digest of each generator's state."""
         shown = dict[str, bytes]()
-        # While a graph is captured, a GPU's generator may not be asked.
+        # While a graph is captured, the state of a GPU's generator may not be read.
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             devices = {p.device for p in self._model.parameters() if p.device.type == "cuda"}
             for device in sorted(devices, key=str):
-                # Each rank has a GPU of its own, and generators are compared by their names.
+                # Each rank has its own GPU, and generators are compared by name.
                 name = device.type if len(devices) == 1 else str(device)
                 shown[name] = torch.cuda.get_rng_state(device).numpy().tobytes()
         for name, generator in self._own.items():
@@ -69,7 +69,7 @@ class Generators:
         return global_states() | _digests(shown)
 
     def kept(self) -> list[tuple[Callable[[Any], object], Any]]:
-        """Return what sets each generator's state, with the state that it has now."""
+        """Return for each generator the function that sets its state, with its present state."""
         setters: list[tuple[Callable[[Any], object], Any]] = [
             (torch.set_rng_state, torch.get_rng_state()),
             (random.setstate, random.getstate()),
@@ -87,7 +87,7 @@ class Generators:
 
 
 def global_states() -> dict[str, str]:
-    """Return a digest of the state of each global generator, without those of GPUs."""
+    """Return a digest of the state of each global generator, except those of GPUs."""
     return _digests(
         {
             "torch": torch.get_rng_state().numpy().tobytes(),
@@ -98,7 +98,7 @@ def global_states() -> dict[str, str]:
 
 
 def is_just_seeded() -> bool:
-    """Return whether nothing was drawn from torch's generator since it was seeded."""
+    """Return whether nothing was drawn from torch's generator since its last seed."""
     fresh = torch.Generator().manual_seed(torch.initial_seed())
     return torch.equal(fresh.get_state(), torch.get_rng_state())
 
@@ -108,14 +108,14 @@ def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def moved(before: States, after: States) -> list[str]:
-    """Return the names of the generators that have drawn since `before`."""
+    """Return the names of the generators with states that differ from `before`."""
     return [name for name, state in after.items() if before.get(name, state) != state]
 
 
 def within(value: object, depth: int = _DEPTH_MAX) -> Iterator[Any]:
-    """Yield numpy's and Python's generators that an object has in attributes, or a function uses.
+    """Yield numpy's and Python's generators in the attributes of an object, or that it uses.
 
-    The global ones are left out.
+    Objects in attributes are searched up to `depth` levels. Global generators are left out.
     """
     kind = type(value)
     if issubclass(kind, _KINDS):
@@ -127,7 +127,7 @@ def within(value: object, depth: int = _DEPTH_MAX) -> Iterator[Any]:
 
 
 def _held_by(value: Any) -> Iterator[object]:
-    """Yield what an object holds that a script has made, or what its function uses by name."""
+    """Yield the script's objects that a value holds, or the generators that a function uses."""
     kind = type(value)
     if kind is partial:
         yield from (value.func, *value.args, *value.keywords.values())
@@ -137,7 +137,7 @@ def _held_by(value: Any) -> Iterator[object]:
         used = (value.__globals__.get(name) for name in _names(value.__code__))
         yield from (one for one in used if issubclass(type(one), _KINDS))
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # it is empty yet
+            with suppress(ValueError):  # the cell is still empty
                 yield cell.cell_contents
     elif not issubclass(kind, type | ModuleType | torch.Tensor):
         with suppress(AttributeError):
@@ -202,7 +202,7 @@ def _held(frame: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _in_variables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    # By their types: to ask a value for its class may run code of a proxy.
+    # By their types: reading the class of a value may run the code of a proxy.
     for name, value in [*variables.items()]:
         kind = type(value)
         of_library = str(kind.__module__).partition(".")[0] in _LIBRARIES

@@ -1,10 +1,10 @@
-"""Hear when an object or a loader is iterated, and what it yields, and leave both as they are.
+"""Hooks that report when an object or a loader is iterated, and what it yields.
 
-A method of its class is replaced by one that also tells, and is put back at the end. So the object
-keeps its class, and is copied, pickled and iterated as before.
+A method of the class is replaced by one that also reports, and is restored at the end. So the
+object keeps its class, and is copied, pickled and iterated as before.
 
-All loaders of torch, and those that other libraries derive from them, are iterated by a class of
-torch's, `_BaseDataLoaderIter`. Its methods are replaced while anybody listens.
+All loaders of torch, and those that libraries derive from them, are iterated by torch's class
+`_BaseDataLoaderIter`. Its methods are replaced while there are listeners.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 class Listener(Protocol):
-    """Hears the items of one iteration, and its end."""
+    """Receives the items of one iteration, and its end."""
 
     def item(self, item: Any) -> None:
-        """Hear an item, before the script gets it."""
+        """Receive an item, before the script gets it."""
 
     def over(self) -> None:
-        """Hear that there are no more items."""
+        """Learn that there are no more items."""
 
 
 class IterationHooks:
-    """Calls `begin` whenever `source` is iterated, and tells the items to the Listener it returns.
+    """Calls `begin` whenever `source` is iterated, and reports items to the Listener it returns.
 
-    An object is iterated unheard if its class, or its iterator's, can't be changed (a list, a
-    generator). Python's own iterators are put into one that passes all calls on to them.
+    An iteration is not reported if the class of the object or of its iterator can't be changed. An
+    iterator of Python's own is wrapped in one that passes all calls on to it.
     """
 
     def __init__(self, source: Any, begin: Callable[[], Listener]) -> None:
@@ -43,14 +43,14 @@ class IterationHooks:
             _HOOKED[id(source)] = self
 
     def remove(self) -> None:
-        """Put back what the classes had."""
+        """Restore the methods of the classes."""
         _HOOKED.pop(id(self.source), None)
         for kind, name in self._methods:
             put_back(kind, name)
         self._methods.clear()
 
     def follow(self, iterator: Any) -> Any:
-        """Return `iterator`, or one of the same type, that tells its items."""
+        """Return `iterator`, or a wrapper in its place, so that its items are reported."""
         listener = self.begin()
         if type(iterator) is GeneratorType:
             told: Any = _told(iterator, listener)
@@ -78,7 +78,7 @@ Make = Callable[[type, Callable[..., Any]], Callable[..., Any]]
 
 
 class _Replaced:
-    """A method that stands in for another one, and how many asked for it."""
+    """A method that replaces another one, and how often the replacement was requested."""
 
     def __init__(self, method: Callable[..., Any], before: Any) -> None:
         self.method, self.before, self.count = method, before, 0
@@ -89,10 +89,10 @@ _REPLACED: dict[tuple[type, str], _Replaced] = {}
 
 
 def replace(kind: type, name: str, make: Make) -> bool:
-    """Replace method `name` of `kind` by what `make` makes of `kind` and the method.
+    """Replace method `name` of `kind` with the result of `make(kind, method)`.
 
-    Return whether that could be done: not in a class that is written in C, or where the name stands
-    for something other than a function. `put_back` undoes it.
+    Return whether this was possible. It isn't for a class written in C, or if the name is that of
+    something other than a function. `put_back` undoes it.
     """
     if (replaced := _REPLACED.get((kind, name))) is None:
         before: Any = kind.__dict__.get(name, _ABSENT)
@@ -130,11 +130,11 @@ def _inherited(kind: type, name: str, self: Any, *args: Any, **named: Any) -> An
     return getattr(super(kind, self), name)(*args, **named)
 
 
-# --- what is heard ----------------------------------------------------------------------------
+# --- replacements -----------------------------------------------------------------------------
 
 _PYTHONS_OWN = ("builtins", "itertools")  # the modules of iterators such as those of lists
 _HOOKED: dict[int, IterationHooks] = {}  # by the id of the source, which the hooks keep alive
-# By the id of an iterator. It is gone from here when the iterator is.
+# By the id of an iterator. The entry is removed together with the iterator.
 _FOLLOWED: dict[int, tuple[weakref.ref[Any], Listener]] = {}
 
 
@@ -146,7 +146,7 @@ def _telling_iter(kind: type, inner: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(self: Any) -> Any:  # noqa: N807
         iterator = inner(self)
         hooks = _HOOKED.get(id(self))
-        # A subclass that calls this by super() has a method of its own that tells.
+        # A subclass that calls this through super() has its own reporting method.
         if hooks is None or hooks.source is not self or type(self) is not kind:
             return iterator
         return hooks.follow(iterator)
@@ -171,7 +171,7 @@ def _telling_next(kind: type, inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _told(inner: Generator[Any, Any, Any], listener: Listener) -> Generator[Any, Any, Any]:
-    """Yield what `inner` yields, as `yield from` does, and tell it."""
+    """Yield what `inner` yields, as `yield from` does, and report it."""
     proceed: Callable[[], Any] = functools.partial(next, inner)
     while True:
         try:
@@ -192,7 +192,7 @@ def _told(inner: Generator[Any, Any, Any], listener: Listener) -> Generator[Any,
 
 
 class _Telling:
-    """An iterator of Python's own that tells its items; its class looks like that of `inner`."""
+    """An iterator of Python's own that reports its items; its class looks like that of `inner`."""
 
     __slots__ = ("_inner", "_listener")
 
@@ -229,27 +229,27 @@ class _Telling:
 
 
 class LoaderListener(Listener, Protocol):
-    """Hears one iteration of a loader: indices as they are drawn, and batches as `item`."""
+    """Receives one iteration over a loader: indices as they are drawn, and batches as `item`."""
 
     def drawn(self, index: Any) -> None:
-        """Hear the index, or the list of indices, of a batch that will be handed out later."""
+        """Receive the index, or the list of indices, of a batch that will be handed out later."""
 
     def failed(self) -> None:
-        """Hear that an error was raised in place of a batch."""
+        """Learn that an error was raised instead of a batch."""
 
 
-# Called with a loader that begins to be iterated; returns None if it isn't concerned.
+# Called with a loader when an iteration over it begins; returns None to ignore the iteration.
 Begin = Callable[[Any], LoaderListener | None]
 
 _BEGINS: list[Begin] = []
 _AROUND: list[Callable[[bool], None]] = []
 _ORDERING = ("__init__", "_next_index")  # the methods that draw an epoch's seed, and its order
-# By the id of an iterator of a loader. It is gone from here when the iterator is.
+# By the id of an iterator of a loader. The entry is removed together with the iterator.
 _HEARD: dict[int, tuple[weakref.ref[Any], list[LoaderListener]]] = {}
 
 
 class LoaderHooks:
-    """Calls `begin` whenever a loader is iterated, and tells the LoaderListener that it returns."""
+    """Calls `begin` whenever a loader is iterated, and reports to the LoaderListener it returns."""
 
     def __init__(self, begin: Begin) -> None:
         self._begin = begin
@@ -258,7 +258,7 @@ class LoaderHooks:
         _BEGINS.append(begin)
 
     def remove(self) -> None:
-        """Put back torch's methods."""
+        """Restore torch's methods."""
         if self._begin in _BEGINS:
             _BEGINS.remove(self._begin)
             for name in _METHODS:
@@ -266,7 +266,7 @@ class LoaderHooks:
 
 
 class OrderHooks:
-    """Calls `around` before a loader draws an epoch's seed or an index, and with True after it."""
+    """Calls `around` with False before a loader draws a seed or an index, and with True after."""
 
     def __init__(self, around: Callable[[bool], None]) -> None:
         self._around = around
@@ -275,7 +275,7 @@ class OrderHooks:
         _AROUND.append(around)
 
     def remove(self) -> None:
-        """Put back torch's methods."""
+        """Restore torch's methods."""
         _AROUND.remove(self._around)
         for name in _ORDERING:
             put_back(_BaseDataLoaderIter, name)

@@ -1,7 +1,8 @@
-"""Record what a language model's losses are over, and probe the model, where a contract asks.
+"""Records which tokens a language model's losses are over, and probes the model.
 
-Micro-batches are looked at when the optimizer has stepped. Then no forward or backward pass is
-under way, and the model's state is that of the next step.
+Both are done only if a contract requires it. Micro-batches are examined after the optimizer has
+stepped. Then no forward or backward pass is in progress, and the model's state is that of the next
+step.
 """
 
 from __future__ import annotations
@@ -30,44 +31,44 @@ from entrenar_py.check.observing.token_probe import Probe, Table
 from entrenar_py.check.observing.tokens import Arguments, Loss, Place, Rows
 from entrenar_py.shared import trace
 
-# The steps, from the first one recorded, in which the model is probed. In the first a model may
-# have weights of zero that hide what depends on what.
+# The steps, from the first one recorded, in which the model is probed. In the first one a model may
+# have weights of zero, which hide dependencies.
 PROBED = (0, 2)
 _BEGIN, _END = "bos_token_id", ("eos_token_id", "pad_token_id")
 
 
 @dataclass
 class _Pass:
-    """A forward pass that is trained, and the losses that came after it."""
+    """A forward pass that is trained, and the losses that were computed after it."""
 
     micro_batch: int
     arguments: Arguments
     autocast: Callable[[], AbstractContextManager[Any]]
     autocast_dtype: torch.dtype | None
     losses: list[Loss] = field(default_factory=list)
-    place: Place | None = None  # of the last one over the pass's tokens
+    place: Place | None = None  # of the last loss over the tokens of the pass
 
 
 class Language:
-    """Looks at no micro-batch: no contract asks for it."""
+    """Ignores all micro-batches, because no contract requires more."""
 
     def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
-        """Note that a forward pass of `model` begins, with `inputs` args and kwargs."""
+        """Record that a forward pass of `model` begins; `inputs` are its args and kwargs."""
 
     def aside(self, model: nn.Module) -> None:
-        """Note that a forward pass of `model` without gradient begins."""
+        """Record that a forward pass of `model` without gradient begins."""
 
     def stepped(self, step: int) -> None:
         """Record the micro-batches of `step`, and probe the model in some steps."""
 
     def remove(self) -> None:
-        """Look no longer."""
+        """Stop observing."""
 
 
 class Looking(Language):
-    """Looks at the micro-batches of a rank. `write` takes events.
+    """Examines the micro-batches of a rank, and passes events to `write`.
 
-    `were_recomputed` tells whether modules were called in a backward pass since it was called last.
+    `were_recomputed` returns whether modules were called in a backward pass since its last call.
     """
 
     def __init__(
@@ -86,13 +87,13 @@ class Looking(Language):
         self._problem = ""
         self._is_probing = False
         self._leave: Callable[[], None] = lambda: None
-        # The last pass, if it was one without gradient: its mode, and the states of generators.
+        # If the last pass was without gradient: its mode, and the states of the generators.
         self._aside: tuple[bool, States] | None = None
         self._evaluated: list[trace.Evaluated] = []
         self._last_step = -1
 
     def listen(self) -> None:
-        """Hear the losses of this process; all belong to this rank's passes."""
+        """Observe the losses of this process, which all belong to this rank's passes."""
         self._leave = tokens.listen(self.scored)
 
     def remove(self) -> None:
@@ -105,12 +106,12 @@ class Looking(Language):
     def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
         self._aside = None
         if torch._C._current_graph_task_id() != -1:
-            self._evaluated.clear()  # a checkpoint around the model: its first pass has none
+            self._evaluated.clear()  # a checkpoint around the model: its first pass has no gradient
         if self._is_probing or (self._problem and self._table is None):
             return
         args, kwargs = inputs
         if not args and not kwargs:
-            return  # the pass in which observing begins
+            return  # the pass in which the observation begins
         again = self._table is None or self._num_steps in PROBED
         arguments = Arguments(model, args, kwargs, again=again)
         device = next((p.device.type for p in model.parameters()), "cpu")
@@ -122,7 +123,7 @@ class Looking(Language):
         self._passes.append(_Pass(micro_batch, arguments, autocast, dtype))
 
     def scored(self, loss: Loss) -> None:
-        """Note a loss of the last pass."""
+        """Record a loss of the last pass."""
         if self._is_probing:
             return
         if loss.is_trained and self._passes:
@@ -224,7 +225,7 @@ class Looking(Language):
         return self._subject.model
 
     def _why_not(self, passed: _Pass) -> str:
-        """Return why the model is passed nothing again; "" if it is."""
+        """Return why no pass of the model is repeated; "" if passes are repeated."""
         if torch._C._current_graph_task_id() != -1:
             return "an optimizer steps inside of the backward pass"
         if flat_parameters.is_fully_sharded(self._model):
@@ -236,7 +237,10 @@ class Looking(Language):
         return ""
 
     def _find_table(self, passed: _Pass) -> str:
-        """Find the argument with the token ids; return why the model is passed nothing again."""
+        """Find the argument with the token ids.
+
+        Return why no pass of the model is repeated; "" if passes are repeated.
+        """
 
         def look(probe: Probe) -> None:
             self._table = probe.table()
@@ -248,7 +252,7 @@ class Looking(Language):
         return problem or ("" if self._table else "it is given no token ids")
 
     def _pass_again(self, passed: _Pass, look: Callable[[Probe], None]) -> str:
-        """Call `look` with a probe of the model; return the error that the model raises."""
+        """Call `look` with a probe of the model; return the error that the model raises, or ""."""
         self._is_probing = True
         try:
             with token_probe.undisturbed(self._model, self._generators) as start:
@@ -286,7 +290,10 @@ def of(
     write: Callable[[Sequence[trace.Event]], object],
     were_recomputed: Callable[[], bool],
 ) -> Language:
-    """Return what looks at the micro-batches of a rank, if a contract asks for that."""
+    """Return an object that examines the micro-batches of a rank if a contract requires it.
+
+    If none does, the object ignores them.
+    """
     if TOKENS not in os.environ:
         return Language()
     looking = Looking(subject, generators, write, were_recomputed)
@@ -312,7 +319,10 @@ def _special(model: nn.Module) -> set[int]:
 
 
 def _beginnings(model: nn.Module, rows: Rows) -> tuple[int | None, int | None]:
-    """Return how many documents begin with the token of a begin, and with two of it."""
+    """Return how many documents begin with the BOS token, and how many with two of them.
+
+    Both are None if the model's configuration names no BOS token, or one that also ends texts.
+    """
     settings = _settings(model)
     begin, ends = settings.get(_BEGIN), [settings.get(name) for name in _END]
     ends = [one for value in ends for one in (value if isinstance(value, list) else [value])]
@@ -325,7 +335,10 @@ def _beginnings(model: nn.Module, rows: Rows) -> tuple[int | None, int | None]:
 
 
 def _tied(model: nn.Module) -> bool | None:
-    """Return whether the tables of the first and last layer agree, if the model ties them."""
+    """Return whether input and output embeddings are equal, if the model ties them.
+
+    None if the model doesn't tie them, or if they can't be compared.
+    """
     if _settings(model).get("tie_word_embeddings") is not True:
         return None
     layers = [

@@ -1,14 +1,15 @@
 """The loss of a backward pass: the sums and means in it, and their divisors.
 
-A script says nowhere by which number it divides a micro-batch's loss. Autograd's graph does: from
-the number that `backward` is called on, divisions, products and sums lead to the reductions of the
-loss functions. Nodes below these are not looked at.
+A script doesn't declare by which number it divides the loss of a micro-batch. Autograd's graph
+shows it: from the number on which `backward` is called, divisions, products and sums lead to the
+reductions of the loss functions. Nodes below these are not examined.
 
-A loss may be divided by a number of its own (a temperature squared) that happens to be that of the
-micro-batches. Next to an equal divisor it is a factor, not another one. It is a number with a
-fraction, as Python's `float` is one, or the script's text has it, maybe by a name of its own:
-`loss / heads`, `kl / self.tasks`. The text says which names count micro-batches: a remainder by one
-decides when to step, a loop over it calls `backward`, or it is called so.
+A loss may also be divided by an unrelated number (a temperature squared) that happens to equal the
+number of micro-batches. Of two equal divisors, such a number is a factor of the loss, and not a
+second division by micro-batches. It is recognised because it is a Python `float`, or from the text
+of the script, in which it may have a name: `loss / heads`, `kl / self.tasks`. The text also shows
+which names count micro-batches: a remainder by the name decides when to step, a loop over it calls
+`backward`, or the name itself says so.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from entrenar_py.check.observing import call_sites, script_text
 
 _NODES_MAX = 2000  # of one graph, between the loss and its reductions
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
-_HALF = 2.0  # any loss may be divided by, as half of a squared error is
-# Nodes that hand on a number as it is.
+_HALF = 2.0  # any loss may be divided by it, as a squared error is halved
+# Nodes that pass a number on unchanged.
 _SAME = frozenset(
     {"ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"}
 )
@@ -41,25 +42,28 @@ Terms = tuple[tuple[float, ...], ...]  # of `trace.Shard`
 
 
 class Begun(NamedTuple):
-    """The value that a backward pass begins at, None if it is no number, and its terms."""
+    """The value at which a backward pass begins, None if it is not a number, and its terms."""
 
     value: float | None = None
     terms: Terms = ()
 
 
 class Losses:
-    """Reads what the backward passes of a process begin at, without a `GradScaler`'s scale."""
+    """Reads the values at which backward passes begin, without the scale of a `GradScaler`."""
 
     def __init__(self) -> None:
         self._scale: float | None = None
-        self._last: float | None = None  # the value that was scaled last
+        self._last: float | None = None  # the value that was last scaled
 
     def scaled(self, scale: float, losses: Any) -> None:
-        """Note that a scaler multiplies `losses` by `scale`."""
+        """Record that a scaler multiplies `losses` by `scale`."""
         self._scale, self._last = scale, value_of(losses)
 
     def begun(self, tensors: Any, *, is_plain: bool) -> Begun:
-        """Return what a pass at `tensors` begins at; `is_plain` if no gradient is given for it."""
+        """Return where a pass at `tensors` begins.
+
+        `is_plain` is true if the script gives no gradient for `tensors`.
+        """
         value = value_of(tensors)
         if not is_plain or value is None:
             return Begun(None if self._scale else value)
@@ -67,17 +71,17 @@ class Losses:
         walk = _Walk(self._scale)
         terms = walk.terms(root)
         if self._scale and not walk.was_scaled:
-            return Begun(None, terms)  # by another scaler, maybe: no loss to compare
+            return Begun(None, terms)  # perhaps by another scaler: there is no loss to compare
         if self._scale:
             value = value / self._scale if math.isfinite(value) else self._last
         return Begun(value, terms)
 
 
 def value_of(tensors: Any) -> float | None:
-    """Return the value of the loss that `backward` is called on, None if that is no number."""
+    """Return the value of the loss on which `backward` is called; None if it is not a number."""
     if isinstance(tensors, list | tuple) and len(tensors) == 1:
         (tensors,) = tensors
-    # torch takes generators and edges of its graph, too.
+    # torch also accepts generators and edges of its graph.
     is_number = isinstance(tensors, Tensor) and tensors.numel() == 1 and not tensors.is_complex()
     return float(tensors.detach()) if is_number else None
 
@@ -103,9 +107,9 @@ class _Path:
         return replace(self, share=share, divisors=(*self.divisors, divisor), floats=floats)
 
     def counted(self) -> tuple[float, ...] | None:
-        """Return the divisors without one that has an equal one, and is a number of the loss.
+        """Return the divisors; of two equal ones, one is left out if it is a factor of the loss.
 
-        Return None if nobody knows whether it is that.
+        Return None if it is unknown whether it is such a factor.
         """
         for divisor in {one for one in self.divisors if self.divisors.count(one) > 1}:
             is_of_loss = self._is_of_loss(divisor)
@@ -123,7 +127,7 @@ class _Path:
         return True if is_half else may_divide_by(divisor)
 
 
-_Term = tuple[float, _Path]  # how many elements, and the path to their sum
+_Term = tuple[float, _Path]  # the number of elements, and the path to their sum
 
 
 class _Walk:
@@ -134,7 +138,7 @@ class _Walk:
         self._left = _NODES_MAX
 
     def terms(self, root: Tensor) -> Terms:
-        """Return the terms of `root`; none if it has more than can be looked at."""
+        """Return the terms of `root`; () if they are unknown, or too many to examine."""
         try:
             terms = tuple(self._of((root.grad_fn, root.output_nr), _Path()))
         except RuntimeError:  # the graph was freed by an earlier pass
@@ -165,7 +169,7 @@ class _Walk:
             yield 0.0, path
 
     def _onward(self, name: str, node: Any, path: _Path) -> list[tuple[Any, _Path]] | None:
-        """Return the edges below a node that is linear in what they lead to; else None."""
+        """Return the edges below a linear node, with their paths; None for a different node."""
         edges = node.next_functions
         if name in _SAME:
             return [(edges[0], path)]
@@ -203,7 +207,7 @@ class _Walk:
 
 def _of_function(node: Any, path: _Path) -> _Term:
     """Return the term of one of torch's loss functions."""
-    if getattr(node, "_saved_weight", None) is not None:  # of classes, or of each element
+    if getattr(node, "_saved_weight", None) is not None:  # weights of classes, or of elements
         return 0.0, path
     total = _number(getattr(node, "_saved_total_weight", None))
     count = float(node._saved_self.numel()) if total is None else total
@@ -213,7 +217,7 @@ def _of_function(node: Any, path: _Path) -> _Term:
 
 
 def _counted(node: Any, size: float) -> float:
-    """Return how many of a sum's `size` terms count: those of a mask, or of labels not ignored."""
+    """Return how many of a sum's `size` terms count, without masked terms and ignored labels."""
     while _kind(node) in _SAME:
         node = node.next_functions[0][0]
     if _kind(node) == "Mul":
@@ -259,20 +263,20 @@ def _number(value: Any) -> float | None:
 
 
 _COUNTING = re.compile(r"accum|micro|(?:^|_)gas(?:$|_)|update_freq|iter_size", re.IGNORECASE)
-# What a loss is called, or a call that makes one number of many.
+# Names of losses, and calls that reduce many numbers to one.
 _LOSS = re.compile(
     r"loss|nll|kl|ce\b|entropy|err|cost|obj|mse|criteri|penalty|elbo|energy|\.(?:sum|mean)\(", re.I
 )
-_FACTOR_MAX = 64  # of a product or power that a script divides by: larger ones are no counts
+_FACTOR_MAX = 64  # in a product or power that a script divides by: larger numbers are not counts
 _Scope = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class _Divisor:
-    """A dotted `name` that a script divides by in a `file`, in a `function` ("" for none).
+    """A dotted `name` by which a script divides in `file`, in `function` ("" for none).
 
-    `owner` is the class of `self` there. A name that `is_local` is that function's own. What is
-    divided `is_loss` if it is called like one, or is a sum or mean.
+    `owner` is the class of `self` there, or "". `is_local` says that the name is a local variable
+    of the function. `is_loss` says that the dividend is named like a loss, or is a sum or mean.
     """
 
     file: str
@@ -283,9 +287,10 @@ class _Divisor:
     is_loss: bool
 
     def may_be(self, number: float, apart: Collection[str]) -> bool | None:
-        """Return whether it has this value; None if nothing that runs now knows a loss's divisor.
+        """Return whether the name has this value; None if it divides a loss by an unknown value.
 
-        Functions that are `apart` from what runs now have no part in the loss.
+        Functions in `apart` are not related to the code that runs now, so they have no part in the
+        loss.
         """
         if self.function in apart:
             return False
@@ -319,19 +324,19 @@ class _Divisor:
 
 
 def divides_by(number: float) -> bool:
-    """Return whether the script may divide by `number` as by a number of its own.
+    """Return whether the script's text divides by `number` as a constant.
 
-    It may be in the text as it is (`/ 4`), as a square or another power (`/ T**2`), or as a
-    multiple (`/ (2 * variance)`).
+    The text may have it as it is (`/ 4`), as a square or another power (`/ T**2`), or as a multiple
+    (`/ (2 * variance)`).
     """
     is_count = 0 < number < math.inf
     return is_count and any(_may_equal(divisor, number) for divisor in _divisors().written)
 
 
 def may_divide_by(number: float) -> bool | None:
-    """Return whether the script divides by a `number` that counts no micro-batches.
+    """Return whether the script divides by `number` under a name that counts no micro-batches.
 
-    Return None if it may: the value of what it divides a loss by is unknown.
+    Return None if it may: the value of a name by which it divides a loss is unknown.
     """
     own = _divisors().own
     running = ((f.f_code.co_filename, f.f_lineno) for f in call_sites.own_frames())
@@ -342,7 +347,10 @@ def may_divide_by(number: float) -> bool | None:
 
 @functools.cache
 def _attributes(owner: str, name: str) -> tuple[Any, ...]:
-    """Return what `self.name` is of all objects of a script's class `owner`, looked up once."""
+    """Return the values of `self.name` in all objects of a script's class `owner`.
+
+    They are looked up once. `name` is a dotted name that begins with `self`, or the result is ().
+    """
     root, _, attribute = name.partition(".")
     if root != "self" or not owner or "." in attribute:
         return ()
@@ -360,16 +368,17 @@ def _apart(_: tuple[tuple[str, int], ...]) -> frozenset[str]:
 
 
 def are_two_counts() -> bool:
-    """Return whether a loss is divided by the micro-batches at two places, as the text has it.
+    """Return whether a loss is divided by the number of micro-batches in two places.
 
-    One of them is the script's. The other one is, too, or a library's that calls `backward` now.
+    One place is in the text of the script. The second one is, too, or it is in a library that calls
+    `backward` now.
     """
     places = len(_divisors().counts)
     return places > 1 or (places == 1 and _is_in_engine())
 
 
 def _is_in_engine() -> bool:
-    """Return whether a library's function that runs now knows the number of micro-batches."""
+    """Return whether a library function that runs now uses a name that counts micro-batches."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not call_sites.is_own(frame.f_code.co_filename):
         if not call_sites.is_ours(frame.f_code.co_filename) and any(
@@ -381,9 +390,9 @@ def _is_in_engine() -> bool:
 
 
 class _Divisors(NamedTuple):
-    """The script's divisors: names that count no micro-batches, and names of losses that do.
+    """The divisors in a script: names that count no micro-batches, and divisors of losses that do.
 
-    `written` are numbers and what is computed of them.
+    `written` are constants, and expressions of them.
     """
 
     own: tuple[_Divisor, ...]
@@ -411,7 +420,7 @@ def _divisors() -> _Divisors:
 
 
 def _of(file: str, node: ast.AST, scopes: Sequence[_Scope]) -> Iterator[_Divisor]:
-    """Yield what is divided by below a node, but for running counts and shares of a constant."""
+    """Yield the divisors below a node, without running counts and divisors of constants."""
     for child in ast.iter_child_nodes(node):
         divisor, divided = _division(child)
         name = "" if divisor is None else _dotted(divisor)
@@ -435,7 +444,7 @@ def _locals(function: ast.AST) -> set[str]:
 
 
 def _division(node: ast.AST) -> tuple[ast.expr | None, ast.AST]:
-    """Return what a node divides by, None if it is no division, and what is divided."""
+    """Return the divisor of a node, None if it is not a division, and the dividend."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         return node.right, node.left
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
@@ -446,7 +455,7 @@ def _division(node: ast.AST) -> tuple[ast.expr | None, ast.AST]:
 
 
 def _runs(name: str, scopes: Sequence[_Scope]) -> bool:
-    # A name that is increased counts what was seen until then.
+    # A name that is increased counts what was seen up to now.
     return any(
         isinstance(node, ast.AugAssign) and _dotted(node.target) == name
         for scope in scopes
@@ -455,7 +464,7 @@ def _runs(name: str, scopes: Sequence[_Scope]) -> bool:
 
 
 def _counting(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that count micro-batches, as a text uses them."""
+    """Yield the names that count micro-batches in the code of a script."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             yield _last(_dotted(node.right))
@@ -507,7 +516,7 @@ def _may_equal(divisor: ast.expr, number: float) -> bool:
 
 
 def _constant(node: ast.expr) -> float | None:
-    """Return the value of a number, or of a product or power of numbers."""
+    """Return the value of a number, or of a product or power of numbers; None for anything else."""
     if isinstance(node, ast.Constant):
         return float(node.value) if isinstance(node.value, int | float) else None
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult | ast.Pow):

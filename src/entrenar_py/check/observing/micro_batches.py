@@ -1,4 +1,4 @@
-"""The micro-batches of a rank's current step, from the forward pass to the record."""
+"""The micro-batches of a rank's current step, from their forward passes to their records."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from entrenar_py.shared import trace
 
 @dataclass(frozen=True)
 class _Loss:
-    """The mean loss of a micro-batch as the script reports it.
+    """The mean loss of a micro-batch, as the script reports it.
 
-    `slopes` has for each backward pass the derivative of its starting value by this loss.
+    `slopes` has for each backward pass the derivative of its starting value with respect to this
+    loss.
     """
 
     mean: float
@@ -32,17 +33,18 @@ class _Loss:
     slopes: list[Tensor] = field(default_factory=list)
 
     def slope(self) -> float | None:
-        """Return the derivative, or None if the loss was in no backward pass or in several."""
+        """Return the derivative; None if the loss was in no backward pass, or in several."""
         return float(self.slopes[0]) if len(self.slopes) == 1 else None
 
 
 class MicroBatches:
-    """The micro-batches of one step; `done` are those after their backward pass.
+    """The micro-batches of one step; `done` are those with a completed backward pass.
 
     A micro-batch is one backward pass and the forward passes that led to it. Its `gradient` is what
-    that backward pass added, with any nested in it. Its `draws` is a digest of the states, before
-    its first forward pass, of the generators that drew numbers in it (dropout). The script may
-    report its loss before or after the backward pass. It is numbered within its rank.
+    the backward pass added, including passes nested in it. Its `draws` is a digest of generator
+    states before its first forward pass, for the generators that drew numbers in that pass
+    (dropout). The script may report its loss before or after the backward pass. Micro-batches are
+    numbered within their rank.
     """
 
     def __init__(self, rank: int, samples: Samples, random: RandomNumbers) -> None:
@@ -50,12 +52,12 @@ class MicroBatches:
         self.samples = samples
         self._rank, self._random = rank, random
         self._losses: list[_Loss] = []
-        # What the current backward pass was called on. Its value counts as the loss until the
-        # script reports one.
+        # Where the current backward pass began. The value counts as the loss until the script
+        # reports one.
         self._begun = Begun()
         self._tells_losses = False
-        self.has_backward_losses = False  # whether any was written
-        # Whether the last forward pass that may be trained was one in evaluation mode.
+        self.has_backward_losses = False  # whether a record with a loss from `backward` was written
+        # Whether the last forward pass that may be trained was in evaluation mode.
         self._is_evaluating = False
         self._has_evaluated = False  # since the last micro-batch
         self._num_written = 0
@@ -69,7 +71,7 @@ class MicroBatches:
         return self._num_written + len(self.done)
 
     def tell_loss(self, value: float | Tensor, weight: float) -> None:
-        """Note the mean loss of a micro-batch, over `weight` samples or tokens."""
+        """Record the mean loss of a micro-batch, over `weight` samples or tokens."""
         mean = value.detach() if isinstance(value, Tensor) else value
         loss = _Loss(float(mean), float(weight))
         if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -78,15 +80,15 @@ class MicroBatches:
         self._tells_losses = True
 
     def backward_begins(self, begun: Begun) -> None:
-        """Note what `backward` is called on."""
+        """Record where a backward pass begins: the object on which `backward` is called."""
         self._begun = begun
 
     def backward_ended(self) -> None:
-        """Note that the backward pass is over."""
+        """Record that the backward pass is over."""
         self._begun = Begun()
 
     def before_forward(self, inputs: Any, blocks: list[Block]) -> None:
-        """Note the samples of a forward pass, and its `inputs`.
+        """Record the samples of a forward pass, and its `inputs`.
 
         `blocks` are the memory of its inputs.
         """
@@ -98,16 +100,16 @@ class MicroBatches:
         self._is_in_forward = True
 
     def aside(self, blocks: list[Block], *, trains: bool) -> None:
-        """Note a forward pass that is no training, or one in evaluation mode that may be."""
+        """Record a forward pass that doesn't train, or one in evaluation mode that may train."""
         self.samples.aside(blocks, trains=trains)
         self._is_evaluating |= trains
 
     def evaluated(self) -> None:
-        """Note a pass in evaluation mode that trains nothing."""
+        """Record a pass in evaluation mode that trains nothing."""
         self._has_evaluated = True
 
     def after_forward(self, inputs: Any, *, is_training: bool) -> None:
-        """Note the inputs of a forward pass, and if it trains whether it drew random numbers."""
+        """Record the inputs of a forward pass, and whether it drew random numbers if it trains."""
         grown = torch.is_grad_enabled()
         self.samples.given(inputs, trains=is_training and grown, may_train=grown)
         if not self._is_in_forward:
@@ -119,7 +121,7 @@ class MicroBatches:
             self._draws = blake3(states.encode()).hexdigest(16)
 
     def after_backward(self, step: int, gradient: trace.Tensors, *, finite: bool) -> None:
-        """Note that the backward pass of a micro-batch of `step` is over."""
+        """Record that the backward pass of a micro-batch of `step` is over."""
         self.samples.settle()
         drawn, loss = self.samples.take(), self._begun.value
         weight = float(len(drawn.ids) or drawn.num_made)
@@ -146,17 +148,16 @@ class MicroBatches:
         self._draws, self._given, self._has_evaluated = None, [], False
 
     def within_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
-        """Add the gradient of a nested pass to the last micro-batch done."""
+        """Add the gradient of a nested pass to the last completed micro-batch."""
         if self.done:
             last = self.done[-1]
             total = whole_model.total([last.gradient, gradient])
             self.done[-1] = replace(last, finite=last.finite and finite, gradient=total)
 
     def forget_repeated(self) -> bool:
-        """Forget the micro-batches that are done, if the coming pass repeats them at other weights.
+        """Forget the completed micro-batches if the coming pass repeats them at different weights.
 
-        It does if no new samples were drawn: its samples are then the same ones. Return whether
-        they were forgotten.
+        It repeats them if no new samples were drawn. Return whether they were forgotten.
         """
         ids = tuple(id_ for shard in self.done for id_ in shard.ids)
         if ids and not self.samples.are_new:
@@ -166,30 +167,30 @@ class MicroBatches:
         return False
 
     def forget_gradients(self) -> None:
-        """Forget the gradients of the micro-batches that are done. Their samples count."""
+        """Forget the gradients of the completed micro-batches. Their samples still count."""
         self.done = [replace(shard, gradient={}) for shard in self.done]
 
     def excuse(self) -> None:
-        """Mark done micro-batches finite and drop their gradients: the loss scale was too large."""
+        """Mark completed micro-batches finite, without gradients: the loss scale was too large."""
         self.done = [replace(shard, finite=True, gradient={}) for shard in self.done]
 
     def clear(self) -> None:
-        """Forget the micro-batches that are done, and the losses."""
+        """Forget the completed micro-batches, and the losses."""
         self.done.clear()
         self._losses.clear()
 
     def take_losses_ahead(self) -> list[_Loss]:
-        """Return and forget the losses of micro-batches that are not done."""
+        """Return and forget the losses of micro-batches that are not completed."""
         ahead = self._losses[len(self.done) :]
         del self._losses[len(self.done) :]
         return ahead
 
     def give_losses(self, losses: Iterable[_Loss]) -> None:
-        """Put back losses that `take_losses_ahead` has returned."""
+        """Put back losses that `take_losses_ahead` returned."""
         self._losses.extend(losses)
 
     def written(self) -> list[trace.Shard]:
-        """Return and forget the records of the micro-batches that are done, with their losses."""
+        """Return and forget the records of the completed micro-batches, with their losses."""
         shards = list(self.done)
         if self._tells_losses:
             shards = [replace(shard, loss_sum=None) for shard in shards]
@@ -209,6 +210,6 @@ class MicroBatches:
         return shards
 
     def end_step(self) -> None:
-        """Number the next micro-batches from 0 again."""
+        """Number the micro-batches of the next step from 0."""
         self._num_written = 0
         self.samples.end_step()

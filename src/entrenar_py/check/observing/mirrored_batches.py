@@ -1,24 +1,26 @@
-"""Replaced batches of loaders, so that runs on several workers can be compared with one on one.
+"""Replaced batches of loaders, so that runs on several workers can be compared with a run on one.
 
-A common order: loaders fetch batches in the order of the data set, and each rank has its part of
-each. Some samplers have another order for each number of workers.
+Some samplers have a different order for each number of workers. With a common order, loaders fetch
+batches in the order of the data set, and each rank gets its part of each.
 
-Mirrored ranks: the loaders of all ranks fetch the same samples, as if each had the same share. A
-loss that couples samples, such as one with negatives from the batch, is another one on another
-batch. If all ranks have one share, the training must be that of one worker on this share, or on as
-many copies of it as there are ranks. One worker's loaders then fetch as many samples as a rank's
-do, or that, repeated.
+With mirrored ranks, the loaders of all ranks fetch the same samples, as if each had the same part.
+A loss that couples samples, such as one with negatives from the batch, is different for a different
+batch. If all ranks have the same part, they must train as one worker does on this part, or on as
+many copies of this part as there are ranks. The loaders of one worker then fetch as many samples as
+those of a rank, or these samples repeated.
 
-Only which samples are fetched is changed, and how many: they come in the order of the data set. A
-script that doesn't use torch's loaders, or reads a stream, is left as it is.
+Only the choice and the number of samples change: they are fetched in the order of the data set. A
+script that doesn't use torch's loaders, or that reads a stream, is not changed.
 
-Merged batches: the script has a size of a worker's batch, not of the global one. So one worker
-fetches as many batches at once as there are workers. Its loaders have the length that a worker's
-have: schedules and the last accumulation of an epoch follow from that.
+Merged batches are for scripts with a fixed batch size per worker, instead of a global batch size.
+One worker then fetches as many batches at once as the full run has workers. Its loaders have the
+same length as a worker's loaders in that run, because schedules and the last accumulation of an
+epoch depend on the length.
 
-Short epochs: a pass ends after some batches, and what the sampler would have drawn for the others
-is told with the last one. Whether an epoch has every sample is known at its end only, and how the
-next one begins. Loaders say how many batches that is: some scripts count epochs by it.
+With short epochs, an iteration ends after some batches, and its last batch also lists the samples
+that the sampler would have drawn for the remaining ones. Only the end of an epoch shows whether it
+has every sample, and how the next one begins. Loaders report the reduced number of batches, since
+some scripts count epochs by it.
 """
 
 from __future__ import annotations
@@ -44,18 +46,18 @@ from entrenar_py.shared.faults import (
     Fault,
 )
 
-_num_batches = DataLoader.__len__  # as torch counts them
-_CHANGED: set[Fault] = set()  # by which loaders of this process were changed
+_num_batches = DataLoader.__len__  # as torch counts batches
+_CHANGED: set[Fault] = set()  # the faults for which loaders of this process were changed
 
 
 class LastBatch(list[Any]):
-    """The positions of a pass's last batch; `rest` are those of the batches that are left out."""
+    """The positions of a pass's last batch; `rest` are those of the batches that were left out."""
 
     rest: tuple[int, ...] = ()
 
 
 def begin_if_planned() -> None:
-    """Have this process's loaders fetch other samples, if the harness has planned that for it."""
+    """Make this process's loaders fetch different samples, if the harness has planned that."""
     if os.environ.get(FAULTS, "[]") == "[]":
         return  # a process that may never train need not load torch.distributed.tensor
     from entrenar_py.check.observing import planned_faults
@@ -64,9 +66,10 @@ def begin_if_planned() -> None:
 
 
 def begin(planned: Iterable[Fault]) -> None:
-    """Have this process's loaders fetch other samples, if one of the `planned` faults is so.
+    """Make this process's loaders fetch different samples, if one of the `planned` faults does so.
 
-    A share is one of merged batches: the batch of a worker may have an odd number of samples.
+    Batches are merged first, and parts are taken of the merged batches: the batch of a worker may
+    have an odd number of samples.
     """
     from entrenar_py.check.observing import surroundings
 
@@ -95,14 +98,14 @@ def begin(planned: Iterable[Fault]) -> None:
 
 def _change(drawn: Callable[[Iterator[Any], Any], Iterator[Any]]) -> None:
     iterator: Any = _BaseDataLoaderIter
-    for name in ("__init__", "_reset"):  # each of them asks the sampler for an order
+    for name in ("__init__", "_reset"):  # both of these draw an order from the sampler
         setattr(iterator, name, _drawing(getattr(iterator, name), drawn))
 
 
 def _change_length(length: Callable[[Any, int], int]) -> None:
-    """Have all loaders of numbered samples say how many batches they yield.
+    """Make all loaders of numbered samples report a changed number of batches.
 
-    That is `length` of a loader, and of as many as it would yield.
+    `length` returns it, given a loader and the loader's original number of batches.
     """
 
     def num_batches(self: Any) -> int:
@@ -114,7 +117,7 @@ def _change_length(length: Callable[[Any, int], int]) -> None:
 
 
 def merged_length(loader: Any, length: int, count: int) -> int:
-    """Return how many batches a loader of `length` batches has, if `count` of them are one."""
+    """Return the number of batches of a loader if `count` of its `length` batches are merged."""
     return length // count if _drops_last(loader) else -(-length // count)
 
 
@@ -124,10 +127,10 @@ def _drops_last(loader: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The samples that a loader fetches in place of a batch that it has drawn.
+    """The samples that a loader fetches instead of a batch that it has drawn.
 
-    It is one of as many `parts`, `copies` times, of the batch of `rank`, where `of` ranks have the
-    batches that follow each other in the data set.
+    A batch is divided into `parts`; one of them is fetched, `copies` times. Batches follow one
+    another in the data set, in turn for each of the `of` ranks; this is the batch of `rank`.
     """
 
     parts: int = 1
@@ -153,7 +156,7 @@ def _drawing(
 
 
 def shares(drawn: Iterator[Any], loader: Any, share: Share) -> Iterator[Any]:
-    """Yield the positions of a share's samples for each batch that a sampler has drawn."""
+    """Yield, for each batch that a sampler has drawn, the positions of the share's samples."""
     begin, num_samples = 0, len(loader.dataset)
     for index in drawn:
         positions = positions_of(index)
@@ -169,8 +172,8 @@ def shares(drawn: Iterator[Any], loader: Any, share: Share) -> Iterator[Any]:
 def merged(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
     """Yield the positions of `count` batches at a time, as one batch.
 
-    A loader that leaves out a batch that is not full leaves out fewer batches, too: one of the
-    workers would have none.
+    If a loader drops a last batch that is not full, a group of fewer batches is dropped, too: one
+    of the workers would have no batch.
     """
     while batches := [*islice(drawn, count)]:
         if len(batches) < count and _drops_last(loader):
@@ -182,7 +185,7 @@ def merged(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
 
 
 def shortened(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
-    """Yield the first `count` batches, and draw those that are left with the last of them."""
+    """Yield the first `count` batches; the last of them lists the positions of all later ones."""
     for number, index in enumerate(drawn, start=1):
         positions = positions_of(index)
         if number < count or not positions or not isinstance(index, list):
@@ -195,7 +198,7 @@ def shortened(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
         return
 
 
-# Fault -> what loaders fetch, and how many batches that is.
+# Fault -> what loaders fetch, and their number of batches.
 _BY_COUNT: Mapping[str, tuple[Callable[..., Iterator[Any]], Callable[..., int]]] = {
     MERGED: (merged, merged_length),
     SHORTENED: (shortened, lambda _, length, count: min(length, count)),

@@ -1,6 +1,6 @@
 """Hooks of a model: they report its forward passes and its backward passes.
 
-They stay behind when the script copies or saves the model.
+Copies of the model, and saved models, don't contain the hooks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from entrenar_py.shared import hook_calls, trace
 if TYPE_CHECKING:
     from entrenar_py.check.observing.planned_faults import PlannedFaults
 
-LOOKS_MAX = 3  # for modules that the script has compiled since
+LOOKS_MAX = 3  # searches for modules that the script compiled later
 
 
 class OwnHook:
     """Calls `call` with a hook's arguments after the module, if the module is `model` itself.
 
-    A copy of the model (an average of its weights), or a model that is loaded again, has a function
-    of Python's own in its place that does nothing. So it does nothing where the model is compiled.
+    In a copy of the model (an average of its weights) or a loaded model, a function of Python's own
+    that does nothing takes its place. The hook also does nothing while the model is compiled.
     """
 
     def __init__(self, model: Any, call: Callable[..., Any]) -> None:
@@ -53,12 +53,12 @@ class Entrances:
     """The modules that a script calls: the model, or the models in a list of several.
 
     `before(model, called, inputs)` is called before each forward pass of a model, ahead of all
-    other hooks, and `after(model, inputs, output)` after it. The script calls the module `called`:
-    the model, or a compiled module that contains it, where hooks of the model itself are compiled
-    away. `inputs` are the positional and the named arguments.
+    other hooks, and `after(model, inputs, output)` after the pass. `called` is the module that the
+    script calls. It is the model, or a compiled module that contains the model, because hooks of
+    the model itself are compiled away. `inputs` are the positional and the named arguments.
 
     A model without a forward pass (an agent with an actor and a critic) can't be called itself. The
-    script calls methods of it, and the first of its modules that one calls is what is being called.
+    script calls its methods, and the first module that a method calls counts as the called one.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Entrances:
         is_list = isinstance(model, nn.ModuleList | nn.ModuleDict)
         self.models = tuple(model.children()) if is_list else (model,)
         self._before, self._after = before, after
-        self._called: dict[nn.Module, nn.Module] = {}  # model -> what is being called of it
+        self._called: dict[nn.Module, nn.Module] = {}  # model -> the module being called for it
         self._firsts: dict[tuple[nn.Module, nn.Module], Any] = {}
         self._handles: list[Any] = []
         self._was_entered, self._are_new, self._num_looks = False, False, LOOKS_MAX
@@ -92,7 +92,7 @@ class Entrances:
             self._calls = None
 
     def _look_up(self) -> bool:
-        """Hook the compiled modules that contain a model; return whether there are new ones."""
+        """Hook the compiled modules that contain a model; return whether there are new modules."""
         fresh = [
             (model, outer)
             for model, outers in around(self.models).items()
@@ -108,16 +108,16 @@ class Entrances:
         return [model for model, outer in self._firsts if outer is called]
 
     def enter(self, model: nn.Module, called: nn.Module, *inputs: Any) -> None:
-        """Note that a forward pass begins, unless it is part of one that is known."""
+        """Note that a forward pass begins, unless it is part of a known pass."""
         if self._called.get(model, called) is called:
             self._called[model], self._was_entered = called, True
             self._heard(called)
             self._before(model, called, inputs)
 
     def settle(self) -> None:
-        """Note that a backward pass begins. Look for new modules if no forward pass was seen.
+        """Record that a backward pass begins. Search for new modules if no forward pass was seen.
 
-        That is done a few times only, as it takes some 50 ms.
+        The search takes about 50 ms, so there are at most LOOKS_MAX of them.
         """
         self._called.clear()  # an exception may have ended a forward pass
         was_seen, self._was_entered = self._was_entered, False
@@ -126,14 +126,14 @@ class Entrances:
             self._are_new |= self._look_up()
 
     def are_new(self) -> bool:
-        """Return whether compiled modules were found since the last call."""
+        """Return whether compiled modules were discovered since the last call."""
         found, self._are_new = self._are_new, False
         return found
 
     def is_first(self, model: nn.Module, called: nn.Module) -> bool:
-        """Return whether the hook came before all others; else have it come first from now on.
+        """Return whether the hook ran before all others; if not, make it the first from now on.
 
-        Such a hook may replace the parameters.
+        A hook that runs earlier may replace the parameters.
         """
         first = self._firsts[model, called]
         if next(iter(called._forward_pre_hooks)) == first.id:
@@ -167,9 +167,9 @@ class Entrances:
 
 
 def around(models: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Return for each model the compiled modules that contain it: their hooks aren't traced.
+    """Return for each model the compiled modules that contain it; their hooks aren't traced.
 
-    All objects are looked at, as modules don't know what contains them. There is none before
+    All objects are searched, since modules don't know what contains them. The lists are empty until
     dynamo is imported.
     """
     compiled: dict[nn.Module, list[nn.Module]] = {model: [] for model in models}
@@ -177,7 +177,7 @@ def around(models: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
     for thing in gc.get_objects() if dynamo is not None else ():
         kind = type(thing)
         if not issubclass(kind, nn.Module) or "_modules" not in vars(thing):
-            continue  # the latter is not made yet
+            continue  # a module without _modules is still being constructed
         if issubclass(kind, dynamo.OptimizedModule) or thing._compiled_call_impl is not None:
             parts = set(thing.modules())
             for model, outer in compiled.items():
@@ -190,14 +190,14 @@ def around(models: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
 
 
 Taken = TypeVar("Taken")
-# One over the share of all gradients that may be held at once. A GPU is waited for as often.
+# One over the part of all gradients that may be held at once. A GPU is waited for this often.
 _PARTS = 4
-_BYTES_MIN = 2**26  # that may be held of small models
+_BYTES_MIN = 2**26  # may be held even of small models
 
 
 @dataclass
 class _Pass(Generic[Taken]):
-    """A backward pass: how many gradients it gives, and by tensor those held and those taken."""
+    """A backward pass: its number of gradients, and by tensor index those held and those taken."""
 
     num_expected: int
     held: dict[int, Tensor] = field(default_factory=dict)
@@ -208,14 +208,14 @@ class _Pass(Generic[Taken]):
 class GradientHooks(Generic[Taken]):
     """Calls `begin` before the first of `tensors` gets a gradient in a pass, `tell` after the last.
 
-    Gradients are given to `take` by the place of their tensor, some at a time, and are not held any
-    longer. It returns what is to be told of each. `tell` is given that in the order of `tensors`,
-    None for a tensor without a gradient. `add` is given what was taken of a further pass, nested in
-    one that was reported (reentrant checkpoints).
+    Gradients are passed to `take` by the index of their tensor, a few at a time, and are not held
+    any longer. `take` returns what is to be reported for each. `tell` receives these results in the
+    order of `tensors`, with None for a tensor without a gradient. If a further pass is nested in
+    one that was already reported (reentrant checkpoints), `add` receives its results.
 
     `torch.autograd.graph.register_multi_grad_hook` is similar, but raises in a pass that computes
     only some gradients (`torch.autograd.grad`), as zero-bubble pipelines do. Here such a pass is
-    reported at its end.
+    reported when it ends.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class GradientHooks(Generic[Taken]):
         ]
 
     def expect(self, output: Any) -> None:
-        """Note that a forward pass returned `output`, where a backward pass will begin.
+        """Record that a forward pass returned `output`, where a backward pass will begin.
 
         Passes nested in that backward pass are part of it.
         """
@@ -303,12 +303,12 @@ class GradientHooks(Generic[Taken]):
 
 
 def _own_copy(gradient: Tensor) -> Tensor:
-    """Return a gradient to hold until it is recorded, without a change of what `.grad` will be.
+    """Return a gradient to hold until it is recorded, so that `.grad` will not change.
 
-    Autograd moves a dense gradient into `.grad`, but copies one that is held. For a DTensor that
-    copy may be placed otherwise: torch 2.11 reduces the terms of a sum, and gathers pieces of
-    different sizes. So a DTensor is copied here. A sparse gradient is copied because autograd
-    doesn't, and a wrapper may change its memory.
+    Autograd moves a dense gradient into `.grad`, but copies it if something else holds it. For a
+    DTensor that copy may be placed differently: torch 2.11 reduces the terms of a sum, and gathers
+    pieces of different sizes. So a DTensor is copied here. A sparse gradient is copied because
+    autograd doesn't copy it, and a wrapper may change its memory.
     """
     if isinstance(gradient, DTensor):
         return tensors.copied(gradient)
@@ -320,9 +320,9 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def call_last(call: Callable[[], None]) -> None:
-    """Call `call` when this backward pass is over, after all callbacks that were queued by then.
+    """Call `call` when this backward pass is over, after all callbacks that are queued by then.
 
-    More may be queued until the pass ends, so only a callback at its end queues `call`.
+    Callbacks may be queued until the pass ends, so a callback at its end queues `call`.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(hook_calls.ours(lambda: queue(hook_calls.ours(lambda: call()))))
@@ -331,13 +331,13 @@ def call_last(call: Callable[[], None]) -> None:
 # --- backward passes ------------------------------------------------------------------------------
 
 
-# Called with the names of the parameters that a pass adds to, with the records of what it adds, as
-# far as these can be made, and with whether all of that is finite.
+# Called with the names of the parameters to which a pass adds, with the records that could be made
+# of what it adds, and with whether all of that is finite.
 Gave = Callable[[Collection[str], trace.Tensors, bool], None]
 
 
 class _Given(NamedTuple):
-    """The record of a gradient, None if none can be made, and whether it is finite."""
+    """The record of a gradient, or None if it can't be recorded, and whether it is finite."""
 
     record: trace.TensorRecord | None
     finite: bool
@@ -346,11 +346,11 @@ class _Given(NamedTuple):
 class BackwardHooks:
     """Calls `begun` before a backward pass adds to any gradient, and `ended` with what it added.
 
-    `recorded` returns the records of gradients, and whether these are finite, or None. `added` is
-    called with what a nested pass adds, and `summed` when all parameters have their gradients. Of a
-    sharded model `ended` is told no names: the gradients that remain are pieces of sums over all
-    ranks. It gets the records of what this rank's pass gave to whole parameters, if values are
-    recorded, and each parameter was seen, and once.
+    `recorded` returns the records of gradients and whether these are finite, or None. `added` is
+    called with what a nested pass adds, and `summed` when all parameters have their gradients. For
+    a sharded model, `ended` receives no names, since the gradients that remain are pieces of sums
+    over all ranks. It receives records of what this rank's pass gave to whole parameters, provided
+    that values are recorded and that each parameter was seen exactly once.
     """
 
     def __init__(
@@ -368,8 +368,8 @@ class BackwardHooks:
         self._begun, self._ended, self._added, self._summed = begun, ended, added, summed
         self._recorded = recorded
         self._whole: GradientHooks[_Given] | None = None
-        # For a sharded model: whether a pass's end is queued, its gradients are finite so far, and
-        # what it gave. `_seen` are the parameters that were whole by now.
+        # For a sharded model: whether the end of a pass is queued, whether its gradients are finite
+        # so far, and what it gave. `_seen` are the parameters that have been whole.
         self._ending, self._finite = False, True
         self._seen: set[str] = set()
         self._given: list[tuple[str, trace.TensorRecord]] = []
@@ -379,7 +379,7 @@ class BackwardHooks:
     def set(self) -> None:
         """Hook the parameters that the model has now, and remove earlier hooks."""
         self.remove()
-        # Before the recording hooks, which then see the gradients with the planted faults.
+        # These come before the recording hooks, which then see gradients with the planted faults.
         self._handles = self._faults.hooks()
         if self._subject.is_fully_sharded:
             self._seen.clear()
@@ -393,9 +393,10 @@ class BackwardHooks:
         self._handles.append(self._whole)
 
     def expect(self, output: Any) -> None:
-        """Note that a forward pass returned `output`, where a backward pass will begin.
+        """Record that a forward pass returned `output`, where a backward pass will begin.
 
-        For a sharded model `output` is hooked: hooks on the pieces run only when a sum is reduced.
+        For a sharded model `output` itself is hooked, since hooks on pieces run only when a sum is
+        reduced.
         """
         if self._whole is not None and not flat_parameters.is_fully_sharded(self._subject.model):
             self._whole.expect(output)

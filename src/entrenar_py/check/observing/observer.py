@@ -1,4 +1,4 @@
-"""Record a training script by torch's own hooks, and plant faults in it."""
+"""Record a training script with torch's own hooks, and plant faults in it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _Result = TypeVar("_Result")
 def uncollected(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Return `function`, during which no garbage is collected.
 
-    Records of some hundred tensors are thousands of objects, and the call itself lets most of them
-    go. Python would collect garbage for them at each step, and every 20 steps among all objects:
+    Records of a few hundred tensors are thousands of objects, and the call itself releases most of
+    them. Python would collect garbage for them at each step, and every 20 steps among all objects:
     with torch loaded that takes 0.15 s.
     """
 
@@ -71,7 +71,8 @@ class Observer(Observation):
     """Records one rank: the steps of its optimizers, and its backward passes as micro-batches.
 
     The initial state is recorded in the first forward pass, since a wrapper may change it until
-    then. With several optimizers a step is over when each has stepped, or when one steps again.
+    then. With several optimizers a step is over when each of them has stepped, or when one steps
+    again.
     """
 
     def __init__(
@@ -89,9 +90,10 @@ class Observer(Observation):
         facts: Mapping[str, Any] | None = None,
         **declared: Any,
     ) -> None:
-        """Observe with the arguments of `observe`, or for a script without a line.
+        """Observe with the arguments of `observe`, or for a script without the line.
 
-        Then `seen` finds the samples, and `facts` are added to the header of the record.
+        Without the line, `seen` identifies the samples, and `facts` are added to the header of the
+        record.
         """
         rank, world_size = surroundings.place()
         layout = surroundings.mesh(world_size) if layout is None else layout
@@ -136,7 +138,7 @@ class Observer(Observation):
         trained, drawing = sources.data_set(sampler), sources.generators(sampler)
         held = {"dataset": trained, **getattr(trained, "__dict__", {})}
         generators = Generators(self._subject.model, objects=held, left_out=drawing)
-        self._numbers = common_numbers.begin_if_planned()  # before draws, and fetches, are heard
+        self._numbers = common_numbers.begin_if_planned()  # before draws and fetches are observed
         self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
         self._carried = Carried()
         self._micro_batches = MicroBatches(rank, self._facts.samples, self._random)
@@ -154,7 +156,7 @@ class Observer(Observation):
         self._stop = PlannedStop(rank, world_size, begins=self._step.number)
         self._hook()
         self._facts.listen(self._recording, self._micro_batches, self.skipped, self.clipped)
-        # After how many passes of a step the script clears gradients that are finite.
+        # After how many passes of a step the script clears gradients that are finite: such counts.
         self._cleared: set[int] = set()
 
     # --- called by the script ---------------------------------------------------------------------
@@ -231,20 +233,20 @@ class Observer(Observation):
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that are recorded, with those that were made before."""
+        """The number of steps that are recorded, including those taken before the record."""
         return self._step.number
 
     @property
     def has_late_weights(self) -> bool:
-        """True if weights of the last step were still to be written back when it was recorded."""
+        """True if weights of the last step had not been written back when it was recorded."""
         return self._late is not None
 
     def note_limit(self) -> None:
-        """Note that the harness ends the run here, and not the script."""
+        """Record that the harness, not the script, ends the run here."""
         self._recording.note_limit()
 
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
-        """Note that the gradients of `parameters` are about to be clipped by their norm."""
+        """Record that the gradients of `parameters` are about to be clipped by their norm."""
         clipped = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         own = {id(parameter) for parameter in self._subject.trained.values()}
         if own.isdisjoint(map(id, clipped)):
@@ -298,7 +300,7 @@ class Observer(Observation):
         self._step_hooks[index] = self._hook_steps(index)
 
     def _place(self, reached: Collection[str] = ()) -> tuple[int, int]:
-        """Return the current step, and this rank's current micro-batch.
+        """Return the current step, and the index of this rank's current micro-batch.
 
         If a pass has `reached` tensors after their optimizers' steps, the next step has begun.
         """
@@ -319,9 +321,9 @@ class Observer(Observation):
                     self._micro_batches.evaluated()
             return
         if self._entrances.are_new():
-            self._backward.set()  # a planned fault may be one of outputs
+            self._backward.set()  # a planned fault may change outputs
         if self._entrances.is_first(model, called):
-            self._start()  # else wrapped since: parameters are back by the step at the latest
+            self._start()  # otherwise wrapped since; parameters are restored before the step
             self._faults.perhaps_nudge()
         self._faults.note_lasting()
         for hooks in self._step_hooks:
@@ -345,7 +347,7 @@ class Observer(Observation):
             self._batches.passed(inputs)
 
     def _before_backward(self) -> None:
-        """Handle gradients dropped without a step: forget them, or record a skipped step."""
+        """Handle gradients that were dropped without a step: forget them, or record a skip."""
         self._write_late()
         self._stop.perhaps_end(*self._place())
         micro_batches = self._micro_batches
@@ -360,10 +362,10 @@ class Observer(Observation):
         if self._gradients.was_reduced and micro_batches.forget_repeated():
             self._step.sources.forget_passes()
         elif self._step.has_moved():
-            micro_batches.forget_gradients()  # of other weights: sharpness-aware, other samples
+            micro_batches.forget_gradients()  # at other weights: sharpness-aware, other samples
         elif not self._gradients.has_overflowed():
             self._cleared.add(micro_batches.index)
-        elif micro_batches.index not in self._cleared:  # else of a probe, which trains nothing
+        elif micro_batches.index not in self._cleared:  # otherwise a probe, which trains nothing
             self._skip_step()
 
     def _after_backward(
@@ -381,7 +383,7 @@ class Observer(Observation):
         self._step.sources.after_backward(self._step.number, number, names)
         self._micro_batches.after_backward(self._step.number, gradients, finite=finite)
         self._seed_numbers()
-        if not self._recording.life:  # else this rank has died before
+        if not self._recording.life:  # otherwise this rank died in an earlier life
             self._faults.perhaps_die()
 
     def _within_backward(
@@ -402,7 +404,7 @@ class Observer(Observation):
         self._gradients.look(self._subject.gradients())
 
     def _skip_step(self) -> None:
-        """End a step that moves nothing.
+        """End a step that changes no weights.
 
         Its gradients were not finite and were dropped without a call of an optimizer, as a
         `GradScaler` does if its scale was too large.
@@ -429,7 +431,7 @@ class Observer(Observation):
         )
 
     def _trains(self) -> bool:
-        # Before that, torch.distributed.checkpoint makes optimizer state by a step.
+        # Before that, torch.distributed.checkpoint takes a step to create optimizer state.
         return self._started or self._subject.has_gradients()
 
     @uncollected
@@ -465,7 +467,7 @@ class Observer(Observation):
         self._before_step(index)
 
     def _after_partitions(self, index: int, skipped: bool) -> None:
-        """End a step in which DeepSpeed's optimizer has had all partitions stepped, or none."""
+        """End a step in which DeepSpeed's optimizer stepped all partitions; none if `skipped`."""
         if not self._trains():
             return
         self._random.mark("step")
@@ -526,7 +528,7 @@ class Observer(Observation):
         self._facts.write(self._recording, self._micro_batches, **seen)
 
     def _start(self) -> None:
-        """Record the initial state of this rank, once; look up parameters that were replaced."""
+        """Record the initial state of this rank once. Look up parameters that were replaced."""
         self._write_late()
         if self._subject.look_up():
             self._backward.set()

@@ -1,4 +1,4 @@
-"""The synchronisations of ranks that otherwise train independently (local SGD)."""
+"""The synchronisations of ranks that train independently between them (local SGD)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from entrenar_py.shared import trace
 
 @dataclass(frozen=True, kw_only=True)
 class OuterOptimizer:
-    """The optimizer that brings ranks together, None for a plain mean of their weights.
+    """The optimizer of the outer step; `optimizer` is None for a plain mean of the ranks' weights.
 
     `weights` are the tensors that it updates, by parameter name. `inner_steps` is the declared
-    number of steps of a round, None if it was not declared.
+    number of steps of a round; None if it was not declared.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -27,10 +27,10 @@ class OuterOptimizer:
     inner_steps: int | None
 
     def rule(self) -> dict[str, Any]:
-        """Return the rule of the outer step, as JSON can hold it.
+        """Return the rule of the outer step, as values for JSON.
 
-        `rule` is `nesterov` (torch's SGD with Nesterov's momentum, or with none), `momentum` or
-        `other`.
+        `rule` is `nesterov` (torch's SGD with Nesterov momentum, or with no momentum), `momentum`
+        or `other`.
         """
         declared = {} if self.inner_steps is None else {"inner_steps": self.inner_steps}
         if self.optimizer is None:
@@ -50,7 +50,7 @@ class OuterOptimizer:
 
 
 class OuterSynchronisations:
-    """Counts the collectives of synchronisations, and separately those of the steps in between."""
+    """Counts the collectives of synchronisations, and separately those between synchronisations."""
 
     def __init__(self) -> None:
         self._begun: int | None = None
@@ -58,18 +58,18 @@ class OuterSynchronisations:
         self._last: tuple[int, dict[str, trace.TensorRecord]] = -1, {}
 
     def stepped(self) -> None:
-        """Note that the rank has made a step; counting begins with its first."""
+        """Record that the rank has taken a step. Counting begins with its first step."""
         self._stepped = num_collectives()
         self._begun = self._stepped if self._begun is None else self._begun
 
     def event(
         self, subject: Subject, outer: OuterOptimizer, step: int
     ) -> trace.Synchronised | None:
-        """Return the record of a synchronisation after `step`, and count again from here.
+        """Return the record of a synchronisation after `step`, and restart counting.
 
-        None before the first step of the run (-1): ranks are given their initial weights, which the
-        record of their start has. Several calls after one step, each for some tensors, are one
-        synchronisation.
+        None before the first step of the run (`step` is -1): then ranks receive their initial
+        weights, which the record of their start has. Several calls after one step, each for some
+        tensors, are one synchronisation.
         """
         if step < 0:
             return None
@@ -94,19 +94,19 @@ class OuterSynchronisations:
 
 
 class Exchanges:
-    """Tells whether this rank communicates with others in its steps, as far as torch counts it."""
+    """Shows whether this rank communicates with others in its steps, if torch counts that."""
 
     def __init__(self) -> None:
         self._begun: int | None = None
 
     def begin(self) -> None:
-        """Note that the first step begins."""
+        """Record that the first step begins."""
         self._begun = num_exchanges()
 
     def facts(self) -> dict[str, bool]:
         """Return whether nothing was exchanged since the first step began; {} if that is unknown.
 
-        What does not go through torch.distributed (sockets, files, MPI) isn't seen.
+        Communication that bypasses torch.distributed (sockets, files, MPI) isn't seen.
         """
         now = num_exchanges()
         return {} if None in (self._begun, now) else {"alone": now == self._begun}
@@ -115,7 +115,7 @@ class Exchanges:
 def num_exchanges() -> int | None:
     """Return how often this process has communicated with others; None if that isn't counted.
 
-    Only gloo counts messages between two ranks, too.
+    Of the backends, only gloo also counts messages between two ranks.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
@@ -136,7 +136,7 @@ def num_exchanges() -> int | None:
 
 
 def num_collectives() -> int | None:
-    """Return how many collectives this process has called; None if its backend counts none."""
+    """Return how many collectives this process has called; None if they aren't counted."""
     if not torch.distributed.is_initialized():
         return None
     group: Any = torch.distributed.group.WORLD  # torch's stubs lack the method

@@ -2,17 +2,18 @@
 
 A fault plants a value in a tensor, moves weights, or kills the process.
 
-Rates are those of another run. A script that has the size of a worker's batch may rightly derive
-its learning rate, or the length of its schedule, from the number of workers. One worker that loads
-the batches of all would then be another training. Its steps are made with the rates of the run on
-several workers, so that the rest can be compared, and with what else a schedule may change (the
-momentum of a cycle). The harness writes to a file by step the first group's rate, those of tensors
-that have others, and constants by the first tensor of a group. What the script has set is put back
-after each step: a schedule may go on from it.
+The planned learning rates are those of a different run. A script with the batch size of a worker
+may rightly derive its learning rate, or the length of its schedule, from the number of workers. One
+worker that loads the batches of all workers would then train differently. Its steps use the rates
+of the run on several workers, so that everything else can be compared. They also use the remaining
+constants that a schedule may change (the momentum of a cycle). For each step, the harness writes to
+a file the rate of the first group, the rates of tensors that have different ones, and the constants
+of each group by its first tensor. The values that the script had set are restored after each step,
+since a schedule may continue from them.
 
 The process ends before a planned step as if the job was taken off the machine. A script that gets a
-smaller {steps} may train otherwise before the stop: its schedule may depend on that number. So the
-harness stops it from inside, with the same {steps} as ever.
+smaller {steps} may train differently before the stop, because its schedule may depend on that
+number. So the harness stops it from inside, with the usual {steps}.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared import hook_calls, trace
 from entrenar_py.shared.faults import LASTING, NUDGED, Fault
 
-# Steps of one optimizer alone, a critic's, that may come before the first pass through it.
+# Steps of one optimizer alone (of a critic, say) that may come before the first pass through it.
 _WAITS = 3
 
 
@@ -60,13 +61,14 @@ def planned() -> list[Fault]:
 class PlannedFaults:
     """The faults that the harness planned for this process; each strikes once.
 
-    `place` returns the step and the micro-batch of this rank. It is called with the tensors that a
-    backward pass has reached, if one is running.
+    `place` returns the step and the micro-batch of this rank. Its argument is the tensors that a
+    running backward pass has reached, if any.
 
-    A pass that comes after a tensor's step is one of the next step, unless other optimizers are yet
-    to step: a generator's pass goes through the discriminator, and trains nothing there. So a value
-    is planted in a pass before the tensor's step, and waits for one if need be. If one optimizer
-    makes all steps, and no pass through stepped tensors was seen, the wait ends after some steps.
+    A pass that comes after a tensor's step usually belongs to the next step. It may not if further
+    optimizers have yet to step: a generator's pass goes through the discriminator, and trains
+    nothing there. So a value is planted in a pass before the tensor's step, and waits for one if
+    necessary. If one optimizer takes all steps, and no pass through stepped tensors was seen, the
+    wait ends after a few steps.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class PlannedFaults:
         self._subject, self._place, self._write = subject, place, write
         self._faults = planned()
         self._struck: set[Fault] = set()
-        self._passes: Counter[str] = Counter()  # that gave each tensor a gradient
+        self._passes: Counter[str] = Counter()  # number of passes that gave each tensor a gradient
         self._saw_probe = False
 
     def hooks(self) -> list[Any]:
@@ -95,7 +97,7 @@ class PlannedFaults:
             if fault.kind in plant
             and fault.rank in (None, self._subject.rank)
             and trained
-            and fault.tensor in (None, *trained)  # else another stage has the tensor
+            and fault.tensor in (None, *trained)  # otherwise another stage has the tensor
             for handle in plant[fault.kind](fault)
         ]
 
@@ -110,10 +112,10 @@ class PlannedFaults:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def perhaps_nudge(self) -> None:
-        """Move the weights by some roundings if a fault plans that for this step.
+        """Move the weights by a few roundings if a fault plans that for this step.
 
-        Copies of a weight on several ranks are moved alike. Generators of the script stay as they
-        are.
+        Copies of a weight on several ranks are moved in the same way. The state of the script's
+        generators is not changed.
         """
         for fault in self._faults:
             if fault.kind == NUDGED and self._strikes(fault):
@@ -123,18 +125,18 @@ class PlannedFaults:
     def note_lasting(self) -> None:
         """Record what was changed before training began: draws, samples, the number of steps.
 
-        Where an optimizer steps copies of the weights, the record begins in the first step.
+        If an optimizer steps copies of the weights, the record begins in the first step.
         """
         for fault in self._faults:
             if fault.kind in LASTING and fault not in self._struck:
                 self._record(fault)
 
     def note_probe(self) -> None:
-        """Note that a pass went through tensors that had made the step which it belongs to."""
+        """Record that a pass went through tensors that had already taken the step of the pass."""
         self._saw_probe = True
 
     def _strikes(self, fault: Fault, reached: Collection[str] = ()) -> bool:
-        """Return whether `fault` strikes now: once, in its step and shard. Record it if it does.
+        """Return whether `fault` strikes now: once, in its step and shard. If it does, record it.
 
         A fault's shard is a micro-batch of this rank.
         """
@@ -186,7 +188,7 @@ class PlannedFaults:
         return [hook(*named) for named in subject.trained.items()]
 
     def _to_strike(self, fault: Fault, reached: str) -> str:
-        """Return the tensor to strike: the first one, or `reached` if passes leave that out.
+        """Return the tensor to strike: the first one, or `reached` if passes leave out the first.
 
         Until the fault's step comes, count how many passes reach each tensor.
         """
@@ -197,7 +199,7 @@ class PlannedFaults:
         return first if is_used else reached
 
     def _spoil_loss(self, fault: Fault) -> list[Any]:
-        """Plant a value in the model's output, but leave the output's gradient as it is."""
+        """Plant a value in the model's output, but leave the output's gradient unchanged."""
 
         def spoil(_module: Any, _inputs: Any, output: Any) -> Tensor | None:
             if not (isinstance(output, Tensor) and self._strikes(fault)):
@@ -215,15 +217,15 @@ def _nudge(name: str, weights: Tensor, share: float) -> None:
         return
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     signs = torch.randint(0, 2, weights.shape, generator=generator, dtype=torch.int8)
-    # In float32, since 1 + share may be 1 in a format of 16 bits.
+    # In float32, since 1 + share may be 1 in a 16-bit dtype.
     weights.mul_((2 * share * signs.to(weights.device, torch.float32)).add_(1 - share))
 
 
 def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...] | None:
     """Return the index of the element to replace in this rank's part of a gradient.
 
-    Without `fault.element` that is the first of its piece. It is None if this rank lacks the
-    element, and empty in a gradient without dimensions.
+    Without `fault.element` it is the first element of the rank's piece. The result is None if this
+    rank lacks the element, and empty for a gradient without dimensions.
     """
     piece = subject.pieces.get(name) if isinstance(gradient, DTensor) else None
     shape = tensors.local(gradient).shape if piece is None else piece.shape
@@ -238,13 +240,16 @@ def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tup
             place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
     if not all(0 <= at < size for at, size in zip(place, shape, strict=True)):
         return None
-    if piece is not None and tensors.piece_of(gradient) is None:  # it has the whole gradient
+    if piece is not None and tensors.piece_of(gradient) is None:  # the gradient is whole
         place = [at + begin for at, begin in zip(place, piece.offset, strict=True)]
     return tuple(place)
 
 
 class PlannedRates:
-    """Sets the planned rates of each step of a single optimizer. Of several the order counts."""
+    """Sets the planned rates of each step of a single optimizer.
+
+    With several optimizers nothing is set, since their order matters.
+    """
 
     def __init__(self, subject: Subject) -> None:
         file = os.environ.get(RATES) if len(subject.optimizers) == 1 else None
@@ -260,7 +265,7 @@ class PlannedRates:
         first, others, constants = self._rates[str(number)]
         for group in self._subject.optimizers[0].param_groups:
             rates = {others.get(name, first) for name in self._names(group)}
-            if len(rates) != 1 or "lr" not in group:  # it has several, or none of its own
+            if len(rates) != 1 or "lr" not in group:  # several rates, or no own rate
                 self.end_step()
                 return
             rate = rates.pop()
@@ -272,7 +277,7 @@ class PlannedRates:
                     group[key] = tuple(value) if isinstance(value, list) else value
 
     def end_step(self) -> None:
-        """Put back what the script has set."""
+        """Restore the values that the script had set."""
         for group, own in self._own:
             group.update(own)
         self._own = []
@@ -288,11 +293,12 @@ _LOOK_EVERY_S = 0.01
 class PlannedStop:
     """Ends this process before a step, if the harness planned that for this launch.
 
-    By then the script has written the checkpoints of the steps before. A rank waits for the others
-    at that step, so that none is cut off while it writes; but not for ever.
+    At that point the script has written the checkpoints of all earlier steps. A rank waits for the
+    others at that step, at most PATIENCE_S, so that none is cut off while it writes.
 
-    The plan is `6`, or `6 from 3` for a process that should go on after 3 steps. If it doesn't say
-    with which step it `begins`, its steps count from 0: it ends before its fourth.
+    The plan is `6`, or `6 from 3` for a process that should continue after 3 steps. If such a
+    process doesn't say with which step it `begins`, its steps count from 0, and it ends before its
+    fourth step.
     """
 
     def __init__(self, rank: int, world_size: int, *, begins: int = 0) -> None:

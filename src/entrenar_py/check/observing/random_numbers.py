@@ -1,9 +1,9 @@
-"""Notes where in a training step random numbers are drawn, and by which generator.
+"""Records where in a training step random numbers are drawn, and by which generator.
 
-Loaders draw them, for the order of an epoch and as they fetch samples, in this process and in their
-workers (`LoaderDraws`). So does a backward pass that computes a module again (`Recomputed`): a
-checkpoint sets the generators back before it does so, or else the module draws other numbers than
-in the forward pass, and the gradient is not that of the loss.
+Loaders draw numbers for the order of an epoch and while they fetch samples, in this process and in
+their workers (`LoaderDraws`). So does a backward pass that computes a module again (`Recomputed`):
+a checkpoint first restores the state of the generators. If it doesn't, the module draws different
+numbers than in the forward pass, and the gradient is not that of the loss.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from entrenar_py.check.observing.sources import positions_of
 from entrenar_py.shared import hook_calls, trace
 
 _COMMON = "common numbers"
-_NONE_DRAWN = {_COMMON: "0"}  # as a loader hands out a batch
+_NONE_DRAWN = {_COMMON: "0"}  # the state when a loader hands out a batch
 
 
 class RandomNumbers:
-    """Compares the generators' states from mark to mark, and writes what was drawn in between.
+    """Compares the generators' states from mark to mark, and writes what was drawn between them.
 
-    `place` returns the step and the micro-batch that this rank is in.
+    `place` returns the current step and micro-batch of this rank.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class RandomNumbers:
         self._recomputed = Recomputed(self._are_not_set_back, drawn, compiles)
 
     def since(self, states: States) -> None:
-        """Take `states` for those at the last mark, as far as they are known."""
+        """Use `states`, where they are known, as the states at the last mark."""
         common = {} if common_numbers.CURRENT is None or not states else _NONE_DRAWN
         self._last = {**self._last, **states, **common}
 
     def begin_backward(self) -> None:
-        """Write what the loss drew. From here on, modules that are called are computed again."""
+        """Write what the loss drew. Modules that are called from here on are computed again."""
         self.mark("loss")
         self._recomputed.begin()
 
@@ -79,16 +79,17 @@ class RandomNumbers:
     def mark(
         self, where: str | None, *, worker: int | None = None, ids: tuple[int, ...] = ()
     ) -> tuple[States, list[str]]:
-        """Write what was drawn since the last mark as drawn `where`, or nothing if that is None.
+        """Write what was drawn since the last mark, at the place `where`; nothing if it is None.
 
-        `worker` is the loader's worker that this process is, with the samples `ids`. Return the
-        states at the last mark, and the names of the generators that have drawn.
+        In a worker process of a loader, `worker` is its number and `ids` are the samples that it
+        fetched. Return the states at the last mark, and the names of the generators that have
+        drawn.
         """
         before, now = self._last, self._states()
         self._last = now
         drawn = generators.moved(before, now)
         if where == "between" and generators.is_just_seeded():
-            drawn = [name for name in drawn if name != "torch"]  # as a script may after observe()
+            drawn = [name for name in drawn if name != "torch"]  # seeded after observe()
         if where is not None and drawn:
             step, micro_batch = self._place()
             self._write(
@@ -111,11 +112,11 @@ class RandomNumbers:
 
 
 class Recomputed:
-    """Looks at the modules that are called between `begin` and `end` of a backward pass.
+    """Observes the modules that are called between `begin` and `end` of a backward pass.
 
-    `are_not_set_back` tells whether all generators have the states in which they were seen last.
-    `drawn` is called after each outermost module that began with these states. `compiles` tells
-    whether what is trained in this process may have been compiled.
+    `are_not_set_back` returns whether all generators have the last recorded states. `drawn` is
+    called after each outermost module that began with these states. `compiles` returns whether the
+    trained model may have been compiled in this process.
     """
 
     def __init__(
@@ -129,9 +130,10 @@ class Recomputed:
         self._depth, self._goes_on, self._were_called = 0, False, False
 
     def begin(self) -> None:
-        """Look at modules from here on, unless the script compiles.
+        """Observe modules from here on, unless the script compiles.
 
-        Compiled code has in it whether there are hooks of all modules: it would be compiled again.
+        Compiled code depends on whether there are global module hooks, so it would be compiled
+        again.
         """
         if self._handles or self._compiles():
             return
@@ -142,14 +144,14 @@ class Recomputed:
         ]
 
     def end(self) -> None:
-        """Look no longer."""
+        """Stop observing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._depth = 0
 
     def were_called(self) -> bool:
-        """Return whether any module was called since the last call of this."""
+        """Return whether any module was called since the last call of this method."""
         were_called, self._were_called = self._were_called, False
         return were_called
 
@@ -170,10 +172,10 @@ _HEARING: list[LoaderDraws] = []
 
 
 class LoaderDraws:
-    """Tells `numbers` when loaders draw: for the order of an epoch, and as they fetch samples.
+    """Reports to `numbers` when loaders draw: for the order of an epoch, and to fetch samples.
 
-    Only samples of the data set `trained` count, the one that the script trains on; those of any
-    data set if it is None. A worker is forked from this process, and so are these hooks: it writes
+    Only samples of the data set `trained`, on which the script trains, count; if it is None, those
+    of any data set. A worker process is forked from this one together with these hooks: it writes
     what it draws for its first batch.
     """
 
@@ -186,7 +188,7 @@ class LoaderDraws:
         _HEARING.append(self)
 
     def remove(self) -> None:
-        """Put back torch's methods."""
+        """Restore torch's methods."""
         if self not in _HEARING:
             return
         self._order.remove()
@@ -199,11 +201,11 @@ class LoaderDraws:
             self._numbers.mark(None if is_over else "between")
 
     def before_fetch(self) -> None:
-        """Note that samples are about to be fetched."""
+        """Record that samples are about to be fetched."""
         self._numbers.mark("between" if get_worker_info() is None else None)
 
     def after_fetch(self, fetcher: Any, index: Any) -> None:
-        """Note that the samples at `index` were fetched."""
+        """Record that the samples at `index` were fetched."""
         counts = self._trained is None or fetcher.dataset is self._trained
         worker = get_worker_info()
         if worker is None:

@@ -1,4 +1,4 @@
-"""The file that an observed rank writes: its events, and how the ranks are arranged."""
+"""The file that an observed rank writes: its events, and the arrangement of the ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from entrenar_py.shared import trace
 
 
 class Recording:
-    """The file of a rank's `life` (0 is its first), closed at the latest when the process ends.
+    """The file of one `life` of a rank (0 is the first), closed when the process ends or before.
 
-    On SIGUSR1 the rank's stack is written to another file next to this one, even while the process
-    waits inside a call.
+    On SIGUSR1 the rank's stack is written to a second file next to it, even while the process waits
+    in a call.
     """
 
     def __init__(self, subject: Subject, header: Mapping[str, Any]) -> None:
@@ -47,25 +47,25 @@ class Recording:
         atexit.register(self._leave)
 
     def write(self, events: Sequence[trace.Event]) -> None:
-        """Write `events`, and before them the layout and the pieces of tensors if these are new."""
+        """Write `events`, preceded by the layout and the pieces of tensors if these are new."""
         if (news := self._subject.news()) is not None:
             self._file.note("layout", **news)
         self._file.append(events)
 
     def compressed(self, compression: str, step: int) -> None:
-        """Write the format in which gradients are sent from `step` on, if it has changed."""
+        """Write the dtype in which gradients are sent from `step` on, if it has changed."""
         if compression != self._compression:
             self._compression = compression
             self._file.note("compressed", to=compression, step=step)
 
     def synchronised(self, rule: Mapping[str, Any]) -> None:
-        """Write the rule by which ranks that train independently are brought together, once."""
+        """Write the rule of the outer step of ranks that train independently, if it is new."""
         if rule != self._outer:
             self._outer = dict(rule)
             self._file.note("outer", **rule)
 
     def look_at_optimizers(self, step: int) -> None:
-        """Write by which rules the optimizers made `step`, if these are new, or step copies."""
+        """Write the optimizers' rules in `step` if these are new, and that copies are stepped."""
         if not self._steps_copies and self._subject.is_stepped_as_copies:
             self._steps_copies = True
             self._file.note("copies")
@@ -77,7 +77,7 @@ class Recording:
             self._file.append(self._subject.rules(step, constants))
 
     def sampling(self, news: Mapping[str, bool]) -> None:
-        """Write what has become known of how samples are drawn, if anything has."""
+        """Write what has become known about how samples are drawn, if anything has."""
         if news:
             self._file.note("sampling", **news)
 
@@ -86,7 +86,7 @@ class Recording:
         self._file.note("local", buffers=sorted(buffers))
 
     def note_data(self, facts: Mapping[str, Any]) -> None:
-        """Write what became known of the data after the header."""
+        """Write facts about the data that became known after the header."""
         self._file.note("data", **facts)
 
     def note_limit(self) -> None:
@@ -100,14 +100,14 @@ class Recording:
         self._file.stack.unlink(missing_ok=True)
 
     def close(self, problem: str = "") -> None:
-        """Write that training has ended, with the error `problem` if any, and close the files."""
+        """Write that training has ended, with its error `problem` ("" if none). Close the files."""
         self._file.close(problem)
         faulthandler.unregister(signal.SIGUSR1)
         self._stack.close()
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        # A child that was forked has this handler, too, and no part in the record.
+        # A forked child has this handler, too, but no part in the record.
         if os.getpid() != self._pid:
             return
         error = getattr(sys, "last_value", None)

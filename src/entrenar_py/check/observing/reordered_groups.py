@@ -1,11 +1,11 @@
-"""Build optimizers of the script's own classes with the parameters of each group in another order.
+"""Optimizers of the script's own classes, built with a different parameter order in each group.
 
-A class gets the other order as it is built, and never later: what it keeps by place, such as
-moments in a list, fits its parameters in any order. A weight and the vectors after it may belong
-together, so these stay as they are, and the weights come in reverse. An optimizer may not fit all
-the same: lists that come with the parameters, or random numbers for one after the other, are then
-those of other tensors. That is no mistake, and no equation of `causes/parameter_order` takes it for
-one. Recorded rules show which order a run had.
+A class gets the changed order when it is built, and never later: what it keeps by place, such as
+moments in a list, then fits its parameters in any order. A weight and the vectors after it may
+belong together, so they stay together, and the weights come in reverse order. An optimizer may
+still not fit: lists that come with the parameters, or random numbers drawn for one parameter after
+the other, then belong to different tensors. That is no mistake, and no equation of
+`causes/parameter_order` reports it as one. Recorded rules show which order a run had.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from entrenar_py.check.observing import call_sites, planned_faults
 from entrenar_py.shared.faults import REORDERED, has_kind
 
 _PARAMS = "params"
-# A class that is derived from another one of the script's, or builds one, hands on its own order.
-# Optimizers are built in one thread of a process, so one flag for all will do.
+# A class that is derived from another class of the script, or builds one, passes on its own order.
+# Optimizers are built in one thread of a process, so one flag for all is sufficient.
 _is_within = False
 
 
 def begin_if_planned() -> None:
-    """Have classes of the script get parameters in another order, if a fault plans that.
+    """Make classes of the script receive reordered parameters, if a fault plans that.
 
-    Each class has its constructor replaced as it is defined: torch's own base class sees too late
-    what a class does with the parameters before it hands them on. That stays so for the life of
-    the process: a script may define a class at any time, and this run is made for nothing else.
+    The constructor of each class is replaced when the class is defined: torch's base class would be
+    called too late, after the class has used the parameters. This remains for the life of the
+    process, since a script may define a class at any time, and this run is made for nothing else.
     """
     if has_kind(planned_faults.planned(), REORDERED):
         kind: Any = torch.optim.Optimizer
@@ -65,9 +65,9 @@ def _reordering(build: Callable[..., None]) -> Callable[..., None]:
 
 
 def _reordered(params: Any) -> Any:
-    """Return parameters, or groups of them, in another order; anything else as it is.
+    """Return parameters, or groups of them, in a different order; any other object as it is.
 
-    Groups are changed in place, as torch does: the script may keep them.
+    Groups are changed in place, as torch does, since the script may keep them.
     """
     if not isinstance(params, Iterable) or isinstance(params, Tensor | nn.Module | Mapping | str):
         return params
@@ -79,9 +79,10 @@ def _reordered(params: Any) -> Any:
 
 
 def in_another_order(params: list[Any]) -> list[Any]:
-    """Return parameters, which may have names, in reverse; vectors stay behind their matrix.
+    """Return parameters, which may have names, in reverse; vectors stay after their matrix.
 
-    Vectors alone come in reverse. What has anything else in it is returned as it is.
+    If there are only vectors, they come in reverse. A list with anything other than tensors is
+    returned as it is.
     """
     tensors = [entry[-1] if isinstance(entry, tuple) else entry for entry in params]
     if not all(isinstance(tensor, Tensor) for tensor in tensors):

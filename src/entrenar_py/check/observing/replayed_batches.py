@@ -1,26 +1,26 @@
-"""Give one worker the batches that several had.
+"""Replay for one worker the batches that several workers had.
 
-A script that draws its samples without torch's loaders can't be told to draw those of all ranks on
-one worker. So each rank keeps what its model is given in training, the targets of its losses, and
-other tensors of as many rows that the function that calls the model has at hand, in a file. In a
-run on one worker they are put in the place of what the script has drawn: the rows of all ranks, one
-rank after the other. What has no rows is alike on all ranks.
+A script that draws its samples without torch's loaders can't be made to draw those of all ranks on
+one worker. So each rank keeps some tensors in a file: what its model is given in training, the
+targets of its losses, and further tensors with as many rows that are variables of the function that
+calls the model. In a run on one worker they replace what the script has drawn: the rows of all
+ranks, one rank after the other. Tensors without rows must be equal on all ranks.
 
-The tensors are changed in place, since a script may look at them once more (to count hits, say).
-Where something else depends on a script's own rows, it fails, or trains otherwise: then nothing is
-decided (`checks.copies.not_given`).
+The tensors are changed in place, since a script may use them again (to count hits, say). If
+something else depends on a script's own rows, the script fails or trains differently: then nothing
+is decided (`checks.copies.not_given`).
 
 A loss may have rows that the model was never given: advantages and old probabilities of a rollout,
-targets that another network has computed, noise that a sample is made with. A script takes them
-from tensors of its own, at any place. But all of them meet the parameters in an operation of torch
-that has one operand with a gradient, and one without. A mode of torch hears these operations. On
-several workers it keeps the operands without a gradient, and on one worker it puts those of all
-ranks in their place.
+targets that another network has computed, noise from which a sample is made. A script takes these
+from its own tensors, at any place. But all of them meet the parameters in a torch operation with
+one operand that has a gradient, and one that has none. A torch function mode intercepts these
+operations. On several workers it keeps the operands without a gradient, and on one worker it
+replaces them with those of all ranks.
 
-What no gradient follows from is the script's own: a divergence by which it sets its rate, say. If
-such a tensor meets those of all ranks, and has the rows of one, it is repeated, so that the script
-goes on. What can't be joined is left as it is. Then the two runs differ, or the script fails, and
-nothing is decided.
+Values that affect no gradient stay the script's own, such as a divergence from which it sets its
+learning rate. If such a tensor has the rows of one rank, and meets those of all ranks, it is
+repeated, so that the script can continue. What can't be joined is left unchanged. Then the two runs
+differ, or the script fails, and nothing is decided.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from entrenar_py.check.observing.torch_calls import Function, Patch
 from entrenar_py.shared import hook_calls
 from entrenar_py.shared.untrusted import json_text
 
-ROWS = "rows"  # the name of how many rows the operand with a gradient has, 0 if that is unknown
+ROWS = "rows"  # the key for the number of rows of the operand with a gradient, 0 if that is unknown
 _LINEAR = ("mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__", "rsub")
-_OF_INPUT = ("batch_norm", "instance_norm")  # their other operands are the model's
+_OF_INPUT = ("batch_norm", "instance_norm")  # their remaining operands belong to the model
 _NO_OPERATIONS = ("__get__", "__set__", "__setitem__", "backward")
 
 Named = Mapping[str, Tensor]
@@ -56,9 +56,9 @@ _BEGUN: list[TorchFunctionMode] = []
 
 
 def begin_operands(change: Changing, num_ranks: int = 1) -> None:
-    """Have `change` return what takes the place of the operands, from the next operation on.
+    """Replace operands by the result of `change`, from the next operation on.
 
-    Where a loader draws the samples, they can be told apart, and it can be told which to draw.
+    Nothing is done if a loader draws the samples, since these can then be identified and chosen.
     """
     if not _BEGUN and Samples.site is None:
         _BEGUN.append(OperandsMode(change, num_ranks))
@@ -66,10 +66,10 @@ def begin_operands(change: Changing, num_ranks: int = 1) -> None:
 
 
 class OperandsMode(TorchFunctionMode):
-    """Has `change` return what takes the place of the operands of each operation.
+    """Replaces the operands of each operation by the result of `change`.
 
-    An operation that fails on the rows of `num_ranks` ranks and those of one is done again on as
-    many of these.
+    If an operation fails because some tensors have the rows of `num_ranks` ranks and some those of
+    one, it is repeated with the latter repeated for all ranks.
     """
 
     def __init__(self, change: Changing, num_ranks: int = 1) -> None:
@@ -116,7 +116,7 @@ class OperandsMode(TorchFunctionMode):
 def _repeated(leaves: Sequence[Any], num_ranks: int) -> list[Any] | None:
     """Return an operation's arguments with the rows of one rank repeated for all ranks.
 
-    Return None if its tensors don't have the rows of one, and of all.
+    Return None unless some tensors have the rows of one rank, and some those of all.
     """
     lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()} - {1}
     if num_ranks == 1 or not lengths or lengths != {min(lengths), num_ranks * min(lengths)}:
@@ -147,9 +147,9 @@ def _rows(graded: Sequence[Tensor]) -> int:
 
 
 def joined_operands(own: Named, ranks: Sequence[Named]) -> Named | None:
-    """Return the operands of an operation with those of all `ranks` in the place of its `own`.
+    """Return the operands of an operation, with those of all `ranks` instead of its `own`.
 
-    Return None if the ranks had another operation.
+    Return None if the ranks had a different operation.
     """
     if any(rank.keys() != own.keys() for rank in ranks):
         return None
@@ -162,7 +162,10 @@ def joined_operands(own: Named, ranks: Sequence[Named]) -> Named | None:
 
 
 def _operand(name: str, own: Tensor, theirs: Sequence[Tensor], rows: int) -> Tensor:
-    """Return the rows of all ranks; or the mean of numbers, where a loss is linear in them."""
+    """Return the rows of all ranks, or the mean of scalars if the operation is linear in them.
+
+    Return `own` if neither fits.
+    """
     first = theirs[0]
     if any((one.shape, one.dtype) != (first.shape, own.dtype) for one in theirs):
         return own
@@ -181,7 +184,7 @@ def _is_of_rows(tensor: Tensor, rows: int, are_alike: bool) -> bool:
 # --- batches --------------------------------------------------------------------------------------
 
 
-_BYTES_MAX = 2**24  # of one rank
+_BYTES_MAX = 2**24  # per rank
 _DEPTH_MAX = 4
 _PASS, _BESIDE, _TARGET, _OPERANDS = _KINDS = "pass", "at hand", "target", "operands"
 _LOSSES = (
@@ -190,26 +193,26 @@ _LOSSES = (
 )
 
 
-Entries = dict[str, list[dict[str, Tensor]]]  # by what they are: the tensors of each call
+Entries = dict[str, list[dict[str, Tensor]]]  # by type (one of _KINDS): the tensors of each call
 
 
 class Keeping:
-    """Writes what this rank's model and losses are given to a file, up to a size."""
+    """Writes the inputs of this rank's model and losses to a file, up to a maximum size."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / _file(rank)
-        self._left = {True: _BYTES_MAX, False: _BYTES_MAX}  # of operands, and of the others
+        self._left = {True: _BYTES_MAX, False: _BYTES_MAX}  # for operands, and for the rest
         self._lacks_inputs = False
 
     def passes(self, inputs: Any) -> None:
-        """Keep the inputs of a training pass that begins, unless it began before the record."""
+        """Keep the inputs of a starting training pass, unless it began before the record."""
         begin_operands(self.operands)
         self._lacks_inputs = not any(inputs)
         if not self._lacks_inputs:
             self._keep_all(inputs)
 
     def passed(self, inputs: Any) -> None:
-        """Keep the inputs of a training pass that is over, if they aren't kept."""
+        """Keep the inputs of a completed training pass, unless they are kept already."""
         if self._lacks_inputs:
             self._lacks_inputs = False
             self._keep_all(inputs)
@@ -227,7 +230,8 @@ class Keeping:
     def keep(self, what: str, tensors: Named) -> None:
         """Add the tensors of one call; nothing more is kept once there were too many.
 
-        A script goes on where the file can't be written: then it has too few, and isn't given.
+        A script continues if the file can't be written. Then the file has too few calls, and is not
+        replayed.
         """
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         is_operand = what == _OPERANDS
@@ -246,20 +250,21 @@ class Keeping:
 
 
 class Giving:
-    """Puts the batches of several ranks in the place of this worker's own.
+    """Replaces this worker's batches by those of several ranks.
 
-    They are joined, or come `in_turn` if one worker has as many micro-batches as all ranks have.
+    They are joined, or replayed `in_turn` if one worker has as many micro-batches as all ranks
+    together.
     """
 
     def __init__(self, folder: Path, num_ranks: int, *, in_turn: bool) -> None:
         self._in_turn = in_turn
         self._ranks = [_read(folder / _file(rank)) for rank in range(num_ranks)]
         self._places = dict.fromkeys(_KINDS, 0)
-        self.called: Any = ()  # inputs of the outermost module that is being called
+        self.called: Any = ()  # the inputs of the outermost module being called
         self.depth = 0  # of calls of modules
 
     def operands(self, own: Named) -> Named:
-        """Return the operands of the next operation of all ranks, as long as they had the same."""
+        """Return all ranks' operands of the next operation, while all have the same operations."""
         place = self._places[_OPERANDS]
         calls = [rank[_OPERANDS][place] for rank in self._ranks if place < len(rank[_OPERANDS])]
         self._places[_OPERANDS] += 1
@@ -272,7 +277,7 @@ class Giving:
         """Do nothing: inputs are changed as a pass begins."""
 
     def passes(self, inputs: Any) -> None:
-        """Change the inputs of a training pass, and what else is at hand."""
+        """Change the inputs of a training pass, and further tensors of the calling function."""
         if not self._in_turn:
             begin_operands(self.operands, len(self._ranks))
         tensors = _numbered(inputs if any(inputs) else self.called)
@@ -281,9 +286,9 @@ class Giving:
         self.keep(_BESIDE, beside)
 
     def keep(self, what: str, tensors: Named) -> None:
-        """Change the tensors of the next call, unless the ranks had ended by then.
+        """Change the tensors of the next call; do nothing if the ranks had no further call.
 
-        Raises LookupError if they had none like it.
+        Raises LookupError if the calls of the ranks don't match.
         """
         place, ranks = self._places[what], self._ranks
         self._places[what] += 1
@@ -307,7 +312,7 @@ class Giving:
 
 
 def begin_giving(num_ranks: int, *, in_turn: bool) -> None:
-    """Have this process train on the batches of this many ranks, from the next pass on."""
+    """Make this process train on the batches of `num_ranks` ranks, from the next pass on."""
     folder = os.environ.get(BATCHES, BATCHES_KEPT)
     if folder == BATCHES_KEPT or _CURRENT:
         return
@@ -320,9 +325,10 @@ def begin_giving(num_ranks: int, *, in_turn: bool) -> None:
 
 
 def begin(rank: int) -> Keeping | Giving | None:
-    """Keep the batches of this rank from here on, if that is wanted.
+    """Keep the batches of this rank from here on, if the harness planned that.
 
-    Return what hears of each training pass: what keeps them, or what gives those of others.
+    Return the object that must be told of each training pass: one that keeps batches, one that
+    replays those of several ranks, or None.
     """
     folder = os.environ.get(FOLDER)
     if os.environ.get(BATCHES) != BATCHES_KEPT or not folder:
@@ -334,7 +340,7 @@ def begin(rank: int) -> Keeping | Giving | None:
 
 
 def listen() -> None:
-    """Replace torch's loss functions, if batches are kept or replayed, to record their targets.
+    """Replace torch's loss functions if batches are kept or replayed, to handle their targets.
 
     A script gets a loss function before it calls its model (`cross_entropy(model(x), y)`), so it
     is replaced before the first pass begins.
@@ -372,8 +378,8 @@ def _scored(original: Function, _: _Losses) -> Function:
     @wraps(original)
     def loss(input: Tensor, target: Any, *args: Any, **named: Any) -> Any:  # noqa: A002
         is_again = torch._C._current_graph_task_id() != -1  # of a checkpoint, in a backward pass
-        # A mode of torch calls the function once more. A script that was about to call it as the
-        # record began has the function as it was, and is heard only then.
+        # A torch function mode calls the function again. If a script was about to call it when the
+        # record began, the script has the original function, and only that second call is seen.
         is_again |= torch._C._len_torch_function_stack() > 0
         if torch.is_grad_enabled() and input.requires_grad and not is_again:
             for current in _CURRENT:
@@ -384,7 +390,7 @@ def _scored(original: Function, _: _Losses) -> Function:
 
 
 def _losses() -> Iterator[Patch]:
-    """Yield torch's loss functions, with which targets are kept or given."""
+    """Yield patches of torch's loss functions, with which targets are kept or replaced."""
     for name in _LOSSES:
         yield Patch(
             module="torch.nn.functional",
@@ -395,9 +401,9 @@ def _losses() -> Iterator[Patch]:
 
 
 def _tensors(values: Any, depth: int = _DEPTH_MAX) -> Iterator[Tensor]:
-    """Yield the tensors in what a model is given that follow from no parameter, and have bytes.
+    """Yield the tensors among a model's inputs that depend on no parameter and have storage.
 
-    A penalty may take a gradient by them.
+    They may require a gradient, since a penalty may use one.
     """
     if isinstance(values, Tensor):
         if type(values) is Tensor and values.grad_fn is None and _has_bytes(values):
@@ -415,7 +421,7 @@ def _numbered(values: Any) -> dict[str, Tensor]:
 
 
 def _beside(inputs: Named) -> dict[str, Tensor]:
-    """Return by name the tensors with as many rows as `inputs` that the calling function has."""
+    """Return by name the calling function's tensors with as many rows as `inputs`."""
     rows = next((len(tensor) for tensor in inputs.values() if tensor.dim()), 0)
     frame = call_sites.own_frame()
     known = {id(tensor) for tensor in inputs.values()}
@@ -444,7 +450,7 @@ def _joined(theirs: Sequence[Tensor], rows: int) -> Tensor:
 
 
 def _is_near(own: Tensor, theirs: Tensor) -> bool:
-    # What follows from the inputs keeps its place in memory.
+    # The caller keeps its own tensor in this case: tensors derived from inputs share their memory.
     if own.shape != theirs.shape or own.dtype != theirs.dtype:
         return False
     return torch.allclose(own, theirs) if own.is_floating_point() else torch.equal(own, theirs)

@@ -1,6 +1,6 @@
 """The samples of a micro-batch: those that the script reports, or those that its loader drew.
 
-A loader's batches are recognised by their memory when a model is given them.
+The batches of a loader are recognised by their memory when a model is given them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OTHERS = "with dispatch_batches=True one rank draws the samples of all"
 
 
 class Drawn(NamedTuple):
-    """The samples that a forward pass was given, None if unknown, and then `why`."""
+    """The samples that a forward pass was given; None if unknown, for the reason `why`."""
 
     ids: Ids | None
     epoch: int
@@ -43,17 +43,17 @@ class Drawn(NamedTuple):
 
 
 class SamplerIteration(Iteration):
-    """One run through a sampler, for which the script fetches the samples itself."""
+    """One iteration over a sampler; the script fetches the samples itself."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__(draws, None)
         self._draws = draws
 
     def item(self, item: Any) -> None:
-        """Note a sample that is drawn, or all samples of a batch."""
+        """Record a sample that is drawn, or all samples of a batch."""
         if self._draws.is_loaded:
             return
-        # A class of the script's may be a loader: its batches are numbers, but no samples'.
+        # A class of the script may be a loader: its batches may be numbers that are not sample ids.
         is_trusted = self._draws.is_sampler or type(item) in (list, tuple, int)
         batch = Batch(self, positions_of(item) if is_trusted else None)
         batch.is_gathered = isinstance(item, Integral)
@@ -61,26 +61,26 @@ class SamplerIteration(Iteration):
 
 
 class Draws:
-    """The samples of a `source`: a DataLoader, or a sampler that one may have.
+    """The samples of a `source`: a DataLoader, or a sampler for one.
 
-    A forward pass is given the batch that its inputs share memory with. If they are copies, it is
-    the batch that was handed out since the last pass, provided that batches are used one by one as
-    they come. Where that can't be seen, the samples are unknown. Nothing is heard before `listen`.
+    A forward pass was given the batch with which its inputs share memory. If they are copies, it is
+    the batch that was handed out since the last pass, provided that batches are used one by one in
+    their order. If that isn't clear, the samples are unknown. Nothing is recorded before `listen`.
 
-    `resumed`: the script goes on with an earlier run, and may skip batches at its beginning.
+    `resumed` says that the script continues an earlier run, and may skip batches at its beginning.
     """
 
     def __init__(self, source: Any, *, resumed: bool = False) -> None:
         loader = source.source if isinstance(source, InOrder) else source
         self.source = Source(loader)
-        # accelerate's loaders fetch one batch ahead, and skip none that they have fetched.
+        # accelerate's loaders fetch one batch ahead, and don't skip a batch that they have fetched.
         self._in_order = isinstance(source, InOrder) or self.source.is_accelerate_s
         self.is_sampler = isinstance(loader, Sampler)
         self.is_loaded = False  # whether a DataLoader fetches what the sampler draws
         self._lock = threading.Lock()
         self._pending: deque[Batch] = deque(maxlen=_PENDING_MAX)
-        self._of_step: list[Batch] = []  # that were used in the current step
-        self._used: deque[Batch] = deque(maxlen=_PENDING_MAX)  # that were used in earlier ones
+        self._of_step: list[Batch] = []  # batches used in the current step
+        self._used: deque[Batch] = deque(maxlen=_PENDING_MAX)  # batches used in earlier steps
         self.epochs = Epochs()
         self._was_unsure = False  # whether the current step has a pass with unknown samples
         self._is_resumed = resumed
@@ -89,13 +89,13 @@ class Draws:
         self._hooks: list[LoaderHooks | IterationHooks] = []
 
     def listen(self) -> None:
-        """Hear from here on which batches are handed out."""
+        """Record from here on which batches are handed out."""
         self._hooks.append(LoaderHooks(self._begin_loader))
         if not self.source.has_loader:
             self._hooks.append(IterationHooks(self.source.given, lambda: SamplerIteration(self)))
 
     def remove(self) -> None:
-        """Put back the methods of the source's class."""
+        """Restore the methods of the source's class."""
         for hooks in self._hooks:
             hooks.remove()
         self._hooks.clear()
@@ -114,10 +114,10 @@ class Draws:
         return Iteration(self, loader, problem, held=False)
 
     def over(self) -> None:
-        """Note that an iteration has ended."""
+        """Do nothing at the end of an iteration."""
 
     def add(self, batch: Batch, item: Any) -> None:
-        """Add a batch that was handed out; a sample that was drawn alone extends the last one."""
+        """Add a batch that was handed out; a sample that was drawn alone extends the last batch."""
         batch.blocks = blocks_of(item)
         with self._lock:
             if batch.is_gathered and self._pending:
@@ -125,7 +125,7 @@ class Draws:
                 if last.iteration is batch.iteration:
                     last.extend(batch.ids)
                     return
-                self._pending.clear()  # the rest of an epoch before, which was not used
+                self._pending.clear()  # the unused rest of an earlier epoch
             self._pending.append(batch)
 
     # --- what is used -----------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Draws:
     def use(self, blocks: list[Block]) -> Drawn | None:
         """Return the samples of a forward pass with inputs in `blocks`; None if none are new.
 
-        Without `blocks` the inputs are not known.
+        If `blocks` is empty, the inputs are unknown.
         """
         with self._lock:
             used = self._by_memory(blocks) or self._again(blocks) or self._by_order(blocks)
@@ -154,7 +154,7 @@ class Draws:
             self._keep(lambda batch: not batch.shares(blocks))
 
     def end_step(self) -> None:
-        """Note that an optimizer step is over: from here on its batches would be used again."""
+        """Record that an optimizer step is over. A later pass with its batches repeats them."""
         with self._lock:
             self._used.extend(self._of_step)
             self._of_step, self._was_unsure = [], False
@@ -172,12 +172,13 @@ class Draws:
     def _by_memory(self, blocks: list[Block]) -> list[Batch]:
         """Return and take the batches that share memory with `blocks`."""
         sharing = [batch for batch in self._pending if batch.shares(blocks)]
-        if len(sharing) > 1:  # all are parts of one tensor, or the pass is given several
+        if len(sharing) > 1:  # all are parts of one tensor, or the pass is given several batches
             sharing = [batch for batch in sharing if batch.shares(blocks, exactly=True)]
         if sharing:
             before = [*self._pending][: self._pending.index(sharing[0])]
             self._take(sharing)
-            # Earlier ones are skipped, unless the script has kept them. Later ones are read ahead.
+            # Earlier batches are skipped, unless the script has kept them. Later ones are read
+            # ahead.
             self._keep(lambda batch: not (batch in before and (self._in_order or batch.is_gone())))
             self._is_orderly = all(batch in before for batch in self._pending)
         return sharing
@@ -193,11 +194,11 @@ class Draws:
         if not self._pending:
             return [] if self._of_step or self._was_unsure else NONE
         if self._in_order:
-            latest = self._pending[-1].iteration  # what is left of those before was dropped
+            latest = self._pending[-1].iteration  # the rest of earlier iterations was dropped
             self._keep(lambda batch: batch.iteration is latest)
             return self._take([self._pending[0]])
         newest, skipped = self._pending[-1], [*self._pending][:-1]
-        if self._is_orderly is None:  # maybe after an evaluation on the same loader
+        if self._is_orderly is None:  # perhaps after an evaluation on the same loader
             evaluated = all(batch.iteration.is_over for batch in skipped)
             self._is_orderly = evaluated or self._is_resumed
         if self._is_orderly and self._may_skip(skipped, newest) and newest.fits(blocks):
@@ -209,7 +210,7 @@ class Draws:
         return AHEAD
 
     def _may_skip(self, skipped: list[Batch], newest: Batch) -> bool:
-        # It may leave out the rest of an epoch, and the beginning if it resumes there.
+        # The script may leave out the rest of an epoch, and the beginning if it resumes there.
         resumes = self._is_resumed and self.epochs.latest is None
         return resumes or all(batch.iteration is not newest.iteration for batch in skipped)
 
@@ -218,9 +219,10 @@ class Draws:
 
 
 class Told(NamedTuple):
-    """The samples of a micro-batch, in order; where they are unknown, `unknown` says why.
+    """The samples of a micro-batch, in order.
 
-    `num_made` of a micro-batch without samples of its own: of how many earlier ones it was made.
+    `unknown` is the reason if they are unknown, otherwise "". If a micro-batch has no samples of
+    its own, `num_made` is the number of earlier samples from which it was made; 0 otherwise.
     """
 
     ids: Ids
@@ -232,9 +234,9 @@ class Told(NamedTuple):
 class Samples:
     """The samples of the forward passes since the last backward pass.
 
-    What a script reports counts, and its loader's draws don't from then on. Samples that it reports
-    between the last forward pass and the backward pass belong to the next micro-batch if it had
-    reported some before the forward pass, too: it has fetched the next batch by then.
+    If a script reports samples, its loader's draws no longer count. Samples reported between the
+    last forward pass and the backward pass may belong to the next micro-batch. They do if the
+    script also reported some before the forward pass, since it has then fetched the next batch.
     """
 
     def __init__(self, source: Any, dataset: Any = None, *, resumed: bool = False) -> None:
@@ -242,22 +244,22 @@ class Samples:
         drawn = None if self.draws is None else self.draws.source.numbering
         self._whole = None if dataset is None else declared_numbering(dataset, drawn)
         if self.draws is not None:
-            self.draws.listen()  # once nothing is refused any more
+            self.draws.listen()  # after all arguments were accepted
         self._epoch = 0
         self._tells = self._tells_epochs = False  # whether the script reports them
         self._replaces = False
-        # Those that were reported since the last forward pass, and their epoch.
+        # The samples reported since the last forward pass, and their epoch.
         self._ahead: list[int] | None = None
         self._epoch_ahead: int | None = None
         self._reported: list[int] | None = None
         self._drawn: list[Drawn] = []
         self._repeated: Ids = ()
         self._num_passes = 0
-        self._blocks: list[Block] = []  # of the last pass that may be no training
+        self._blocks: list[Block] = []  # of the last pass that may not be for training
         self._written: dict[str, bool] = {}
 
     def tell(self, ids: Iterable[int], epoch: int | None, *, replacement: bool = False) -> None:
-        """Note that `ids` are the next samples, by default of the same epoch as those before."""
+        """Record `ids` as the next samples; without `epoch`, in the epoch of the previous ones."""
         self._tells, self._replaces = True, self._replaces or replacement
         call_sites.Samples.reported()
         self._ahead = [*(self._ahead or []), *map(int, ids)]
@@ -265,32 +267,32 @@ class Samples:
             self._epoch_ahead, self._tells_epochs = epoch, True
 
     def forward(self, blocks: list[Block]) -> None:
-        """Note a forward pass of the training, with inputs that lie in `blocks`."""
+        """Record a training forward pass with inputs in the memory `blocks`."""
         self._num_passes += 1
         self._draw(blocks)
         self._report()
 
     def aside(self, blocks: list[Block], *, trains: bool) -> None:
-        """Note a pass in evaluation mode, which still `trains` if a backward pass follows."""
+        """Record a pass in evaluation mode, which still `trains` if a backward pass follows."""
         self._blocks = blocks
         if not trains and self.draws is not None:
             self.draws.skip(blocks)
 
     def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
-        """Note the inputs of a forward pass of the model: the source tells more of its samples."""
+        """Receive the inputs of a forward pass; ignored here, since the source reports samples."""
 
     def drew(self) -> None:
-        """Note that random numbers were drawn between two passes: the next may be given noise."""
+        """Learn that random numbers were drawn between two passes; ignored here."""
 
     def settle(self) -> None:
-        """Note that a backward pass begins, or is over, maybe of parts of the model only."""
+        """Record that a backward pass begins or is over, even if only for parts of the model."""
         if not self._num_passes:
             self._draw(self._blocks)
         if self._reported is None:
             self._report()
 
     def repeat(self, ids: Ids) -> None:
-        """Note that the next backward pass has the samples of the last one, `ids`, again."""
+        """Record that the next backward pass uses the samples of the last one, `ids`, again."""
         self._repeated = ids
 
     @property
@@ -299,7 +301,7 @@ class Samples:
         return bool(self._now().ids)
 
     def take(self) -> Told:
-        """Return the samples of the micro-batch, and forget them."""
+        """Return the samples of the micro-batch, and reset them."""
         now = self._now()
         self._epoch = now.epoch
         self._reported, self._drawn, self._repeated = None, [], ()
@@ -307,12 +309,12 @@ class Samples:
         return now
 
     def end_step(self) -> None:
-        """Note that an optimizer step is over."""
+        """Record that an optimizer step is over."""
         if self.draws is not None:
             self.draws.end_step()
 
     def remove(self) -> None:
-        """Leave the loader alone from here on."""
+        """Stop observing the loader."""
         if self.draws is not None:
             self.draws.remove()
 
@@ -337,10 +339,10 @@ class Samples:
         ids = tuple(id_ for drawn in self._drawn for id_ in drawn.ids or ())
         return Told(() if unknown else ids or self._repeated, epoch, unknown)
 
-    # --- what is said of them in the record -------------------------------------------------------
+    # --- facts for the record -------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return what the source shows of the data, as JSON can hold it."""
+        """Return facts about the data that the source shows, as values for JSON."""
         facts: dict[str, Any] = {}
         if self.draws is not None:
             source = self.draws.source
@@ -358,13 +360,13 @@ class Samples:
         return facts
 
     def selected(self) -> Ids | None:
-        """Return the samples of the data set that are drawn in an epoch by all ranks; None: all."""
+        """Return the samples that all ranks together draw in an epoch; None if these are all."""
         if self._whole is not None:
             return self._whole.selected()
         return None if self.draws is None else self.draws.source.selected
 
     def news(self) -> dict[str, bool]:
-        """Return what has become known since the last call, as JSON can hold it."""
+        """Return what has become known since the last call, as values for JSON."""
         facts = {"drop_last": self.draws is not None and self.draws.epochs.drops_last}
         if self._replaces:
             facts["replacement"] = True

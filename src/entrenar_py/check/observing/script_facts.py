@@ -1,4 +1,4 @@
-"""The data and losses of a script, as far as it shows them beyond what its line declares."""
+"""Facts about the data and losses of a script, beyond what the line `observe` declares."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from entrenar_py.shared import trace
 
 
 class ScriptFacts:
-    """Facts of a script with a line, or without one if `seen` finds its samples.
+    """Facts about a script with the line `observe`, or without it if `seen` is given.
 
-    Without a sampler in the line samples are found by what the model is given, unless the script
-    reports them. `samples` are the micro-batches', and `header` is what is known at the beginning.
+    If the line has no sampler, samples are identified by the model's inputs, unless the script
+    reports them. `samples` are those of micro-batches, and `header` has what is known at the
+    beginning.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class ScriptFacts:
         self.samples: Samples = seen
         self.header = self._written = seen.facts()
         self._has_begun = False  # with the first step
-        # Whether torch's wrapper keeps a copy of the model on each rank; None if others tell.
+        # Whether torch's wrapper keeps a copy of the model on each rank; None if that isn't needed.
         self._replicas: bool | None = None
         self._ear: Ear | None = None
         self._exchanges = Exchanges()
-        self._shown: dict[str, Any] = {}  # by the script's text, and by its wrappers
+        self._shown: dict[str, Any] = {}  # facts from the script's text, and from its wrappers
 
     def listen(
         self,
@@ -70,21 +71,21 @@ class ScriptFacts:
         skipped: Callable[[], object],
         clipped: Callable[[Any, float, float], None],
     ) -> None:
-        """Hear the script's losses, checkpoints, clipping and skipped steps, if it has a line."""
+        """Observe losses, checkpoints, clipping and skipped steps of a script with the line."""
         self._recording = recording
         if self._is_line:
             self._ear = Ear(micro_batches, skipped=skipped, saved=self.saved, clipped=clipped)
             self._ear.listen()
 
     def saved(self) -> None:
-        """Note that the script saves a file."""
+        """Record that the script saves a file."""
         if not self._sites.is_known("save"):
             self._recording.write(self._sites.event("save", call_sites.here()))
 
     def begin(self, subject: Subject, num_made: Callable[[], int]) -> None:
-        """Note that the first pass of the model begins: by now it is wrapped and scheduled.
+        """Record that the first pass of the model begins, when it has its wrappers and schedule.
 
-        `num_made` returns how many steps were made so far.
+        `num_made` returns the number of steps taken so far.
         """
         self._exchanges.begin()
         if self._finds_samples:
@@ -96,7 +97,7 @@ class ScriptFacts:
             self._shown["joined"] = True
         checkpoints.watch(
             dict.fromkeys(subject.trained.values()), num_made
-        )  # some share a flat one
+        )  # some share a flat tensor
 
     def schedule_place(self) -> int | None:
         """Return the position of the learning rate's schedule; None if it is unknown."""
@@ -104,21 +105,22 @@ class ScriptFacts:
         return None if place is None else int(place)
 
     def best_metric(self) -> float | None:
-        """Return the best value that a schedule was given which follows it; None without any."""
+        """Return the best value of the metric that a schedule follows; None if there is none."""
         best = getattr(self._scheduler, "best", None)
         known = float(best) if isinstance(best, int | float | Tensor) else math.nan
         return known if math.isfinite(known) else None
 
     def progress(self) -> dict[str, int]:
-        """Return the position that a checkpoint must restore, as far as it is known."""
+        """Return the position that a checkpoint must restore, if it is known."""
         place = self.schedule_place()
         return {} if place is None else {"schedule": place}
 
     def first_step(self) -> list[trace.Event]:
-        """Return what the first step shows: the samples of an epoch if these are some of the data
-        set, and the lines that step and draw.
+        """Return the facts that the first step shows; [] after the first call.
 
-        With the first micro-batches it is known whether the script reports samples of its own.
+        They are the samples of an epoch, if these are only a part of the data set, and the lines
+        that step and draw. With the first micro-batches it is known whether the script reports its
+        own samples.
         """
         if self._has_begun:
             return []
@@ -131,7 +133,7 @@ class ScriptFacts:
         return [*selection, *chain.from_iterable(lines)]
 
     def write(self, recording: Recording, micro_batches: MicroBatches, **known: Any) -> None:
-        """Write what is known by now, and the facts `known` to the caller, if anything is new."""
+        """Write all known facts, with the caller's facts `known`, if anything is new."""
         facts = {**self.samples.facts(), **self._exchanges.facts(), **known}
         if "samples" in facts and self._replicas is not None:
             facts["replicas"] = self._replicas
@@ -143,7 +145,7 @@ class ScriptFacts:
             recording.note_data(facts)
 
     def remove(self) -> None:
-        """Leave the script alone from here on."""
+        """Stop observing the script."""
         self.samples.remove()
         for loaders in self._loaders:
             loaders.remove()
@@ -152,7 +154,7 @@ class ScriptFacts:
 
 
 def _shown() -> dict[str, Any]:
-    """Return the lines of the script that may select rows at random, or do something by epoch."""
+    """Return the lines of the script that may select rows at random, or depend on the epoch."""
     facts: dict[str, Any] = {}
     if selects := script_text.selecting_line():
         own, _ = script_text.texts()

@@ -1,14 +1,14 @@
-"""The text of a script, searched for what a run may not reach, or what no hook can hear.
+"""The text of a script, searched for what a run may not reach, or what no hook can observe.
 
-`come_later` tells lines that run only after what the script is doing now. A script may load a
-checkpoint though it resumes from none: it tests its best weights once it has trained. Such a line
-comes after the statement that trains, in a function that is running, outside of the loops around
-that statement. Or it is in a function that is used in such lines alone. What can't be told so (a
-callback, a function that is known by a text, or that nobody calls) may run earlier.
+`come_later` determines whether lines run only after what the script is doing now. A script may load
+a checkpoint even if it resumes from none: it tests its best weights after training. Such a line
+comes after the statement that trains, in a function that is running, outside the loops around that
+statement. Or it is in a function that is used only in such lines. Anything that can't be classified
+(a callback, or a function that is looked up by a string or never called) may run earlier.
 
-`line_again` tells the line that runs in each step: one in the loop that steps, under no condition,
-or in a function that is called there so. A generator is as good, if the line is in a loop of its
-own.
+`line_again` returns a line that runs in each step: a line in the loop that steps, under no
+condition, or in a function that is called from such a line. A generator qualifies as well, if the
+line is in a loop of the generator.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ from pathlib import Path
 from entrenar_py.check.observing import call_sites
 
 _TEXT_BYTES_MAX = 2**22
-# Calls that select rows by random numbers, so that one may come again before all others came ...
+# Calls that select rows by random numbers, so that a row may be repeated before all rows were drawn
+# ...
 SELECTS = re.compile(
     r"\b(randint|random_integers|randrange|integers|choices?|multinomial)\s*\(|\bsample\([^()]*,"
 )
-# ... and what goes through rows in a random order, each once.
+# ... and calls that go through rows in random order, each row once.
 _ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted|\w*Sampler|set_epoch)\b")
-_BY_EPOCH = re.compile(  # what begins, or is done, at some epochs; no loop through all of them
+_BY_EPOCH = re.compile(  # code that begins, or runs, at some epochs; not a loop over all epochs
     r"^(?!\s*while\b).*?(\b\w*epoch\w*\s*(?:[<>]=?|[=!]=|%)\s*[\w.]"
     r"|[\w.)\]]\s*(?:[<>]=?|[=!]=)\s*\w*epoch\w*\b)"
 )
-# What may bring rows into a random order, in any way.
+# Code that may put rows into a random order, in any way.
 _SHUFFLES = re.compile(
     r"(randperm|permutation|permuted|shuffl\w*\s*(?:\(|=(?!\s*False))|set_epoch|choices?\s*\("
     r"|multinomial|RandomSampler|DistributedSampler(?!\([^()]*shuffle=False)|\bsample\s*\("
     r"|\brand\s*\(|random\s*\(\s*\))"
 )
 
-# What a line imports it does not call: the statement, over several lines in brackets.
+# A line doesn't call what it imports: the statement, over several lines in brackets.
 _IMPORT = re.compile(r"^[ \t]*(?:from\s+\S+\s+)?import\b(?:\s*\([^)]*\)|(?:\\\n|[^\n;])*)", re.M)
 
 
 def texts() -> tuple[dict[str, str], dict[str, str]]:
-    """Return by file the text of the script's modules, and of the library that calls the step.
+    """Return by file the text of the script's modules, and of libraries that call the step.
 
-    A machine may start each Python with modules of its own, so a module is the script's only if it
-    lies where the script does, or where it runs.
+    A machine may start every Python with additional modules. So a module belongs to the script only
+    if it is in the folder of the script or in the working directory.
     """
     loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     calling = {*_calling()}
@@ -62,9 +63,9 @@ def texts() -> tuple[dict[str, str], dict[str, str]]:
 
 @functools.cache
 def parsed(text: str) -> ast.Module | None:
-    """Return a text as Python reads it; None for a template, or what is for another Python."""
+    """Return the parsed text; None for a template, or code for a different version of Python."""
     try:
-        with warnings.catch_warnings():  # Python has told of them already
+        with warnings.catch_warnings():  # Python has shown them already
             warnings.simplefilter("ignore")
             return ast.parse(text)
     except (SyntaxError, ValueError):
@@ -74,10 +75,10 @@ def parsed(text: str) -> ast.Module | None:
 def first(
     pattern: re.Pattern[str], texts: Mapping[str, str], without: frozenset[str] = frozenset()
 ) -> str:
-    """Return the first line that fits, as `train.py:12`; "" if there is none.
+    """Return the first line that matches, such as `train.py:12`; "" if there is none.
 
-    Calls of functions `without` don't count, but for those of a base class. Nor do names that are
-    only imported.
+    Calls of functions in `without` don't count, except for calls of a base class. Names that are
+    only imported don't count either.
     """
     for file, text in texts.items():
         called = _IMPORT.sub(lambda match: "\n" * match[0].count("\n"), text)
@@ -93,20 +94,20 @@ def first(
 def selecting_line() -> str:
     """Return the first line of the script that may select its rows by random numbers.
 
-    Return "" if there is none, or if the script orders anything at random: it may be its rows.
+    Return "" if there is none, or if the script orders anything at random, which may be its rows.
     """
     own, _ = texts()
     return "" if first(_ORDERS, own) else first(SELECTS, own)
 
 
 def line_by_epoch() -> str:
-    """Return the first line of the script that compares the number of an epoch, "" if none does."""
+    """Return the first line of the script that compares an epoch number; "" if none does."""
     own, _ = texts()
     return first(_BY_EPOCH, own)
 
 
 def shuffles() -> bool:
-    """Return whether any line of the script may bring rows into a random order."""
+    """Return whether any line of the script may put rows into a random order."""
     own, _ = texts()
     return not own or bool(first(_SHUFFLES, own))
 
@@ -142,21 +143,21 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _Loop = ast.For | ast.While
 _MODULE = "<module>"
-_CHARS_MAX = 2**20  # which are read in a second
+_CHARS_MAX = 2**20  # can be parsed in about a second
 Line = tuple[str, int]  # a file and a number
-_Within = tuple[str, ast.AST, _Loop]  # the file and the function that have a loop
+_Within = tuple[str, ast.AST, _Loop]  # the file and the function that contain a loop, and the loop
 
 
 def come_later(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
-    """Return whether lines of a script fit, and all of them run only after what runs now."""
+    """Return whether lines of a script match, and all of them run only after what runs now."""
     order, lines = _Order.of(texts), [*_fitting(pattern, texts)]
     return order is not None and bool(lines) and all(order.is_later(*line) for line in lines)
 
 
 def line_again(pattern: re.Pattern[str], texts: Mapping[str, str]) -> str:
-    """Return the first line that fits and runs in each turn of the loop that runs now.
+    """Return the first matching line that runs in each iteration of the loop that runs now.
 
-    As `train.py:12`; "" if there is none.
+    It has the form `train.py:12`; "" if there is none.
     """
     order = _Order.of(texts)
     if order is None:
@@ -167,10 +168,10 @@ def line_again(pattern: re.Pattern[str], texts: Mapping[str, str]) -> str:
 
 
 def are_alike(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
-    """Return whether a line that fits draws each micro-batch of a step, in the same way.
+    """Return whether a matching line draws each micro-batch of a step in the same way.
 
-    The loop through the micro-batches counts them, and nothing but what is synchronised depends on
-    the count. Nor does the loop take its data in turn, as from several tasks.
+    The loop over the micro-batches must count them, and only synchronisation may depend on the
+    count. The loop must not take its data in turn, as from several tasks.
     """
     order = _Order.of(texts)
     within = None if order is None else order.loop_of_micro_batches()
@@ -180,19 +181,19 @@ def are_alike(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
 
 
 def functions_apart(texts: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of functions that are called, but not in a step like the one that runs now.
+    """Return the names of functions that are called, but not in a step like the current one.
 
-    They are not running, and the loop that steps calls none of them, nor does what is called there.
-    A function that has another name, too, may be called by that.
+    They are not running, and neither the loop that steps nor any function called in it calls them.
+    A function that also has another name may be called under that name.
     """
     order = _Order.of(texts)
     return frozenset() if order is None else order.apart()
 
 
 def _counts(loop: _Loop) -> bool:
-    """Return whether a loop of one backward pass goes through numbers that decide nothing else.
+    """Return whether a loop has one backward pass, and counts with a number that decides nothing.
 
-    They are compared at most, to synchronise.
+    The number may only be compared, to decide about synchronisation.
     """
     if isinstance(loop, ast.While) or not isinstance(loop.target, ast.Name):
         return False
@@ -212,13 +213,13 @@ def _counted(scope: ast.AST) -> set[str]:
 
 
 def _counts_by(loop: _Loop, line: int) -> bool:
-    """Return whether a line of a loop follows from what the loop counts or assigns elsewhere.
+    """Return whether a line of a loop depends on what the loop counts or assigns elsewhere.
 
-    So may be what is selected by the line's result: `rows = randint(...)`, `task[rows]`.
+    So does a selection by the line's result, if it does: `rows = randint(...)`, `task[rows]`.
     """
     own = [node for node in _all(loop) if getattr(node, "lineno", 0) == line]
     drawn = _names(own, ast.Store)
-    # In `[data[at] for at in rows]` it is selected by `at`.
+    # In `[data[at] for at in rows]` the selection is by `at`.
     turns = [node for node in _all(loop) if isinstance(node, ast.comprehension)]
     places = drawn | {n for t in turns if _uses(t.iter, drawn) for n in _names([t.target])}
     others = [node for node in _all(loop) if getattr(node, "lineno", line) != line]
@@ -241,9 +242,9 @@ def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context] | None = No
 
 
 def _turns(call: ast.AST) -> bool:
-    """Return whether a call takes what is next, or one of several at random.
+    """Return whether a call takes the next item, or one of several at random.
 
-    An entry that is taken by its name (`batch.pop("labels")`) is neither.
+    A call that takes an item by name (`batch.pop("labels")`) does neither.
     """
     name = _called(call)
     if not name or not isinstance(call, ast.Call):
@@ -283,15 +284,15 @@ def _absolute(file: str) -> str:
 
 @dataclass
 class _Order:
-    """A script's statements in `trees`, and the lines of its functions that run now."""
+    """The statements of a script in `trees`, and the current lines of its running functions."""
 
     trees: Mapping[str, ast.Module]
     running: Mapping[tuple[str, str, int], int]
-    _known: set[str] = field(default_factory=set)  # names of functions that were looked at
+    _known: set[str] = field(default_factory=set)  # names of functions that were examined
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> _Order | None:
-        """Return the order of the lines that run now; None if a text can't be read, or is long."""
+        """Return the order of the lines that run now; None if a text is too long or not parsed."""
         if sum(map(len, texts.values())) > _CHARS_MAX:
             return None
         known = {_absolute(file): parsed(text) for file, text in texts.items()}
@@ -310,7 +311,7 @@ class _Order:
         """Return whether a function is used, and only in lines that run later."""
         name = function.name
         if name in self._known:
-            return True  # by itself
+            return True  # used by itself
         self._known.add(name)
         if name.startswith("__") or any(_is_hidden(name, node) for _, node in self._nodes()):
             return False
@@ -325,10 +326,11 @@ class _Order:
         is_alike: bool = False,
         inside: frozenset[str] = frozenset(),
     ) -> bool:
-        """Return whether a line runs in each turn of a loop, as far as it shows.
+        """Return whether a line is seen to run in each iteration of a loop.
 
-        It calls functions in turn, those `inside`; the last one has the line in question.
-        If it `is_alike`, nothing that it depends on changes from turn to turn.
+        `inside` has the names of the functions between the loop and the line that were already
+        followed. If `is_alike`, the line may also not depend on anything that changes from
+        iteration to iteration.
         """
         file, number = line
         scope = _scope(self.trees[file], number)
@@ -365,7 +367,7 @@ class _Order:
         return False
 
     def apart(self) -> frozenset[str]:
-        """Return the names of functions that are called, and not where training steps."""
+        """Return the names of functions that are called, but not where training steps."""
         left, known = self._within_step(), set[str]()
         every = [node for _, node in self._nodes() if isinstance(node, _Function)]
         left += [function for function in every if not self._is_only_called(function)]
@@ -397,14 +399,14 @@ class _Order:
         return calls > 0 and calls == len([*self._uses(function, inside=True)])
 
     def loop_of_micro_batches(self) -> _Within | None:
-        """Return the loop through the micro-batches of a step that runs now."""
+        """Return the running loop over the micro-batches of a step; None if there is none."""
         around = self._around()
         return around[0] if around and _is_within_a_step(around[0][2]) else None
 
     def loop_of_steps(self) -> _Within | None:
-        """Return the innermost loop around what runs now.
+        """Return the innermost loop around what runs now; None if there is none.
 
-        If that goes through the micro-batches of a step, it is the next one.
+        If that loop goes over the micro-batches of a step, the result is the loop around it.
         """
         around = self._around()
         is_inner = len(around) > 1 and _is_within_a_step(around[0][2])
@@ -425,7 +427,7 @@ class _Order:
                 yield file, scope, now
 
     def _uses(self, function: _Function, *, inside: bool = False) -> Iterator[Line]:
-        """Yield the lines that have a function's name; those `inside` of it only if wanted."""
+        """Yield the lines that use a function's name; with `inside`, also those in the function."""
         name = function.name
         own = range(function.lineno, 0 if inside else (function.end_lineno or 0) + 1)
         for file, node in self._nodes():
@@ -445,7 +447,7 @@ def _is_within_a_step(loop: _Loop) -> bool:
 
 
 def _is_hidden(name: str, node: ast.AST) -> bool:
-    """Return whether a function of that name may be called by another one, or by a text."""
+    """Return whether a function may be called under another name, or by a string."""
     if isinstance(node, ast.alias):
         return node.name == name and node.asname is not None
     texts: list[ast.expr] = []
@@ -475,7 +477,7 @@ def _named(scope: ast.Module | _Function) -> tuple[str, int]:
 def _comes_after(scope: ast.AST, line: int, now: int) -> bool:
     """Return whether a line comes after the statement at `now`, and not again before it.
 
-    What handles an error of that statement may be followed by another trial.
+    A handler for an error of that statement doesn't count: another attempt may follow.
     """
     nodes = [*ast.walk(scope)]
     running = [node for node in nodes if isinstance(node, ast.stmt) and _has(node, now)]

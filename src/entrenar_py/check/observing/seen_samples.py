@@ -1,4 +1,4 @@
-"""The samples of forward passes, found by what the passes were given.
+"""The samples of forward passes, identified by what the passes were given.
 
 `Batches` has what DataLoaders yield, with the indices that were drawn for it.
 """
@@ -18,7 +18,7 @@ from entrenar_py.check.observing.contents import Row
 from entrenar_py.check.observing.samples import Samples, Told
 from entrenar_py.check.observing.sources import Ids, Source
 
-PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is skipped
+PENDING_MAX = 8  # batches that were yielded and not used; beyond that the oldest is skipped
 
 
 class Batches:
@@ -26,18 +26,18 @@ class Batches:
 
     def __init__(self) -> None:
         self.epochs = Epochs()
-        self._first: tuple[Any, ...] | None = None  # what the first loader draws from
-        self.varies = False  # whether another was trained from that draws other samples
+        self._first: tuple[Any, ...] | None = None  # the data from which the first loader draws
+        self.varies = False  # whether training used a further loader that draws different samples
         self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
-        self.loader: Any = None  # the one that was trained from last
+        self.loader: Any = None  # the loader that training used last
         self._source: Source | None = None
         self._is_ahead = False
-        self.num_events = 0  # batches that were yielded, and passes that ended
-        self._used_last: tuple[Batch, int] | None = None  # with the number of events by then
+        self.num_events = 0  # batches that were yielded, and iterations that ended
+        self._used_last: tuple[Batch, int] | None = None  # with num_events at that time
         self._newest: Batch | None = None
 
     def over(self) -> None:
-        """Note that a pass has ended."""
+        """Record that an iteration has ended."""
         self.num_events += 1
 
     def add(self, batch: Batch, item: Any) -> None:
@@ -52,8 +52,8 @@ class Batches:
     def use(self, batch: Batch, places: Iterable[int]) -> tuple[int, list[int]]:
         """Take the samples at `places` for training; return their epoch and ids.
 
-        When none is left the batch isn't pending any more, nor are older ones of its loader: these
-        were skipped.
+        When no sample of the batch is left, the batch is no longer pending. Neither are older
+        batches of its loader: these were skipped.
         """
         self._used_last = batch, self.num_events
         epoch = self._epoch_of(batch.iteration)
@@ -67,9 +67,10 @@ class Batches:
         return epoch, [*ids] if source is None else [*map(source.numbering.of, ids)]
 
     def newest(self, batch: Batch) -> Batch:
-        """Return the batch with the samples of `batch` that is newest, and forget those before it.
+        """Return the newest pending batch with the samples of `batch`, and forget earlier ones.
 
-        A script may look at a batch, for its size, and then begin another pass with it.
+        A script may read a batch to get its size, and then begin another iteration with the same
+        batch.
         """
         loader = batch.iteration.loader
         same = [b for b in self.pending if b.ids == batch.ids and b.iteration.loader is loader]
@@ -88,15 +89,15 @@ class Batches:
         return epoch
 
     def set_aside(self, num_rows: int | None, *, trains: bool = False) -> None:
-        """Note that the batch that was yielded last went to a pass that doesn't train.
+        """Record that the batch that was yielded last went to a pass that doesn't train.
 
-        With `trains`, take that back.
+        With `trains`, undo this.
         """
         if self.pending and self.pending[-1].size == num_rows:
             self.pending[-1].trains = trains
 
     def source(self) -> Source | None:
-        """Return the facts of the loader that is trained from; None if there is none."""
+        """Return the facts of the loader that training uses; None if there is none."""
         loader = self.loader
         if loader is None and (batch := self.meant()) is not None:
             loader = batch.iteration.loader
@@ -107,10 +108,10 @@ class Batches:
         return self._source
 
     def meant(self) -> Batch | None:
-        """Return the one batch that a training pass of this thread can use; None without one.
+        """Return the only batch that a training pass of this thread can use; None if not unique.
 
-        If there are several the script skips batches, or fetches them ahead, maybe in a thread.
-        From then on only content tells batches apart.
+        If there are several, the script skips batches or fetches them ahead, perhaps in a thread.
+        From then on only content distinguishes batches.
         """
         fit = [batch for batch in self.pending if batch.trains and batch.ids is not None]
         if self.loader is not None:
@@ -125,11 +126,11 @@ class Batches:
         return None if self._is_ahead or not fit else fit[0]
 
     def newest_yielded(self) -> Batch | None:
-        """Return the batch that the script has got last."""
+        """Return the batch that the script received last."""
         return self._newest
 
     def in_use(self) -> Batch | None:
-        """Return the batch that was used up last, if the script has got no other one since."""
+        """Return the batch that was used up last, if the script has received no other one since."""
         if self._used_last is None:
             return None
         batch, num_events = self._used_last
@@ -138,13 +139,13 @@ class Batches:
     def are_again(self, num_rows: int | None) -> bool:
         """Return whether this many rows are a further view of the batch that was used last.
 
-        They are if that was used up and the script has got no other batch since.
+        They are if that batch was used up, and the script has received no other one since.
         """
         batch = self.in_use()
         return batch is not None and batch.size == num_rows
 
     def _goes_on(self, loader: Any) -> bool:
-        # Some scripts make a loader for every epoch.
+        # Some scripts create a loader for every epoch.
         source = self.source()
         return source is not None and Source(loader).drawn_from == source.drawn_from
 
@@ -161,9 +162,9 @@ NO_ROWS = "the model was given nothing that has rows, and no loader has drawn sa
 class SeenSamples(Samples):
     """The samples of the forward passes since the last backward pass.
 
-    Ids are the indices that a DataLoader drew, or else digests of the inputs' rows. A row that
-    training was given before in this step is the same sample again, and isn't counted twice. Once a
-    script reports its samples only these count.
+    Ids are the indices that a DataLoader drew, or digests of the rows of the inputs. A row that
+    training was already given in this step is the same sample again, and isn't counted twice. Once
+    a script reports its samples, only these count.
     """
 
     def __init__(self, batches: Batches, dataset: Any = None) -> None:
@@ -174,23 +175,23 @@ class SeenSamples(Samples):
         self._seen_epoch = 0
         self._unknown = ""
         self._again: Ids = ()
-        self._rows: set[Row] = set()  # content that this step was given
+        self._rows: set[Row] = set()  # content that the model was given in this step
         self._is_given = False  # whether a forward pass was seen since the last backward pass
-        self._evaluated: Any = None  # the inputs of the last pass, if that may train
-        self._drawn_for: Batch | None = None  # the batch in use when numbers were drawn last
-        self._is_made = False  # whether a pass was given what was made of samples in use
+        self._evaluated: Any = None  # the inputs of the last pass, if it may train
+        self._drawn_for: Batch | None = None  # the batch in use when numbers were last drawn
+        self._is_made = False  # whether the inputs of a pass were made from samples in use
         self._has_ids = False  # whether a micro-batch of this step has ids
 
     # --- the forward passes -----------------------------------------------------------------------
 
     def drew(self) -> None:
-        """Note that random numbers were drawn between two passes: the next may be given noise."""
+        """Record that random numbers were drawn between two passes: the next may be given noise."""
         self._drawn_for = self._batches.newest_yielded()
 
     def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
-        """Note the inputs of a forward pass of the model.
+        """Record the inputs of a forward pass of the model.
 
-        One in evaluation mode, with gradients, `may_train`: it does if a backward pass follows.
+        A pass in evaluation mode with gradients `may_train`: it does if a backward pass follows.
         """
         self._evaluated = None
         if not trains:
@@ -209,12 +210,12 @@ class SeenSamples(Samples):
         if self._batches.are_again(contents.num_rows(inputs)):
             if not (self._ids or is_again):
                 self._unknown = STRANGE
-            return  # else another view of the samples, or what was made of them
+            return  # otherwise another view of the samples, or made from them
         meant = self._batches.meant()
         if meant is not None:
             self._by_count(inputs, meant, is_again=is_again)
         elif is_again:
-            return  # a second pass, maybe at other weights
+            return  # a second pass, perhaps at different weights
         elif self._batches.loader is not None:
             self._unknown = STRANGE
         elif rows is None:
@@ -224,10 +225,10 @@ class SeenSamples(Samples):
             self._kinds.add(CONTENT)
 
     def _are_made(self, inputs: Any) -> bool:
-        """Return whether `inputs` were made of the batch that was used last: noise, sampled text.
+        """Return whether `inputs` were made from the batch used last, as noise or sampled text are.
 
-        Not all are its rows, and random numbers were drawn since the script got it. A text that
-        was sampled may have ended at once.
+        They were if not all are its rows, and if random numbers were drawn after the script
+        received it. Sampled text may be equal to the batch if it ended at once.
         """
         batch = self._batches.in_use()
         if batch is None or batch is not self._drawn_for:
@@ -238,10 +239,11 @@ class SeenSamples(Samples):
         return rows is not None and not batch.has_all(rows)
 
     def _by_content(self, inputs: Any) -> bool:
-        """Look the inputs up in the pending batches, the oldest first.
+        """Return whether a pending batch has the inputs, and use it; the oldest is tried first.
 
-        The largest of them counts: other batches may have the same labels, or masks. If that was
-        changed, a text without its last token, another one counts that only one batch has.
+        The largest tensor of the inputs counts, since several batches may have the same labels or
+        masks. If that tensor was changed (a text without its last token), a different tensor counts
+        if only one batch has it.
         """
         tensors = [tensor for tensor in contents.tensors_in(inputs) if tensor.dim() and len(tensor)]
         largest = max((tensor[0].numel() for tensor in tensors), default=0)
@@ -252,7 +254,7 @@ class SeenSamples(Samples):
             for batch, places in self._holding(rows):
                 self._use(self._batches.newest(batch), places)
                 return True
-            # A discriminator is given a batch and, in one tensor with it, what a generator made.
+            # A discriminator may be given a batch in one tensor with what a generator made.
             within = [b for b in self._batches.pending if b.ids is not None and b.is_within(rows)]
             if len({batch.ids for batch in within}) == 1:
                 batch = self._batches.newest(within[0])
@@ -273,9 +275,10 @@ class SeenSamples(Samples):
                 yield batch, places
 
     def _by_count(self, inputs: Any, batch: Batch, *, is_again: bool) -> None:
-        """Take the whole of `batch`; if the inputs have fewer rows, note that samples are unknown.
+        """Use the whole of `batch`; if the inputs have fewer rows, samples are unknown.
 
-        That is right for inputs that were changed on the way (normalised, of another dtype).
+        The whole batch is right for inputs that were changed on the way (normalised, or in another
+        dtype).
         """
         counts = [size for tensor in contents.tensors_in(inputs) for size in tensor.shape[:2]]
         if is_again or (counts and batch.size > 1 and max(counts) < len(batch.left)):
@@ -287,12 +290,12 @@ class SeenSamples(Samples):
         self._ids += ids
         self._kinds.add(INDEX)
 
-    # --- as the recorder of a script with a line calls them ---------------------------------------
+    # --- called by the recorder of a script with the line ---------------------------------------
 
     def settle(self) -> None:
-        """Note that a backward pass begins, or is over, maybe of parts of the model only.
+        """Record that a backward pass begins or is over, even if only for parts of the model.
 
-        A backward pass without a forward pass of the model has the batch that is `meant`.
+        A backward pass without a forward pass of the model has the batch that `meant` returns.
         """
         super().settle()
         if self._evaluated is not None and not self._is_given:
@@ -305,10 +308,10 @@ class SeenSamples(Samples):
             self._use(batch, batch.left)
             self._is_given = True
         elif self._batches.loader is None and not (self._ids or self._rows):
-            self._unknown = NO_ROWS  # else another loss of the rows that this step was given
+            self._unknown = NO_ROWS  # otherwise another loss of the rows of this step
 
     def repeat(self, ids: Ids) -> None:
-        """Note that the next backward pass has the samples of the last one, `ids`, again."""
+        """Record that the next backward pass uses the samples of the last one, `ids`, again."""
         super().repeat(ids)
         self._again = ids
 
@@ -318,7 +321,7 @@ class SeenSamples(Samples):
         return super().are_new if self._tells else bool(self._ids)
 
     def take(self) -> Told:
-        """Return the samples of the micro-batch, and forget them."""
+        """Return the samples of the micro-batch, and reset them."""
         reported = super().take()
         ids = () if self._unknown else tuple(self._ids) or self._again
         num_made = 0
@@ -332,14 +335,14 @@ class SeenSamples(Samples):
         return reported if self._tells else seen
 
     def end_step(self) -> None:
-        """Note that the optimizer has stepped: the next step may be given the same inputs."""
+        """Record that the optimizer has stepped: the next step may be given the same inputs."""
         self._rows.clear()
         self._has_ids = False
 
     # --- what is said of them in the record -------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return what the loader shows of the data, as JSON can hold it."""
+        """Return facts about the data that the loader shows, as values for JSON."""
         facts = super().facts()
         if self._tells:
             return facts
@@ -359,16 +362,17 @@ class SeenSamples(Samples):
         }
 
     def selected(self) -> Ids | None:
-        """Return the samples of the data set that are drawn in an epoch by all ranks; None: all."""
+        """Return the samples that all ranks together draw in an epoch; None if these are all."""
         source = self._batches.source()
         if self._tells or self._whole is not None or source is None:
             return super().selected()
         return source.selected
 
     def news(self) -> dict[str, bool]:
-        """Return what has become known since the last call, as JSON can hold it.
+        """Return what has become known since the last call, as values for JSON.
 
-        A pass through a loader is an epoch if no sampler of the script's decides what it draws.
+        An iteration over a loader is an epoch, unless a sampler of the script decides what is
+        drawn.
         """
         source = self._batches.source()
         if self._tells or source is None:

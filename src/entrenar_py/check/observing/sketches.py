@@ -3,10 +3,10 @@
 The projection is a sum over rows of PROJECTIONS elements. Element g of a whole tensor, in C order,
 is element c = g % PROJECTIONS of row r = g // PROJECTIONS. With h = `mixed` of r, it is added to
 number c ^ (mixed(h) % PROJECTIONS) of the projection, with a minus sign if bit c of h is set. So
-each row is permuted and its signs are changed at random, by a function of the place alone. Then
-the expected squared length of the projection is that of the tensor.
+each row is permuted and its signs are changed at random, by a function that depends only on the
+place. Then the expected squared length of the projection is that of the tensor.
 
-On a GPU with Triton all tensors are read by one launch (`kernels`).
+On a GPU with Triton all tensors are read in one launch (`kernels`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from entrenar_py.check.watch.digest import DigestTable
 from entrenar_py.shared.trace import Sketch, TensorRecord, record_sketch
 from entrenar_py.shared.trace.tensors import PROJECTIONS, SAMPLES
 
-# The dtypes that have sketches -> numpy's names of those in which samples are kept.
+# The dtypes that have sketches -> numpy's names of the dtypes in which samples are kept.
 DTYPES = {
     torch.float64: "float64",
     torch.float32: "float32",
@@ -39,8 +39,8 @@ DTYPES = {
 _ROWS = 512  # of a chunk on a GPU: one program of the kernel
 _TILE = 64
 _BATCH = 64
-_TABLES_MAX = 8  # of digests: each is for tensors at fixed addresses, as weights are
-_BLOCK_ROWS = 2**12  # rows that are projected at once on a CPU: 1 MB, which its caches hold
+_TABLES_MAX = 8  # digest tables: each is for tensors at fixed addresses, such as weights
+_BLOCK_ROWS = 2**12  # rows that are projected at once on a CPU: 1 MB, which fits into its caches
 _LOW = 0xFFFFFFFF  # the lowest 32 bits
 
 
@@ -50,7 +50,7 @@ def sketch(tensor: Tensor, piece: Piece | None = None) -> Sketch:
     size = tensor.numel() if piece is None else math.prod(piece.whole)
     first = first_of(tensor, piece)
     index = None if first is not None else _index(piece, plain.device)
-    # By how each row is permuted: all rows alike are added up first.
+    # By permutation: all rows with the same permutation are added up first.
     alike = torch.zeros((PROJECTIONS, PROJECTIONS), dtype=torch.float64, device=plain.device)
     square = torch.zeros((), dtype=torch.float64, device=plain.device)
     for rows, part in _rows(plain, first, index):
@@ -67,9 +67,10 @@ def sketch(tensor: Tensor, piece: Piece | None = None) -> Sketch:
 def _rows(
     plain: Tensor, first: int | None, index: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield numbers of rows, int64 [rows], with their elements, float64 [rows, PROJECTIONS].
+    """Yield row numbers, int64 [rows], with their elements, float64 [rows, PROJECTIONS].
 
-    Elements of other pieces are 0. A row may come more than once, with some of its elements.
+    Elements of different pieces are 0. A row may be yielded several times, each time with some of
+    its elements.
     """
     for begin in range(0, plain.numel(), _BLOCK_ROWS * PROJECTIONS):
         part = plain[begin : begin + _BLOCK_ROWS * PROJECTIONS].double()
@@ -90,13 +91,13 @@ def _rows(
 
 @cache
 def _signs(device: torch.device) -> Tensor:
-    """Return for each byte the signs that its bits stand for, lowest first, float64 [256, 8]."""
+    """Return for each byte the signs that its bits mean, lowest bit first, float64 [256, 8]."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return (1.0 - 2.0 * bits).to(device)
 
 
 def mixed(number: Tensor) -> Tensor:
-    """Return a hash of 32-bit numbers, as int64 in and out (Wellons, "lowbias32")."""
+    """Return hashes of 32-bit numbers; argument and result are int64 (Wellons, "lowbias32")."""
     number = number ^ (number >> 16)
     number = (number * 0x7FEB352D) & _LOW
     number = number ^ (number >> 15)
@@ -106,7 +107,7 @@ def mixed(number: Tensor) -> Tensor:
 
 @cache
 def sample_places(size: int) -> NDArray[np.int64]:
-    """Return the places of the sampled elements: one at random in each of equal parts, in order."""
+    """Return the places of the sampled elements: a random one in each of equal parts, in order."""
     count = min(SAMPLES, size)
     bounds = np.array([part * size // max(count, 1) for part in range(count + 1)], dtype=np.int64)
     seeds = torch.arange(count) * 0x9E3779B1 + size
@@ -118,7 +119,7 @@ def sample_places(size: int) -> NDArray[np.int64]:
 def _sampled(
     plain: Tensor, size: int, first: int | None, index: Tensor | None
 ) -> NDArray[np.float64]:
-    """Return the sampled elements; 0 for those of other pieces."""
+    """Return the sampled elements; 0 for elements of different pieces."""
     places = torch.from_numpy(sample_places(size))
     if index is not None:
         found = (index.cpu()[:, None] == places).nonzero()
@@ -133,9 +134,9 @@ def _sampled(
 
 
 def first_of(tensor: Tensor, piece: Piece | None) -> int | None:
-    """Return the place of the first element in the whole tensor; None if others don't follow it.
+    """Return the place of the first element in the whole tensor; None without a single range.
 
-    They do if the tensor is whole, or cut along its first dimension only.
+    The elements form a single range if the tensor is whole, or cut only along its first dimension.
     """
     if piece is None:
         return 0
@@ -155,9 +156,9 @@ def _index(piece: Piece | None, device: torch.device) -> Tensor:
 
 
 class Sketches:
-    """Makes the records of tensors without their values: sketches and digests.
+    """Creates records of tensors without their values: sketches and digests.
 
-    It keeps tables on GPUs from one call to the next, for tensors that stay where they are.
+    On GPUs it keeps tables between calls, for tensors that stay at the same address.
     """
 
     def __init__(self) -> None:
@@ -166,11 +167,12 @@ class Sketches:
     def records(
         self, named: Mapping[str, Tensor], pieces: Mapping[str, Piece], *, exact: bool
     ) -> dict[str, TensorRecord]:
-        """Return the record of each tensor, which this rank holds whole, or as its piece.
+        """Return the record of each tensor, which this rank holds whole or as its piece.
 
-        With `exact` its digest is that of all bits, else that of the sketch: two gradients that
-        differ by less than the rounding of a float64 sum may then have the same digest. A tensor
-        that isn't of floating point has no sketch, and always the digest of all bits.
+        With `exact`, the digest is that of all bits, and otherwise that of the sketch: two
+        gradients that differ by less than the rounding of a float64 sum may then have the same
+        digest. A tensor that isn't floating-point has no sketch, and always has the digest of all
+        bits.
         """
         records: dict[str, TensorRecord] = {}
         on_gpu: dict[str, Tensor] = {}
@@ -192,7 +194,7 @@ class Sketches:
         return {name: records[name] for name in named}
 
     def digests(self, named: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
-        """Return records that have only the digest of all bits."""
+        """Return records with only the digest of all bits."""
         records: dict[str, TensorRecord] = {}
         by_gpu: dict[torch.device, dict[str, Tensor]] = {}
         for name, tensor in named.items():
@@ -209,7 +211,7 @@ class Sketches:
     def _table(self, device: torch.device, tensors: Sequence[Tensor]) -> DigestTable:
         key = (device, *digest.places(tensors))
         table = self._tables.pop(key, None) or DigestTable(tensors)
-        self._tables[key] = table  # the last used is the last to go
+        self._tables[key] = table  # the last used table is the last to be deleted
         if len(self._tables) > _TABLES_MAX:
             del self._tables[next(iter(self._tables))]
         return table
@@ -227,8 +229,8 @@ def _has_triton() -> bool:
 def _record(tensor: Tensor, piece: Piece | None, *, exact: bool) -> TensorRecord:
     if tensor.dtype not in DTYPES:
         return TensorRecord(digest.digest(tensor))
-    # Hundreds of small operations. A mode that heard each would take a third of a step, and one of
-    # the script's may put new tensors on another device.
+    # These are hundreds of small operations. A mode that intercepts each would take a third of a
+    # step, and a mode of the script may put new tensors on a different device.
     with torch._C.DisableTorchFunction():
         bits = digest.digest(tensor) if exact else None
         return record_sketch(sketch(tensor, piece), DTYPES[tensor.dtype], bits)
@@ -277,7 +279,7 @@ def _sketches(
 def _tables_of_sizes(
     firsts: tuple[int, ...], counts: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, ...]:
-    """Return the tables that depend on sizes alone, on `device`, as the kernels take them."""
+    """Return the tables that depend only on sizes, on `device`, as arguments of the kernels."""
     owner: list[NDArray[np.int32]] = []
     first_row: list[NDArray[np.int64]] = []
     ends = [0]

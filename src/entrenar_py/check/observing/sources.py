@@ -1,8 +1,8 @@
-"""The facts of a loader or a sampler: its data set, its samplers, and what they draw.
+"""Facts about a loader or a sampler: its data set, its samplers, and what they draw.
 
-Samples have the numbers of the data set that a script began with, before it was split up. A
-position in a `Subset` (of `random_split`, say) is another sample where a rank has another subset.
-So positions are followed down to the data set at the bottom.
+Samples have their numbers in the data set with which a script began, before it was split. A
+position in a `Subset` (of `random_split`, say) is a different sample if a rank has a different
+subset. So positions are traced back to the original data set.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from entrenar_py.shared.errors import UsageError
 Ids = tuple[int, ...]  # of samples
 
 _SPLITS_MAX = 16
-_SEARCHED_MAX = 2**22  # positions up to which a split data set is looked through
+_SEARCHED_MAX = 2**22  # positions up to which a split data set is searched
 
 
 class Numbering:
     """The numbers of the samples of `data`, from 0 to `size` - 1; `size` is None if unknown.
 
-    Parts of one data set that were put together again (`ConcatDataset`) have the numbers that they
-    have in it. Different data sets are numbered one after the other. If a part occurs twice, each
-    position is a sample of its own.
+    Parts of one data set that were joined again (`ConcatDataset`) keep their numbers in that data
+    set. Different data sets are numbered one after the other. If a part occurs twice, each position
+    counts as a separate sample.
     """
 
     def __init__(self, data: Any) -> None:
         self._data = data
-        self._first: dict[int, int] = {}  # id of a data set at the bottom -> its first number
-        self._bottoms: list[Any] = []  # kept, so that no id is given twice
+        self._first: dict[int, int] = {}  # id of an original data set -> its first number
+        self._bottoms: list[Any] = []  # kept, so that no id is used twice
         self.size: int | None = 0
         for bottom in _bottoms(data, _SPLITS_MAX):
             length = length_of(bottom)
@@ -68,7 +68,7 @@ class Numbering:
 
     @property
     def bottoms(self) -> tuple[int, ...]:
-        """The identities of the data sets at the bottom."""
+        """The ids of the original data sets."""
         return tuple(self._first)
 
     def _look_through(self) -> None:
@@ -78,7 +78,7 @@ class Numbering:
             return
         try:
             numbers = tuple(map(self._number, range(length)))
-        except (IndexError, TypeError, ValueError):  # a subset that is none
+        except (IndexError, TypeError, ValueError):  # a subset with invalid indices
             numbers = ()
         if len(set(numbers)) < length or not numbers:
             self._is_plain, self.size = True, length
@@ -91,11 +91,11 @@ class Numbering:
             return position
         try:
             return self._number(position)
-        except (IndexError, TypeError, ValueError):  # the data was changed meanwhile
+        except (IndexError, TypeError, ValueError):  # the data was changed in the meantime
             return position
 
     def selected(self, positions: Sequence[int] | None = None) -> tuple[int, ...] | None:
-        """Return the numbers of all samples of the data, or of those at `positions`, sorted.
+        """Return the sorted numbers of all samples of the data, or of those at `positions`.
 
         None stands for all numbers from 0 to `size` - 1.
         """
@@ -125,10 +125,11 @@ class Numbering:
 
 
 def declared_numbering(dataset: Any, drawn: Numbering | None) -> Numbering:
-    """Return the numbers of the samples of a data set that a script declares to draw in an epoch.
+    """Return the numbering of a data set that a script declares for an epoch.
 
-    `dataset` may be their number. `drawn` are the numbers of what its sampler draws from, if known.
-    Raises UsageError for a `dataset` without a length, or without samples, or of other samples.
+    `dataset` may be a number of samples. `drawn` is the numbering of the data from which the
+    sampler draws, if known. Raises UsageError for a `dataset` without a length or without samples,
+    and for one with samples from a different data set.
     """
     numbering = Numbering(range(dataset) if type(dataset) is int else dataset)
     if not numbering.size:
@@ -146,10 +147,10 @@ def declared_numbering(dataset: Any, drawn: Numbering | None) -> Numbering:
 
 
 def length_of(data: Any) -> int | None:
-    """Return the number of samples of a data set, or of a sampler; None if it doesn't say."""
+    """Return the number of samples of a data set, or of a sampler; None if it has no length."""
     if isinstance(data, IterableDataset):
-        return None  # torch warns of what it says
-    with suppress(Exception):  # code of the script, which need not call it
+        return None  # torch warns about the length of a stream
+    with suppress(Exception):  # code of the script, which may have no length
         return len(data)
     return None
 
@@ -160,7 +161,7 @@ def _is_split(data: Any) -> bool:
 
 
 def _bottoms(data: Any, depth: int) -> Iterator[Any]:
-    """Yield the data sets at the bottom of subsets and concatenations, in their order."""
+    """Yield the original data sets of subsets and concatenations, in their order."""
     if depth and isinstance(data, Subset):
         yield from _bottoms(data.dataset, depth - 1)
     elif depth and isinstance(data, ConcatDataset):
@@ -173,9 +174,9 @@ def _bottoms(data: Any, depth: int) -> Iterator[Any]:
 
 
 def _inner(data: Any, depth: int = 3) -> Any:
-    """Return the split data set in a data set that only changes its samples, else None.
+    """Return the split data set inside a data set that only changes its samples; otherwise None.
 
-    Such a data set holds one other, of the same length.
+    Such a data set holds exactly one other data set, which has the same length.
     """
     attributes = getattr(data, "__dict__", None)
     if isinstance(data, Subset | ConcatDataset | IterableDataset):
@@ -197,7 +198,8 @@ def _inner(data: Any, depth: int = 3) -> Any:
 
 _DEPTH_MAX = 8
 _DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True
-# What a sampler of the script's calls to draw samples again, and what orders each of them once.
+# Calls by which a sampler of the script draws samples repeatedly, and those that order each sample
+# once.
 _CALL = r"(?:[^()]|\([^()]*\))*"
 _REPLACES = re.compile(
     rf"\bmultinomial\({_CALL}?(?:replacement\s*=\s*True|,\s*True\b)|\bchoices\("
@@ -216,9 +218,9 @@ class InOrder:
 
 
 class _Weakly:
-    """A weak reference to an object, or a strong one where the object allows no weak one.
+    """A weak reference to an object, or a strong one if the object allows no weak one.
 
-    The script decides when its loader, and the workers of it, are gone.
+    The script decides when its loader, and the loader's workers, are gone.
     """
 
     def __init__(self, held: Any) -> None:
@@ -232,11 +234,12 @@ class Source:
     """A DataLoader, a batch sampler or a sampler; or an object around a loader.
 
     - `numbering`: the numbers of the samples of its data set.
-    - `selected`: the samples that are drawn in an epoch by all ranks, None for all.
-    - `is_thorough`: all of them are drawn in an epoch; False if a sampler of the script's decides.
-    - `is_ordered`: a sampler of the script's decides the order, and no line draws it at random.
+    - `selected`: the samples that all ranks together draw in an epoch; None for all samples.
+    - `is_thorough`: all of them are drawn in an epoch; False if a sampler of the script decides.
+    - `is_ordered`: a sampler of the script decides the order, and no line draws it at random.
     - `splits`: a sampler gives each rank its part of the data set.
-    - `drop_last`: an incomplete last batch is dropped. `replacement`: samples are drawn again.
+    - `drop_last`: an incomplete last batch is dropped.
+    - `replacement`: samples are drawn with replacement.
     - `is_accelerate_s`: it is a loader that accelerate has prepared.
     - `is_dispatched`: one rank iterates it for all (accelerate with `dispatch_batches`), so no rank
       knows its own samples.
@@ -271,16 +274,16 @@ class Source:
 
     @property
     def drawn_from(self) -> tuple[Any, ...]:
-        """The data sets and the selection that are drawn from, equal if these are the same."""
+        """The data sets and the selection that are drawn from, for comparison."""
         return self.numbering.bottoms, self.selected
 
     @property
     def given(self) -> Any:
-        """The loader or sampler, None if the script has dropped it."""
+        """The loader or sampler; None if the script has dropped it."""
         return self._given.held()
 
     def concerns(self, loader: Any) -> bool:
-        """Return whether `loader` is the source, is in it, or has the same sampler."""
+        """Return whether `loader` is the source, is inside it, or has the same sampler."""
         return any(
             (known := self._concerned.get(id(part))) is not None and known.held() is part
             for part in _parts(loader, _DEPTH_MAX)
@@ -288,12 +291,12 @@ class Source:
 
 
 def data_set(given: Any) -> Any:
-    """Return the data set of a loader or sampler, None if it has none."""
+    """Return the data set of a loader or sampler, or None if it has none."""
     return _data_of([part for each in _all_loaders(given) for part in _parts(each, _DEPTH_MAX)])
 
 
 def generators(given: Any) -> list[Any]:
-    """Return the generators that a loader or sampler draws an epoch's seed and order from."""
+    """Return the generators from which a loader or sampler draws the seed and order of an epoch."""
     parts = [part for each in _all_loaders(given) for part in _parts(each, _DEPTH_MAX)]
     return [_attribute(part, "generator") for part in parts]
 
@@ -304,7 +307,7 @@ def _all_loaders(given: Any) -> list[Any]:
 
 
 def positions_of(index: Any) -> Ids | None:
-    """Return the positions that a sampler drew, of a sample or a batch; None for anything else."""
+    """Return the positions of a sample or batch that a sampler drew; None for any other object."""
     if isinstance(index, np.ndarray | torch.Tensor):
         index = index.tolist() if index.ndim < 2 else None
     if not isinstance(index, list) and type(index) not in (tuple, range):
@@ -323,14 +326,14 @@ def _position(index: Any) -> int | None:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    # The object may look for it in its own way.
+    # The object may compute the attribute in its own way.
     with suppress(Exception):
         return getattr(holder, name, None)
     return None
 
 
 def _loaders(loader: Any) -> Iterator[Any]:
-    """Yield `loader` if it is a DataLoader, else the DataLoaders that it holds."""
+    """Yield `loader` if it is a DataLoader, otherwise the DataLoaders that it holds."""
     if issubclass(type(loader), DataLoader):
         yield loader
         return
@@ -363,7 +366,7 @@ def _splits(part: Any) -> bool:
 
 
 def _replaces(part: Any) -> bool:
-    """Return whether a sampler draws samples again, as it says or as its text shows."""
+    """Return whether a sampler draws with replacement, according to its attribute or its code."""
     said = _attribute(part, "replacement")
     if said is not None or isinstance(part, DataLoader) or _is_thorough(part):
         return said is True
@@ -371,7 +374,7 @@ def _replaces(part: Any) -> bool:
         text = inspect.getsource(type(part))
     except (OSError, TypeError):  # a class may have no text
         return False
-    # Next to an order, a random number may be its seed.
+    # If the code also orders samples, a random number may be the seed.
     return bool(_REPLACES.search(text)) and not _ORDERS.search(text)
 
 

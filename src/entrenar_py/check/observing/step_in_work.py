@@ -1,8 +1,8 @@
-"""The optimizer step that a rank is in, and its gradients so far.
+"""The current optimizer step of a rank, and its gradients so far.
 
-`GradientSources` follows which backward passes each gradient holds when an optimizer applies it,
-`ReducedGradients` has the gradients that a backward pass has left, and `Clips` the norm to which
-the script clips them, as its calls show it. Hooks tell when an optimizer steps (`StepHooks`).
+`GradientSources` tracks which backward passes each gradient contains when an optimizer applies it.
+`ReducedGradients` has the gradients that a backward pass has left. `Clips` has the norm to which
+the script clips them, according to its calls. Hooks report when an optimizer steps (`StepHooks`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from entrenar_py.shared import hook_calls, trace
 
 @dataclass
 class _Source:
-    """The sources of a parameter's gradient since it was found cleared.
+    """The sources of a parameter's gradient since it was last seen cleared.
 
-    `passes` are the backward passes (step, micro-batch) that added to it. `first` is the step
-    of the first one if the gradient was applied with `digest` and not touched since; else -1.
+    `passes` are the backward passes (step, micro-batch) that added to it. `first` is the step in
+    which it was first applied with `digest`, if it was not changed since then; otherwise -1.
     """
 
     passes: list[tuple[int, int]] = field(default_factory=list)
@@ -41,21 +41,21 @@ class _Source:
 
 
 class GradientSources:
-    """Follows the gradients by looking at them as each backward pass begins.
+    """Tracks gradients by examining them when each backward pass begins.
 
-    A gradient that is missing or all zeros then was cleared. One that was applied and has the same
-    bits then was not.
+    A gradient that is missing or all zeros at that time was cleared. A gradient that was applied
+    and still has the same bits was not cleared.
     """
 
     def __init__(self, digest: Callable[[str, Tensor], str]) -> None:
-        self._digest = digest  # of a gradient by name, as its record has it
+        self._digest = digest  # returns the digest of a gradient's record, given name and gradient
         self._sources: dict[str, _Source] = {}
         self._given: dict[str, list[int]] = {}  # name -> the step's micro-batches that gave it
         self._held: dict[str, list[int]] = {}  # name -> those that it held when it was applied
         self._kept: dict[str, int] = {}
 
     def before_backward(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Note which gradients are cleared now."""
+        """Record which gradients are cleared now."""
         for name, gradient in gradients.items():
             source = self._sources.get(name)
             if source is None:
@@ -66,7 +66,7 @@ class GradientSources:
                 source.first, source.is_applied = -1, False
 
     def after_backward(self, step: int, micro_batch: int, names: Iterable[str]) -> None:
-        """Note that a backward pass has added to the gradients of the parameters `names`."""
+        """Record that a backward pass has added to the gradients of the parameters `names`."""
         for name in names:
             source = self._sources.setdefault(name, _Source())
             source.passes.append((step, micro_batch))
@@ -78,9 +78,9 @@ class GradientSources:
     def apply(
         self, step: int, gradients: Mapping[str, Tensor | None], known: trace.Tensors
     ) -> None:
-        """Note that an optimizer is about to apply `gradients` in `step`.
+        """Record that an optimizer is about to apply `gradients` in `step`.
 
-        `known` are records of gradients that were made anyway.
+        `known` are records of gradients that already exist.
         """
         for name, gradient in gradients.items():
             source = self._sources.get(name)
@@ -98,7 +98,7 @@ class GradientSources:
             source.digest, source.is_applied = digest, True
 
     def forget_passes(self) -> None:
-        """Forget the step's backward passes: the coming one repeats their samples."""
+        """Forget the step's backward passes: the coming pass repeats their samples."""
         self._given.clear()
 
     def end_step(self) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
@@ -120,8 +120,8 @@ _EXACT = {"allreduce_hook", "noop_hook"}
 class ReducedGradients:
     """The gradients that the last backward pass left, with changes that the script made in place.
 
-    They are kept after the parameters have dropped them. `was_reduced` tells whether the last
-    backward pass was to reduce gradients, and left some (`fully_shard` hides unreduced ones).
+    They are kept after the parameters have dropped them. `was_reduced` is true if the last backward
+    pass was supposed to reduce gradients, and left some (`fully_shard` hides unreduced ones).
     """
 
     def __init__(self) -> None:
@@ -132,11 +132,11 @@ class ReducedGradients:
 
     @property
     def left(self) -> Mapping[str, Tensor]:
-        """The gradients that the last backward pass left, by name, if it reduced them."""
+        """The gradients that the last backward pass left, by name; {} if it didn't reduce them."""
         return self._kept
 
     def expect(self, called: nn.Module) -> None:
-        """Note, as a forward pass of `called` begins, whether its gradients will be reduced.
+        """Record, when a forward pass of `called` begins, whether its gradients will be reduced.
 
         Under a wrapper's `no_sync` they won't be; the forward pass decides that.
         """
@@ -146,7 +146,7 @@ class ReducedGradients:
             self._reduces &= called._sync_gradients
 
     def look(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Keep the gradients that a backward pass has left, if it reduced them."""
+        """Keep the gradients that a backward pass left, if it reduced them."""
         left = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         self._kept = left if self._reduces else {}
         self.was_reduced = bool(self._kept)
@@ -157,17 +157,17 @@ class ReducedGradients:
         return self._overflowed or not tensors.is_finite(self._kept.values())
 
     def forget(self) -> None:
-        """Forget the gradients: their step was made."""
+        """Forget the gradients: their step is completed."""
         self._kept, self._overflowed = {}, False
 
 
 def compression(model: nn.Module) -> str:
-    """Return the format to which gradients are rounded before ranks add them.
+    """Return the dtype to which gradients are rounded before ranks add them.
 
-    That is `float16`, `bfloat16`, the name of another communication hook of torch's, or "" without
-    rounding. DistributedDataParallel's hook says so, or the policy of a sharded module, which may
-    compute in 16 bits and add in 32. PowerSGD adds the gradients of the first steps as they are; a
-    hook of the script's own may call it.
+    That is `float16`, `bfloat16`, the name of another communication hook of torch, or "" if there
+    is no rounding. It is read from the hook of DistributedDataParallel, or from the policy of a
+    sharded module, which may compute in 16 bits and add in 32. PowerSGD adds the gradients of the
+    first steps without rounding; a hook of the script may call it.
     """
     wrapper = _wrapper(model)
     for hook, state in getattr(wrapper, "_comm_hooks", ()):
@@ -182,14 +182,14 @@ def compression(model: nn.Module) -> str:
 
 
 def _wrapper(called: nn.Module) -> DistributedDataParallel | None:
-    # Compiled code is about to call a wrapper that is not active yet.
+    # In compiled code, a wrapper that is about to be called is not active yet.
     active = DistributedDataParallel._active_ddp_module
     parts = (part for part in called.modules() if isinstance(part, DistributedDataParallel))
     return next(parts, None) if active is None else active
 
 
 def _policy_formats(module: nn.Module) -> set[str]:
-    """Return the formats in which a sharded module computes and reduces gradients."""
+    """Return the dtypes in which a sharded module computes and reduces gradients."""
     formats: tuple[Any, ...] = ()
     if isinstance(module, FullyShardedDataParallel):
         if (handle := module._handle) is not None:
@@ -201,10 +201,10 @@ def _policy_formats(module: nn.Module) -> set[str]:
 
 
 class Clips:
-    """The limit of a script that clips the whole gradient once a step, to one norm in all steps.
+    """The limit of a script that clips the whole gradient once per step, always to the same norm.
 
-    Other scripts have no `limit`: they clip parts by limits of their own, micro-batches, or to a
-    norm that follows the gradients.
+    For other scripts `limit` is None: they clip parts to separate limits, clip micro-batches, or
+    clip to a norm that depends on the gradients.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class Clips:
     def note(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float
     ) -> None:
-        """Note that the gradients of `parameters` are clipped."""
+        """Record that the gradients of `parameters` are clipped."""
         clipped = [parameters] if isinstance(parameters, Tensor) else parameters
         limit = float(max_norm)
         is_plain = float(norm_type) == 2 and 0 < limit < math.inf and limit == float(f"{limit:.2g}")
@@ -226,7 +226,7 @@ class Clips:
         self._calls.clear()
 
     def end_step(self, stepped: Collection[Tensor]) -> None:
-        """Note that a step was made, of the parameters `stepped` with their gradients."""
+        """Record that a step was taken; `stepped` are its parameters with their gradients."""
         calls, self._calls = self._calls, []
         clipped, limit = calls[0] if len(calls) == 1 else (frozenset[int](), None)
         graded = {id(parameter) for parameter in stepped if parameter.grad is not None}
@@ -240,7 +240,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepInWork:
-    """Step `number` of the run; `stepped` are the indices of the optimizers that have stepped."""
+    """Step `number` of the run; `stepped` has the indices of the optimizers that have stepped."""
 
     def __init__(self, subject: Subject, number: int, averages: Mapping[str, Any]) -> None:
         self._subject, self._extra = subject, ExtraState(subject, averages)
@@ -249,16 +249,17 @@ class StepInWork:
         self._stepped_before: set[int] = set()  # when the current backward pass began
         self._at_first_pass: dict[str, str] = {}  # the digests of the weights
         self.sources = GradientSources(subject.digest)
-        # By name: the weights as they were recorded last, those that were changed since, and those
-        # that an optimizer of several has moved. `_due` are the names that the last one steps.
+        # By name: the last recorded weights, weights that were changed since then, and weights that
+        # one of several optimizers has moved. `_due` are the names that the last optimizer steps.
         self._weights: trace.Tensors = {}
         self._edited: dict[str, trace.TensorRecord] = {}
         self._moved: dict[str, trace.TensorRecord] = {}
         self._due: list[str] = []
         self._gradient: dict[str, trace.TensorRecord] = {}
         self._unclipped: trace.Tensors = {}
-        # Weights that were moved along an earlier gradient of the step: by name, their digests, and
-        # those that had this gradient still; and those that the optimizer stepped from there.
+        # Weights that were moved along an earlier gradient of the step: their digests by name
+        # (`_uphill`), those that still had this gradient (`_mixed`), and those that the optimizer
+        # stepped from there (`_climbed`).
         self._uphill: dict[str, str] = {}
         self._mixed: set[str] = set()
         self._climbed: set[str] = set()
@@ -267,17 +268,17 @@ class StepInWork:
         self._applied_norm: float | None = None
 
     def reduced(self) -> None:
-        """Note the gradients, which are those of the whole batch and not clipped yet."""
+        """Record the gradients, which are those of the whole batch and not clipped yet."""
         gradients = self._subject.gradients()
         self._gradient = dict(self._subject.record(gradients, exact=False))
         self._norm = tensors.norm(gradients.values())
 
     def before_clipping(self) -> None:
-        """Note the gradients as they are when the script has torch clip them."""
+        """Record the gradients before the script has torch clip them."""
         self._unclipped = self._subject.record(self._subject.applied_gradients(), exact=False)
 
     def excuse(self) -> None:
-        """Forget the gradients, which are not finite since the loss scale was too large."""
+        """Forget the gradients: they are not finite because the loss scale was too large."""
         self._gradient, self._unclipped, self._norm = {}, {}, None
 
     def start(self, progress: Mapping[str, int]) -> trace.Start:
@@ -287,7 +288,7 @@ class StepInWork:
         return replace(start, extra=self._extra.records())
 
     def before_backward(self) -> None:
-        """Note which gradients are cleared as a backward pass begins."""
+        """Record which gradients are cleared when a backward pass begins."""
         self._stepped_before = {*self.stepped}
         self.sources.before_backward(self._subject.gradients())
         if not self._at_first_pass:
@@ -296,15 +297,16 @@ class StepInWork:
     def has_moved(self) -> bool:
         """Return whether weights were changed since the step's first backward pass began.
 
-        Models that are recorded without values are not looked at, which would take time.
+        Models that are recorded without values are not examined, which would take time.
         """
         return self._at_first_pass != self._digests()
 
     def look_uphill(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note weights that were moved along `gradients`, which the step's last pass has left.
+        """Record weights that were moved along `gradients`, which the step's last pass has left.
 
-        Sharpness-aware scripts do that between two passes, and take it back before the step. What
-        moves weights before the step's first pass (a bound, decay) may move few elements uphill.
+        Sharpness-aware scripts move weights in this way between two passes, and undo it before the
+        step. Scripts that move weights before the step's first pass (by a bound, or by decay) may
+        move only a few elements uphill.
         """
         if not self._subject.values:
             return
@@ -323,7 +325,7 @@ class StepInWork:
         return name in self._weights and self._weights[name].digest == digest
 
     def _is_uphill(self, name: str, weights: trace.TensorRecord, gradient: Tensor) -> bool:
-        """Return whether no element of a tensor was moved against its gradient, and some along."""
+        """Return whether a tensor was moved only along its gradient, in at least one element."""
         along = self._subject.record({name: gradient})
         values = [one.values() for one in (weights, self._weights[name], *along.values())]
         known = [value for value in values if value is not None]
@@ -338,14 +340,14 @@ class StepInWork:
         return {name: record.digest for name, record in self._subject.record(held).items()}
 
     def is_over(self, names: Collection[str]) -> bool:
-        """Return whether a pass that added to the parameters `names` is one of the next step.
+        """Return whether a pass that added to the parameters `names` belongs to the next step.
 
-        It is if all optimizers of these parameters had stepped when it began.
+        It does if all optimizers of these parameters had stepped when it began.
         """
         return bool(names) and self._stepped_names().issuperset(names)
 
     def has_stepped_any(self, names: Collection[str]) -> bool:
-        """Return whether an optimizer of one of the parameters `names` had stepped before."""
+        """Return whether an optimizer of a parameter in `names` had stepped before the pass."""
         return not self._stepped_names().isdisjoint(names)
 
     def _stepped_names(self) -> set[str]:
@@ -356,14 +358,14 @@ class StepInWork:
         }
 
     def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-        """Note the gradients that `optimizer` is about to apply to the parameters `names`."""
+        """Record the gradients that `optimizer` is about to apply to the parameters `names`."""
         gradients_now = self._subject.gradients()
         gradients = _unscaled(self._subject.applied_gradients(), optimizer)
         known: trace.Tensors = {}
         due = [*names]
         edited = self.edited_weights(due)
         self._edited |= edited
-        if tensors.is_torch_s(optimizer):  # else its step may put weights back before it moves them
+        if tensors.is_torch_s(optimizer):  # a different step may restore weights first
             self._climbed |= {n for n, one in edited.items() if one.digest == self._uphill.get(n)}
         if self._norm is None:
             known = self._subject.record({name: gradients[name] for name in due}, exact=False)
@@ -376,13 +378,13 @@ class StepInWork:
         self._due = due
 
     def apply_changed(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-        """Note the gradients of `names` again: `optimizer` has changed them within its step."""
+        """Record the gradients of `names` again: `optimizer` has changed them within its step."""
         gradients = _unscaled(self._subject.applied_gradients(), optimizer)
         if self._norm is None:
             self._gradient |= self._subject.record({name: gradients[name] for name in names})
 
     def applied(self) -> None:
-        """Note the weights that an optimizer has just moved, if others step after it."""
+        """Record the weights that an optimizer has just moved, if there are several optimizers."""
         if len(self._subject.optimizers) > 1:
             parameters = self._subject.parameters
             moved = {name: parameters[name] for name in self._due if name in parameters}
@@ -407,23 +409,28 @@ class StepInWork:
         return update
 
     def written_back(self, update: trace.Update) -> trace.Update:
-        """Return the last update with the weights as they are now, written back."""
+        """Return the last update with the present weights, which were written back."""
         weights = self._subject.record(self._subject.parameters)
         finite = tensors.is_finite(self._subject.own_weights().values())
         self._weights = weights
         return replace(update, weights=weights, finite=finite)
 
     def forget_weights(self) -> None:
-        """Forget the weights: ranks that train independently were just given others."""
+        """Forget the weights: ranks that train independently were just given different ones."""
         self._weights = {}
 
     def edited_weights(self, names: Iterable[str]) -> dict[str, trace.TensorRecord]:
-        """Return the weights that were changed since they were recorded; all if any is a piece."""
+        """Return records of the weights that were changed since their last record.
+
+        If any weight is held in pieces and any was changed, return records of all weights in
+        `names`.
+        """
         if not self._weights:
             return {}
         parameters = self._subject.parameters
         weights = {n: parameters[n] for n in names if n in parameters}
-        # Of large models only what has changed is sketched, which takes longer than a digest.
+        # For large models only changed weights are sketched, since a sketch takes longer than a
+        # digest.
         now = (
             self._subject.record(weights)
             if self._subject.values
@@ -444,11 +451,12 @@ def look_before_step(
     arguments: tuple[Any, ...],
     named: Mapping[str, Any],
 ) -> Arguments | None:
-    """Call `look` when the gradients of a step exist: now, or when its closure has run.
+    """Call `look` when the gradients of a step exist: now, or after its closure has run.
 
-    `arguments` and `named` are those of the optimizer's step. If they have a closure, which
-    computes the gradients inside of the step, arguments with a wrapped closure are returned. It
-    calls `look` after the closure's first run, `again` after each further one (in LBFGS).
+    `arguments` and `named` are the arguments of the optimizer's step. If they have a closure, which
+    computes the gradients within the step, return arguments with a wrapped closure. It calls `look`
+    after the first run of the closure, and `again` after each further run (in LBFGS). Otherwise
+    return None.
     """
     optimizer, *given = arguments
     closure = given[0] if given else named.get("closure")
@@ -471,11 +479,11 @@ def look_before_step(
 
 
 class StepHooks:
-    """Hooks of an optimizer's steps that run after those of the script.
+    """Hooks of an optimizer's steps that run after the script's hooks.
 
-    A script's hook may reduce the gradients before a step, or write copies of the weights back
-    after it. If a script compiles its steps, the code around them that calls hooks is run as it is,
-    and the steps themselves are compiled.
+    A hook of the script may reduce the gradients before a step, or write copies of the weights back
+    after it. If a script compiles its steps, the surrounding code that calls hooks is not compiled,
+    and the steps themselves are.
     """
 
     def __init__(
@@ -491,10 +499,10 @@ class StepHooks:
         self._after = self._optimizer.register_step_post_hook(self._ends)
         held = self._optimizer._optimizer_step_post_hooks
         for key in [key for key, hook in held.items() if _watches(hook)]:
-            held[key] = held.pop(key)  # it comes last: it may raise, and the step is to be recorded
+            held[key] = held.pop(key)  # last: it may raise, and the step must be recorded
 
     def come_last(self) -> None:
-        """Set the hooks again if the script has set others since. Not within a step."""
+        """Set the hooks again if the script has set hooks since. Not allowed within a step."""
         hooks = (
             self._optimizer._optimizer_step_pre_hooks,
             self._optimizer._optimizer_step_post_hooks,
@@ -513,11 +521,11 @@ class StepHooks:
 
 
 class InnerSteps:
-    """Observes an optimizer inside an observed one that makes its own steps.
+    """Observes an optimizer inside an observed one that takes its own steps.
 
-    Some wrappers never step as a whole: sharpness-aware ones have two methods in place of `step`,
-    and the second one has the optimizer inside step. `take` is called with the place of the wrapper
-    among `optimizers`, and with that optimizer, before its first step.
+    Some wrappers never step as a whole: sharpness-aware ones have two methods instead of `step`,
+    and the second method lets the inner optimizer step. `take` is called with the index of the
+    wrapper in `optimizers` and the inner optimizer, before the first step of the latter.
     """
 
     def __init__(
@@ -533,7 +541,7 @@ class InnerSteps:
             for inner in tensors.inner_optimizers(optimizer)
             if tensors.stepped_by(inner) == tensors.stepped_by(optimizer)
         }
-        # One of all optimizers, since that of one can't be set within its own step.
+        # A hook for all optimizers, since a hook for one can't be set within its own step.
         hook = hook_calls.outside(self._step_begins)
         self._hook = register_optimizer_step_pre_hook(hook) if self._outer else None
 

@@ -25,11 +25,11 @@ _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 class Buffers:
     """The buffers of a model that are recorded.
 
-    A buffer that a forward pass changes (BatchNorm's running statistics) rightly differs between
-    ranks: it is local, and no rank's copy of it is compared with another's, unless it is
-    `synchronised`. Changes are found by comparing values, since writes through `.data` don't change
-    a tensor's version. Buffers are looked up by name each time, as a script may replace them. If a
-    script calls only parts of the model, it is unknown which are local.
+    A buffer that a forward pass changes (such as BatchNorm's running statistics) rightly differs
+    between ranks. It is local: no two ranks' copies of it are compared, unless it is
+    `synchronised`. Changes are detected by comparing values, since writes through `.data` don't
+    change a tensor's version. Buffers are looked up by name each time, since a script may replace
+    them. If a script calls only parts of the model, it is unknown which buffers are local.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,7 +51,8 @@ class Buffers:
     def after_forward(self) -> list[str] | None:
         """Return the names of buffers that this pass was the first to change.
 
-        After any pass but the first, None is returned in place of an empty list.
+        The list may be empty after the first pass. After later passes None is returned instead of
+        an empty list.
         """
         first, buffers = not self._called, self._all()
         synced = _synchronised(self._model).union(self.synchronised(buffers))
@@ -65,7 +66,7 @@ class Buffers:
         return changed if changed or first else None
 
     def held(self) -> dict[str, Tensor]:
-        """Return by name all buffers but the local ones that are never saved, such as caches."""
+        """Return by name all buffers, except local ones that are never saved, such as caches."""
         unsaved = self._local & _unsaved(self._model)
         return {name: buffer for name, buffer in self._all().items() if name not in unsaved}
 
@@ -94,7 +95,7 @@ def _unsaved(model: nn.Module) -> set[str]:
 
 
 def _same(before: Tensor | None, buffer: Tensor) -> bool:
-    """Return whether a buffer has the values that it had before, where NaN equals NaN."""
+    """Return whether a buffer still has its previous values, where NaN equals NaN."""
     now = tensors.local(buffer)
     if before is None or (before.dtype, before.device, before.shape) != (
         *(now.dtype, now.device, now.shape),
@@ -105,7 +106,7 @@ def _same(before: Tensor | None, buffer: Tensor) -> bool:
 
 
 def _synchronised(model: nn.Module) -> set[str]:
-    """Return the names of buffers that a forward pass changes on all ranks alike.
+    """Return the names of buffers that a forward pass changes in the same way on all ranks.
 
     These are the buffers of each SyncBatchNorm with a process group of all ranks.
     """
@@ -121,12 +122,12 @@ def _synchronised(model: nn.Module) -> set[str]:
 class Subject:
     """A model without wrappers, and its optimizers.
 
-    - `parameters` and, of these, the `trained` ones, by name. A wrapper or a script may replace
-      them while the model is trained; `look_up` finds the new ones.
-    - `buffers`: those of the model, and which of them depend on this rank's samples.
-    - `layout`: how the ranks are arranged, None if unknown.
-    - `pieces`: by name, the place of each recorded tensor that this rank holds a part of.
-    - `values`: whether tensors are recorded with their values, or else as sketches.
+    - `parameters` and, among these, the `trained` ones, by name. A wrapper or a script may replace
+      them during training; `look_up` updates them.
+    - `buffers`: the buffers of the model, with those that depend on this rank's samples.
+    - `layout`: the arrangement of the ranks; None if unknown.
+    - `pieces`: by name, the place of each recorded tensor that this rank holds in part.
+    - `values`: tensors are recorded with their values; otherwise as sketches.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Subject:
         self.pieces: dict[str, Piece] = {}
         self._told: dict[str, Any] = {}
         self._sketches = Sketches()
-        # DeepSpeed's optimizer that has an observed one step partitions, None if there is none.
+        # DeepSpeed's optimizer, which lets an observed one step partitions; None if there is none.
         self.zero = flat_parameters.zero_optimizer(self.model)
         tensors.reshard(self.model)
         self.look_up()
@@ -222,7 +223,7 @@ class Subject:
             step=step,
             rank=self.rank,
             loss=None,
-            weight=0.0,  # of all ranks: known when their files are put together
+            weight=0.0,  # of all ranks: known when their files are assembled
             learning_rate=rate,
             rates=rates,
             finite=tensors.is_finite(self.own_weights().values()),
@@ -237,9 +238,10 @@ class Subject:
     def record(self, named: Mapping[str, Tensor | None], *, exact: bool = True) -> trace.Tensors:
         """Return records of this rank's part of each tensor, with values or sketches.
 
-        Without `exact`, the digest of a sketched tensor is that of its sketch.
-        A tensor is left out if it is the term of a sum that was not reduced, or if this rank holds
-        another piece of it than `pieces` says. Of one that it holds whole, that piece is recorded.
+        Without `exact`, the digest of a sketched tensor is that of its sketch. A tensor is left out
+        if it is a term of a sum that was not reduced, or if this rank holds a different piece of it
+        from the one in `pieces`. If the rank holds the whole tensor, the piece in `pieces` is
+        recorded.
         """
         own_parts = self._held(named)
         if self.values:
@@ -247,7 +249,7 @@ class Subject:
         return self._sketches.records(own_parts, self.pieces, exact=exact)
 
     def digest(self, name: str, gradient: Tensor) -> str:
-        """Return the digest that the record of a gradient has; "" if it can't be recorded."""
+        """Return the digest of a gradient's record; "" if it can't be recorded."""
         records = self.record({name: gradient}, exact=False)
         return records[name].digest if name in records else ""
 
@@ -280,8 +282,8 @@ class Subject:
     def buffer_records(self) -> trace.Tensors:
         """Return records of this rank's part of the buffers.
 
-        Those of floating-point numbers have sketches if they have more than VALUES_MAX elements in
-        all. Others are then left out.
+        Floating-point buffers have sketches instead of values if they have more than VALUES_MAX
+        elements in all. Buffers of integers or bools are left out if they have more than that.
         """
         buffers = self.buffers.held()
         self._place(buffers)
@@ -297,17 +299,17 @@ class Subject:
         return records
 
     def record_placed(self, named: Mapping[str, Tensor]) -> trace.Tensors:
-        """Return records of tensors next to the model, and note the pieces that this rank holds."""
+        """Return records of tensors next to the model, and remember this rank's pieces of them."""
         self._place(named)
         return self.record(named)
 
     def digests(self, named: Mapping[str, Tensor]) -> trace.Tensors:
-        """Return records of this rank's part of tensors that have only the digest of all bits."""
+        """Return records of this rank's part of tensors, with only the digest of all bits."""
         self._place(named)
         return self._sketches.digests(self._held(named))
 
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
-        """Note the pieces that this rank holds of tensors other than parameters."""
+        """Remember the pieces that this rank holds of tensors other than parameters."""
         for name, tensor in named.items():
             part = self._parts.get(name.partition("/")[0])
             if tensor is None:
@@ -334,14 +336,15 @@ class Subject:
         }
 
     def applied_gradients(self) -> dict[str, Tensor | None]:
-        """Return `gradients`, with those of copies that optimizers step, where these have one."""
+        """Return `gradients`, with those of stepped copies instead where copies have gradients."""
         own = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
         return self.gradients() | own
 
     def has_gradients(self) -> bool:
         """Return whether any parameter has a gradient that is not all zeros.
 
-        DeepSpeed's optimizer, which shows none before the last pass of a step, clears none.
+        Always True for DeepSpeed's optimizer: it shows no gradient before the last pass of a step,
+        and clears none.
         """
         return self.zero is not None or any(
             gradient is not None and tensors.local(gradient).any()
@@ -361,7 +364,7 @@ class Subject:
         ]
 
     def step_by(self, index: int, optimizer: torch.optim.Optimizer) -> None:
-        """Take `optimizer` for the one that steps the parameters of optimizer `index`."""
+        """Use `optimizer` instead of optimizer `index`: it steps the parameters of the latter."""
         before = self.optimizers
         self.optimizers = (*before[:index], optimizer, *before[index + 1 :])
 
@@ -372,14 +375,14 @@ class Subject:
 
     @property
     def is_stepped_as_copies(self) -> bool:
-        """True if optimizers step tensors that are no parameters of the model, in place of some."""
+        """True if optimizers step tensors that are not parameters of the model, instead of some."""
         return self.is_written_back and not self._stepped() <= {*self.parameters.values()}
 
     @property
     def is_written_back(self) -> bool:
         """True if the script writes some of the model's parameters after the optimizers' steps.
 
-        The optimizers hold copies of them, or those that other ranks step (ZeRO-1).
+        The optimizers hold copies of these parameters, or other ranks step them (ZeRO-1).
         """
         return not self._stepped().issuperset(self.trained.values())
 
@@ -387,15 +390,12 @@ class Subject:
         return {parameter for opt in self.optimizers for parameter in self._tensors_of(opt)}
 
     def first_held(self) -> str:
-        """Return the name of the first trained parameter that this rank has a non-empty piece of.
-
-        If there is none, return the name of the first trained parameter.
-        """
+        """Return the first trained parameter with a piece on this rank that isn't empty."""
         mine = (n for n in self.trained if n in self.pieces and 0 not in self.pieces[n].shape)
         return next(mine, next(iter(self.trained)))
 
     def names_of(self, parameter: Tensor) -> Sequence[str]:
-        """Return the names of a tensor that an optimizer steps; a flat one has several."""
+        """Return the names of a tensor that an optimizer steps; a flat tensor has several."""
         return self._names.get(parameter, ())
 
     def rates(self) -> tuple[float, dict[str, float]]:
@@ -411,7 +411,10 @@ class Subject:
         return first, {name: rate for name, rate in rates.items() if rate != first}
 
     def rules(self, step: int, constants: Sequence[Mapping[str, Any]]) -> list[trace.Ruled]:
-        """Return the rules by which optimizers step; their groups have these `constants`."""
+        """Return the rules by which optimizers step.
+
+        `constants` are those of their parameter groups, in order.
+        """
         kinds = [tensors.rule(opt) for opt in self.optimizers for _ in opt.param_groups]
         return [
             trace.Ruled(
@@ -444,7 +447,7 @@ class Subject:
         return [group for optimizer in self.optimizers for group in self._groups_of(optimizer)]
 
     def steps_partitions(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether DeepSpeed's optimizer has `optimizer` step partitions, one by one."""
+        """Return whether DeepSpeed's optimizer makes `optimizer` step partitions, one by one."""
         return self.zero is not None and self.zero.optimizer is optimizer
 
     def _groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -457,7 +460,7 @@ class Subject:
         return tensors.stepped_by(optimizer)
 
     def _layout(self) -> Layout | None:
-        """Return the layout that was declared, else the one that the parameters' meshes show."""
+        """Return the declared layout, or the one that the parameters' meshes show, or None."""
         declared = self._declared
         if declared is not None and declared.axes:
             return declared

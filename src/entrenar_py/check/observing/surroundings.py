@@ -1,7 +1,8 @@
-"""Look up what a script has made alongside the optimizer: modules, meshes, schedules, its rank.
+"""Objects that a script has created alongside the optimizer: modules, meshes, schedules.
 
-Objects are looked up once, among all that the garbage collector knows. Torch has no hook that tells
-of them when they are made, and to patch their constructors would miss copies.
+Objects are searched for once, among all that the garbage collector knows. Torch has no hook that
+reports when they are created, and patched constructors would miss copies. The rank of the process
+is determined here, too.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def model_of(
 ) -> nn.Module | None:
     """Return the module that `optimizers` train; None if there is none.
 
-    That is `called`, if it has all their parameters. Else it is a list of the outermost modules
-    that have some of them, `called` among these, and of the parameters that no module has, except
-    frozen ones, which a checkpoint may have replaced in the module.
-    A container of models that several optimizers step is no model: nothing calls it as a whole.
-    If no module has any of them the optimizers hold copies, and `instead`, which the script calls,
-    is the model that is never stepped.
+    It is `called`, if that module has all their parameters. Otherwise it is a list. The list has
+    the outermost modules with some of the parameters, `called` among them, and the parameters that
+    no module has, except frozen ones, which a checkpoint may have replaced in the module. If
+    several optimizers step the models in a container, the container is no model, because nothing
+    calls it as a whole. If no module has any of the parameters, the optimizers hold copies. Then
+    the result is `instead`, the module that the script calls and that is never stepped.
     """
     parameters = set[Tensor]().union(*map(tensors.stepped_by, optimizers))
     own = [] if called is None else [tensors.unwrapped(called)]
@@ -64,7 +65,7 @@ def model_of(
 
 
 def _called_alone(modules: Iterable[nn.Module], wanted: set[Any]) -> list[nn.Module]:
-    """Return modules with the parts that have `wanted` parameters in place of mere containers."""
+    """Return modules; a mere container is replaced by its parts that have `wanted` parameters."""
     alone: list[nn.Module] = []
     for module in modules:
         parts = [part for part in module.children() if not wanted.isdisjoint(part.parameters())]
@@ -96,11 +97,11 @@ class Loose(nn.Module):
             for index, tensor in enumerate(group)
             if tensor in wanted
         }
-        self._parameters.update(loose)  # not registered: they may be plain tensors
+        self._parameters.update(loose)  # set directly: they may be plain tensors
 
 
 def _outermost(parameters: set[Any]) -> list[nn.Module]:
-    """Return the modules that hold `parameters` and are in no other, without torch's wrappers."""
+    """Return the outermost modules that hold any of `parameters`, without torch's wrappers."""
     holders = [
         module
         for module in _alive(nn.Module)
@@ -116,9 +117,9 @@ def _outermost(parameters: set[Any]) -> list[nn.Module]:
 
 
 def are_replicas(model: nn.Module) -> bool:
-    """Return whether torch's own wrapper keeps a copy of `model`, or of a part of it, on each rank.
+    """Return whether torch's wrapper keeps a copy of `model`, or of a part of it, on each rank.
 
-    Then each rank is to draw samples of its own. True for a single process, too.
+    Then each rank should draw its own samples. True for a single process, too.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
@@ -133,7 +134,7 @@ def are_replicas(model: nn.Module) -> bool:
 def are_joined(model: nn.Module) -> bool:
     """Return whether `model` trains within torch's `Join`, where ranks may have fewer batches.
 
-    Then each rank's batch counts as it is, a last, short one like any other.
+    Then every batch of a rank has the same weight, including a short last batch.
     """
     parts = set(model.modules())
     return any(
@@ -145,8 +146,8 @@ def are_joined(model: nn.Module) -> bool:
 def schedule_of(optimizers: Iterable[torch.optim.Optimizer]) -> LRScheduler | None:
     """Return the schedule of the optimizers' learning rate; None if there are several or none.
 
-    It may be that of an optimizer inside of one of these. Schedules that another one has called in
-    turn (a warm-up, then a decay) are parts of it.
+    It may be the schedule of an optimizer inside one of these. A schedule that calls others in turn
+    (a warm-up, then a decay) counts as one.
     """
     stepped = [one for opt in optimizers for one in (opt, *tensors.inner_optimizers(opt))]
     alive = [s for s in _alive(LRScheduler) if any(s.optimizer is opt for opt in stepped)]
@@ -165,13 +166,15 @@ def _alive(kind: type[_Object]) -> list[_Object]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
-# --- how the ranks are arranged -------------------------------------------------------------------
+# --- the arrangement of the ranks
+# -------------------------------------------------------------------
 
 
 def mesh(world_size: int) -> DeviceMesh | None:
     """Return the script's mesh if it arranges all ranks along axes that `observe` knows.
 
-    Of meshes that differ by axes with a single rank it is the one with all axes of the data.
+    If several meshes differ only by axes with a single rank, it is the one with the most axes,
+    provided that all of them are data axes. None if there are several distinct meshes.
     """
     meshes: dict[Any, DeviceMesh] = {}
     for device_mesh in _alive(DeviceMesh):
@@ -187,7 +190,7 @@ def mesh(world_size: int) -> DeviceMesh | None:
 
 
 def declared(axes: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layout | None:
-    """Return the layout that a script declares; None if it declares nothing.
+    """Return the layout that a script declares; None if it declares none.
 
     It has no axes if the script declares only `tied`. Raises UsageError for an invalid layout.
     """
@@ -207,9 +210,9 @@ def declared(axes: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layou
 def read_off(model: nn.Module, world_size: int) -> Layout | None:
     """Return the layout that the meshes of the model's parameters show; None without meshes.
 
-    A mesh of one axis with a name of the script's, or none, shows nothing if all ranks keep whole
-    copies: they may share samples, or not. Nor does a mesh of this rank alone. Raises UsageError if
-    the meshes don't show how all ranks are arranged.
+    A mesh of one axis with an unknown name, or without a name, shows nothing if all ranks keep
+    whole copies, since they may or may not share samples. A mesh of this rank alone shows nothing
+    either. Raises UsageError if the meshes don't show how all ranks are arranged.
     """
     placed = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     meshes = {parameter.device_mesh: name for name, parameter in placed.items()}
@@ -217,7 +220,7 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
     shown, sharded = None, flat_parameters.is_fully_sharded(model)
     for mesh, name in meshes.items():
         root = mesh._get_root_mesh()
-        # One that a script unflattens has a name that tells nothing, such as "world".
+        # A mesh that a script unflattens has a name that means nothing, such as "world".
         whole = root if layout.knows(root.mesh_dim_names) else mesh
         if whole.size() == 1 < world_size:
             continue
@@ -254,9 +257,10 @@ def _mesh_axes(mesh: DeviceMesh, where: str) -> dict[str, int]:
 
 
 def place() -> tuple[int, int]:
-    """Return rank and world size: as the launcher set them, or those of the process group.
+    """Return rank and world size, as the launcher set them or from the process group.
 
-    Ranks that a script spawns itself (`torch.multiprocessing.spawn`) may have no environment.
+    Ranks that a script spawns itself (`torch.multiprocessing.spawn`) may have no environment
+    variables.
     """
     is_told = not {"RANK", "ENTRENAR_RANK"}.isdisjoint(os.environ)
     if not is_told and dist.is_available() and dist.is_initialized():
@@ -267,9 +271,9 @@ def place() -> tuple[int, int]:
 def keep_groups() -> None:
     """Keep the process groups that exist until the process has ended.
 
-    A group that the script lets go of waits for its thread. That thread may be about to let go of a
-    tensor of the last collective, and waits for the lock of Python's, which the script's thread
-    has: neither ends (gloo, torch 2.11 and 2.13). So the groups are never taken down.
+    When a script releases a group, the group waits for its thread. That thread may be about to
+    release a tensor of the last collective, and then waits for Python's lock, which the script's
+    thread holds: a deadlock (gloo, torch 2.11 and 2.13). So the groups are never destroyed.
     """
     if dist.is_available() and dist.is_initialized():
         for group in dist.distributed_c10d._world.pg_map:

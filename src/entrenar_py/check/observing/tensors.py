@@ -1,7 +1,7 @@
-"""torch tensors as a trace keeps them, and the facts of a model and its optimizers.
+"""torch tensors as a trace keeps them, and facts about a model and its optimizers.
 
-Of a DTensor it is this rank's part. No collective is called: ranks may have diverged, which is what
-the checks are to find out.
+For a DTensor, this rank's part is used. No collective is called: ranks may have diverged, which the
+checks are meant to detect.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor` with memory of its own, placed alike.
+    """Return a copy of `tensor` with its own memory and the same placement.
 
-    `DTensor.clone` reduces a term of a sum, which is a collective.
+    `DTensor.clone` is not used: it reduces a term of a sum, which is a collective.
     """
     if not isinstance(tensor, DTensor):
         return tensor.clone()
@@ -58,7 +58,10 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def in_numbers(tensor: Tensor) -> Tensor:
-    """Return a tensor without gradient as a dense one; complex numbers as pairs of real ones."""
+    """Return a dense tensor of real numbers; complex numbers become pairs.
+
+    A tensor that is dense and real is returned as it is.
+    """
     if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
         tensor = tensor.to_dense()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -72,7 +75,7 @@ def is_partial(tensor: Tensor) -> bool:
 
 
 def piece_of(tensor: Tensor) -> Piece | None:
-    """Return the part of `tensor` that this rank holds; None where it holds all of it."""
+    """Return the part of `tensor` that this rank holds; None if it holds all of it."""
     if not isinstance(tensor, DTensor):
         return None
     mesh, whole = tensor.device_mesh, tuple(tensor.shape)
@@ -89,7 +92,7 @@ def piece_of(tensor: Tensor) -> Piece | None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put back the pieces of parameters that `fully_shard` holds whole, as after an evaluation.
+    """Shard parameters again that `fully_shard` holds whole, as it does after an evaluation.
 
     The next pass makes the parameters whole again.
     """
@@ -98,7 +101,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-# The names of modules inside of wrappers: of torch.compile, checkpoint_wrapper, and FSDP.
+# The names of modules inside wrappers: torch.compile, checkpoint_wrapper, and FSDP.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _CONSTANTS = {*CONSTANTS, "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"}
 _NUMBERS = {"lr", "initial_lr", "weight_decay"}
@@ -108,15 +111,15 @@ _TORCH_S = {
     for kind in vars(torch.optim).values()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 } - {torch.optim.Optimizer}
-_WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)  # between layers, or of weights
+_WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)  # of layers or weights
 _WHOLE_MAX = 2**63
-VALUES_MAX = 2**16  # elements of a model up to which values are kept, not sketches
+VALUES_MAX = 2**16  # number of elements of a model up to which values are kept, not sketches
 
 
 def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:
-    """Return the record of a tensor of any shape, on any device, with its `values` or without.
+    """Return the record of a tensor of any shape, on any device, with its values if `values`.
 
-    bfloat16, which numpy doesn't have, is kept as float32, which holds it exactly.
+    bfloat16, which numpy doesn't have, is stored as float32, which represents it exactly.
     """
     plain = in_numbers(tensor.detach()).contiguous()
     if plain.dtype is torch.bfloat16:
@@ -135,9 +138,10 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside a wrapper that only passes calls on to it, as accelerate's does.
+    """Return the optimizer inside a wrapper that only passes calls on, such as accelerate's.
 
-    A wrapper has no hooks of its own. An optimizer that steps and holds another is returned as is.
+    Such a wrapper has no hooks. An optimizer that steps itself and holds another one is returned as
+    it is.
     """
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inside = inner_optimizers(optimizer)
@@ -148,14 +152,14 @@ def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that are attributes of another, or are listed in one."""
+    """Return the optimizers that are attributes of `optimizer`, or in a list that is one."""
     held = getattr(optimizer, "__dict__", {}).values()
     alone = [value for value in held if isinstance(value, torch.optim.Optimizer)]
     return [*alone, *_listed_optimizers(optimizer)]
 
 
 def is_torch_s(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's class is one of torch."""
+    """Return whether an optimizer's class belongs to torch."""
     return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
@@ -165,10 +169,10 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> set[Tensor]:
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that make the steps of `optimizer`: it alone, or those that it lists.
+    """Return the optimizers that take the steps of `optimizer`: itself, or those that it lists.
 
-    Listed optimizers count if they hold exactly its parameters, in groups of their own. Then the
-    rates that schedules change and the state are theirs.
+    Listed optimizers count if they hold exactly its parameters, in their own groups. Then they have
+    the state, and the learning rates that schedules change.
     """
     optimizer = unwrapped_optimizer(optimizer)
     listed = _listed_optimizers(optimizer)
@@ -188,7 +192,7 @@ def optimizer_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `parameter/key` and value of the optimizer's state, for parameters in `names`.
 
-    Of a `ZeroRedundancyOptimizer` it is the state of the rank's own optimizer inside.
+    For a `ZeroRedundancyOptimizer` it is the state of the rank's own inner optimizer.
     """
     inner = getattr(optimizer, "optim", None)
     keeper = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
@@ -203,9 +207,10 @@ def optimizer_state(
 def stepped_copies(
     trained: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """Return by a parameter's name the copy of it that an optimizer steps (a master in float32).
+    """Return the copies of parameters that an optimizer steps (a float32 master), by name.
 
-    Copies are recognised by their order and their shapes, which are those of the parameters.
+    Copies are recognised by their order and their shapes, which are those of the parameters. The
+    result is {} if the optimizers step no such copies.
     """
     stepped = [parameter for group in groups for parameter in group["params"]]
     named = dict(zip(trained, stepped, strict=False))
@@ -221,14 +226,17 @@ def is_finite(tensors: Iterable[Tensor | None]) -> bool:
     for tensor in own_parts:
         if tensor.is_cuda and tensor.numel() and tensor.is_floating_point():
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    # One kernel for many tensors, and one answer to wait for.
+    # One kernel for many tensors, and one result to wait for.
     largest = [torch.stack(torch._foreach_norm(many, math.inf)) for many in by_kind.values()]
     rest = (tensor for tensor in own_parts if not (tensor.is_cuda and tensor.is_floating_point()))
     return all(map(digest.is_finite, (*largest, *rest)))
 
 
 def norm(tensors: Iterable[Tensor | None]) -> float:
-    """Return the L2 norm of this rank's parts of `tensors`, added in float64; 0 for none."""
+    """Return the L2 norm of this rank's parts of `tensors`, added in float64.
+
+    It is 0 if there are no tensors, and NaN if any element is not finite.
+    """
     held = [local(tensor).double() for tensor in tensors if tensor is not None]
     squares = [float(tensor.square().sum()) for tensor in held]
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
@@ -236,14 +244,14 @@ def norm(tensors: Iterable[Tensor | None]) -> float:
 
 @cache
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers of submodules put into it."""
+    """Return a parameter's name without the parts that wrappers of submodules add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def rate_of(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a parameter group, 0 if it has none that is a number.
+    """Return the learning rate of a parameter group; 0 if it has none that is a number.
 
-    Some optimizers keep it elsewhere, or find it themselves.
+    Some optimizers keep it elsewhere, or determine it themselves.
     """
     return _number(group.get("lr"))
 
@@ -254,7 +262,7 @@ def _number(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, or a tuple of numbers or None, as JSON can hold it; None for all else."""
+    """Return a number, or a list of numbers and Nones, for JSON; None for anything else."""
     if isinstance(value, tuple | list):
         numbers = [_plain(item) for item in value]
         return None if any(isinstance(number, list) for number in numbers) else numbers
@@ -276,7 +284,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """Return the constants of the parameter groups, as JSON can hold them."""
+    """Return the constants of the parameter groups, as values for JSON."""
     return [
         {
             **{str(name): _plain(value) for name, value in group.items() if name != "params"},
@@ -288,16 +296,16 @@ def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
 
 
 def constants(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """Return the constants of each parameter group, without its learning rate."""
+    """Return the constants of each parameter group, except its learning rate."""
     known = _CONSTANTS | _MORE
     return [{key: group[key] for key in known & group.keys()} for group in groups(optimizers)]
 
 
 def rule(optimizer: torch.optim.Optimizer) -> tuple[str, bool]:
-    """Return the class of torch.optim that an optimizer is of, and whether it is derived from it.
+    """Return the name of an optimizer's torch.optim class, and whether it is a subclass of that.
 
-    The name is "" for any other. That counts as derived if it is the script's, and no library's.
-    `ZeroRedundancyOptimizer` steps by the one inside of it.
+    The name is "" for any other optimizer. That counts as a subclass if the script defines it, and
+    not a library. A `ZeroRedundancyOptimizer` counts as the optimizer inside it.
     """
     inner = getattr(optimizer, "optim", None)
     stepping = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
@@ -308,7 +316,7 @@ def rule(optimizer: torch.optim.Optimizer) -> tuple[str, bool]:
 
 
 def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return facts of the optimizers, dropout and batch normalisation, as JSON can hold them."""
+    """Return facts about optimizers, dropout and batch normalisation, as values for JSON."""
     return {
         "optimizer": " and ".join(dict.fromkeys(map(_kind, optimizers))),
         "groups": groups(optimizers),
@@ -325,7 +333,7 @@ def _dropout(module: torch.nn.Module) -> float:
 
 
 def _has_short_betas(optimizer: torch.optim.Optimizer) -> bool:
-    # These kernels step with constants in float32.
+    # Fused and capturable kernels use constants in float32.
     return any(
         bool(group.get("fused") or group.get("capturable"))
         and any(parameter.device.type != "cpu" for parameter in group["params"])

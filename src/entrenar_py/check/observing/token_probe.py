@@ -1,12 +1,12 @@
-"""Pass a micro-batch through a model again, with some tokens replaced, and measure what changes.
+"""Pass a micro-batch through a model again, with some tokens replaced, and measure the change.
 
-All ranks make the same number of passes, as a pass may communicate. A token is replaced by another
-one of the micro-batch, in turn, so that the model meets none that it may not meet. Outputs are the
-scores that the model returns, or else the last tensor with a row of numbers for each token.
+All ranks make the same number of passes, since a pass may communicate. A token is replaced by the
+next token of the micro-batch, so the model gets only tokens that it may get. Outputs are the scores
+that the model returns, or the last tensor with a row of numbers for each token.
 
-Such a pass leaves no trace of it in the script (`undisturbed`). Kept are the states of all
-generators, buffers, and the attributes of modules: counters, caches, and losses that a forward pass
-leaves behind for the script.
+Such a pass has no lasting effect on the script (`undisturbed`). It preserves the states of all
+generators, the buffers, and the attributes of modules: counters, caches, and losses that a forward
+pass leaves for the script.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _OWN = "entrenar_py"
 
 @contextmanager
 def undisturbed(model: nn.Module, generators: Generators) -> Iterator[Callable[[], None]]:
-    """Give a function that sets the generators back, and leave all as it was at the end.
+    """Yield a function that restores the generators; at the end restore all state.
 
-    Modules that the script compiles run as they are written.
+    Modules that the script compiles run uncompiled.
     """
     states, modules, held = generators.kept(), [*map(_Module, model.modules())], _tensors(model)
     copies = [(tensor, tensor.detach().clone()) for tensor in held]
@@ -65,7 +65,7 @@ def _eager() -> AbstractContextManager[Any]:
 
 
 def own_hook(model: nn.Module) -> str:
-    """Return the name of a module in `model` with a hook of the script's own, "" if there is none.
+    """Return the name of a module in `model` with a hook of the script; "" if there is none.
 
     Such a hook may count passes, or keep what it sees. Hooks of `model` itself are not called by
     its `forward`.
@@ -105,7 +105,7 @@ class _Module:
         ]
 
     def restore(self) -> None:
-        """Set the attributes back, each container in place."""
+        """Restore the attributes, and each container in place."""
         if not _are_same(self._attributes, self._before):
             self._attributes.clear()
             self._attributes.update(self._before)
@@ -131,21 +131,24 @@ _TF32 = 2.0**-10
 
 
 class Table(NamedTuple):
-    """The first table of a model that looks an argument up: its place, and the padding's token."""
+    """The first embedding of a model that gets an argument: its place, and its padding token.
+
+    `place` is that of the argument. `padding_id` is None if the embedding has no padding token.
+    """
 
     place: int
     padding_id: int | None
 
 
 class _Output(NamedTuple):
-    """Numbers for each token, float [rows, positions, n], and the loss that was returned."""
+    """Numbers for each token, float [rows, positions, n], and the loss; each may be None."""
 
     scores: Tensor | None
     loss: float | None
 
 
 class _Calls(TorchFunctionMode):
-    """Notes what a pass looks up in tables, and its last tensor with a row for each token."""
+    """Records the inputs of embeddings in a pass, or its last tensor with a row for each token."""
 
     def __init__(self, ids: Tensor | None = None) -> None:
         super().__init__()
@@ -173,11 +176,11 @@ def _is_of(output: Tensor, ids: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Passes `arguments` through `model`; `start` sets the generators back before each pass.
+    """Passes `arguments` through `model`; `start` restores the generators before each pass.
 
-    `autocast` is the context of the script's own pass, in the format `autocast_dtype`. Where
-    several `ranks` train, those of `parity` 0 and 1 keep their tokens in turn. Tokens in `special`
-    are never replaced.
+    `autocast` is the context of the script's own pass, with the dtype `autocast_dtype`. If several
+    `ranks` train, the ranks of `parity` 0 and those of `parity` 1 keep their tokens in turn. Tokens
+    in `special` are never replaced.
     """
 
     model: nn.Module
@@ -190,10 +193,10 @@ class Probe:
     special: Collection[int]
 
     def table(self) -> Table | None:
-        """Return the first table that looks an argument up; None if none does.
+        """Return the first embedding that gets an argument; None if there is none.
 
-        A decoder's tokens may follow an encoder's: then only the argument's name tells which these
-        are.
+        A decoder's tokens may follow those of an encoder. Then only the argument's name shows which
+        are the decoder's.
         """
         calls = _Calls()
         self._run(calls)
@@ -210,8 +213,8 @@ class Probe:
     ) -> Iterator[trace.Reread]:
         """Yield what changes if later tokens, padding, and earlier documents are replaced.
 
-        Positions are along `dimension` of the token ids. What must stay is the output where a
-        target is `counted`, bool like the ids.
+        Positions are along `dimension` of the token ids. The outputs that must not change are those
+        at targets that are `counted`, bool in the shape of the ids.
         """
         before = self._pass(rows.ids, place)
         noise = self._noise(rows.ids, place, before)
@@ -239,7 +242,7 @@ class Probe:
     def _noise(self, ids: Tensor, place: int, before: _Output) -> float:
         """Return how much outputs change if this rank keeps its tokens and others replace theirs.
 
-        In one process the pass is merely repeated.
+        In a single process the pass is simply repeated.
         """
         noise = 0.0
         for parity in range(min(2, self.ranks)):
@@ -250,9 +253,10 @@ class Probe:
         return noise
 
     def _of_other_rows(self, ids: Tensor, place: int, dimension: int, before: _Output) -> float:
-        """Return how much outputs of the last row change if all other rows' tokens are replaced.
+        """Return how much the last row's outputs change if the tokens of all other rows change.
 
-        Experts with a limited number of tokens give the last row what the others leave.
+        Experts with a limited number of tokens only take from the last row what fits after the
+        rest.
         """
         at = 1 - dimension
         last, others = ids.shape[at] - 1, _next(ids, self.special).clone()
@@ -264,7 +268,7 @@ class Probe:
 
     def _replaced(self, rows: Rows, wanted: Tensor) -> Tensor:
         other = _next(rows.ids, self.special)
-        if rows.padding.any():  # a padding token is none of the tokens that are taken in turn
+        if rows.padding.any():  # padding tokens are not among the tokens taken in turn
             tokens = torch.unique(rows.ids[~rows.padding])
             turn = torch.arange(rows.ids.numel(), device=rows.ids.device) % len(tokens)
             other = torch.where(rows.padding, tokens[turn].view_as(other), other)
@@ -298,7 +302,7 @@ class Probe:
 
 
 class _Trial(NamedTuple):
-    """The tokens that are `wanted` to be others, bool like the ids, and the outputs that stay."""
+    """The tokens to replace (`wanted`) and the outputs that must stay, bool in the ids' shape."""
 
     replaced: str
     wanted: Tensor
@@ -307,7 +311,7 @@ class _Trial(NamedTuple):
 
 
 def _trials(rows: Rows, dimension: int, counted: Tensor) -> Iterator[_Trial]:
-    """Yield the same number of trials for any micro-batch."""
+    """Yield trials; their number is the same for any micro-batch."""
     ids, nothing = rows.ids, torch.zeros_like(rows.padding)
     numbers = torch.arange(ids.shape[dimension], device=ids.device)
     numbers = numbers.view(1, -1) if dimension else numbers.view(-1, 1)
@@ -328,14 +332,14 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _cuts(length: int) -> tuple[int, int]:
-    """Return two positions within a row, odd ones: a mask of blocks has its borders elsewhere."""
+    """Return two odd positions within a row: the borders of block masks are elsewhere."""
     return min(length - 1, length // 3 | 1), min(length - 1, 2 * length // 3 | 1)
 
 
 def _next(ids: Tensor, special: Collection[int]) -> Tensor:
     """Return `ids` with each token replaced by the next larger one of them, the last by the first.
 
-    `special` tokens stay.
+    `special` tokens are kept.
     """
     tokens = torch.unique(ids)
     usual = tokens[~torch.isin(tokens, torch.tensor([*special] or [-1], device=ids.device))]
@@ -346,7 +350,7 @@ def _next(ids: Tensor, special: Collection[int]) -> Tensor:
 
 
 def _change(before: Tensor, after: Tensor) -> Tensor:
-    """Return how much the numbers of each token change at most, [rows, positions]."""
+    """Return the largest change among the numbers of each token, [rows, positions]."""
     change = (after.float() - before.float()).abs()
     return torch.where(after == before, torch.zeros_like(change), change).amax(-1)
 

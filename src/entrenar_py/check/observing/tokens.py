@@ -1,12 +1,12 @@
-"""The token ids that a model is given, and the cross-entropies that a script takes over them.
+"""The token ids that a model is given, and the cross-entropies that a script computes over them.
 
-Arguments are known by their names in the model's `forward` and by their values: a padding mask has
-zeros, positions begin again at 0 where a document does, cumulated lengths begin at 0 and end at the
-number of tokens.
+Arguments are recognised by their names in the model's `forward` and by their values: a padding mask
+has zeros, positions start again at 0 where a document begins, and cumulated lengths start at 0 and
+end at the number of tokens.
 
-torch has no hook of a function, so two functions are replaced where a contract asks for it. A
-replacement returns what the original returns. What a token's loss counts is the derivative of what
-the backward pass began at, which a hook of the loss is given.
+torch has no hooks for functions, so two functions are replaced if a contract requires it. A
+replacement returns what the original returns. The weight of a token's loss is the derivative of the
+value at which the backward pass began, which a hook of the loss receives.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _TOKEN_NAMES = ("input_ids", "ids", "idx", "tokens", "token_ids", "input", "inpu
 
 
 class Arguments:
-    """A copy of what a model was given in a forward pass; its tensors can be exchanged.
+    """A copy of the arguments of a forward pass; its tensors can be exchanged.
 
-    Only tensors of whole numbers are copied, unless the model is to be given it `again`.
+    Only integer tensors are copied, unless the model will be called with it `again`.
     """
 
     def __init__(
@@ -56,19 +56,20 @@ class Arguments:
         names = {id(leaf): name for name, leaf in _named(model, args, kwargs)}
         self._leaves = [_copied(leaf, again=again) for leaf in leaves]
         self._names = [names.get(id(leaf), "") for leaf in leaves]
-        # A cache of keys and values goes on from pass to pass.
+        # A cache of keys and values continues from pass to pass.
         self.has_cache = any("Cache" in type(leaf).__name__ for leaf in leaves)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors with the names of their arguments, "" for an unknown one."""
+        """Yield the tensors with the names of their arguments; "" if a name is unknown."""
         for name, leaf in self._named_leaves():
             if isinstance(leaf, Tensor):
                 yield name, leaf
 
     def place_of(self, looked_up: Tensor) -> int | None:
-        """Return the place of the argument with the token ids that a table looks up.
+        """Return the place of the argument with the token ids that an embedding looks up.
 
-        The model may shift them by one before. Positions and types of tokens are no tokens.
+        The model may have shifted them by one. Arguments with positions or types of tokens don't
+        count. None if there is no such argument.
         """
         by_shift = {
             shift: place
@@ -81,9 +82,9 @@ class Arguments:
         return by_shift.get(0, by_shift.get(1))
 
     def of_decoder(self, places: Sequence[int]) -> int | None:
-        """Return the place of a decoder's tokens, or else the first one that may be tokens.
+        """Return the place of a decoder's tokens, or the only place that may have tokens.
 
-        None if that is not the only one.
+        None if there are several.
         """
         named = {at: self._names[at] for at in places}
         decoders = [at for at, name in named.items() if any(word in name for word in _OF_DECODER)]
@@ -93,7 +94,7 @@ class Arguments:
         return tokens[0] if len(tokens) == 1 else None
 
     def guessed(self) -> int | None:
-        """Return the place of the token ids as the arguments' names tell it."""
+        """Return the place of the token ids, by the names of arguments; None if unknown."""
         for place, (name, leaf) in enumerate(self._named_leaves()):
             if name in _TOKEN_NAMES and isinstance(leaf, Tensor) and self.at(place) is not None:
                 return place
@@ -103,7 +104,7 @@ class Arguments:
         return zip(self._names, self._leaves, strict=True)
 
     def at(self, place: int) -> Tensor | None:
-        """Return the token ids at a place; None if there are none."""
+        """Return the token ids at `place`; None if there are none."""
         leaf = self._leaves[place] if place < len(self._leaves) else None
         is_ids = isinstance(leaf, Tensor) and _is_whole(leaf) and leaf.dim() in (1, 2)
         return leaf if is_ids else None
@@ -111,7 +112,7 @@ class Arguments:
     def again(
         self, place: int | None = None, ids: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return copies of the arguments, with other token ids at a place if these are given."""
+        """Return copies of the arguments; `ids`, if given, replace the token ids at `place`."""
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         if place is not None and ids is not None:
             leaves[place] = ids.to(leaves[place].dtype).reshape(leaves[place].shape)
@@ -161,9 +162,9 @@ def _is_whole(tensor: Tensor) -> bool:
 class Rows:
     """The token ids of a micro-batch, [rows, positions].
 
-    `padding` is true at padding tokens, and `is_masked` if an argument shows them. `documents` are
-    the numbers of the documents in rows, None if no argument, `shown`, shows that a row has
-    several.
+    `padding` is true at padding tokens, and `is_masked` if an argument shows them. `documents` has
+    the numbers of the documents within rows. It is None if no argument shows that a row has
+    several. `shown` is the name of the argument that shows them, or "".
     """
 
     ids: Tensor
@@ -173,7 +174,7 @@ class Rows:
     shown: str
 
     def begins(self) -> Tensor:
-        """Return, bool [rows, positions], whether a token is the first of its row or document."""
+        """Return whether each token is the first of its row or document, bool [rows, positions]."""
         begins = torch.zeros_like(self.padding)
         begins[:, 0] = True
         begins[:, 1:] = self.padding[:, :-1]
@@ -185,7 +186,7 @@ class Rows:
 def rows_of(arguments: Arguments, place: int, padding_id: int | None) -> Rows | None:
     """Return the rows of the token ids at `place`; None if there are none.
 
-    `padding_id` is the token that the embedding takes for padding.
+    `padding_id` is the padding token of the embedding.
     """
     ids = arguments.at(place)
     if ids is None or not ids.numel():
@@ -222,7 +223,8 @@ def _outer(same: Tensor) -> Tensor:
 def _masked(name: str, mask: Tensor, ids: Tensor) -> Tensor | None:
     """Return where an argument masks padding, bool like `ids`; None if it is no such mask.
 
-    A padding mask may be true at the padding or at the other tokens: padding is one token.
+    A mask may be true at the padding, or at all remaining tokens. Padding is recognised because it
+    is always the same token.
     """
     name = name.lower()
     if mask.shape != ids.shape or not ("att" in name or "pad" in name) or "mask" not in name:
@@ -240,7 +242,7 @@ def _is_one(tokens: Tensor) -> bool:
 
 
 def _documents(name: str, given: Tensor, ids: Tensor, padding: Tensor) -> Tensor | None:
-    """Return the number of each token's document within its row, if `given` shows several."""
+    """Return each token's document number within its row; None unless `given` shows several."""
     begins = _begins(name.lower(), given, ids)
     if begins is None:
         return None
@@ -282,10 +284,11 @@ def _begins(name: str, argument: Tensor, ids: Tensor) -> Tensor | None:
 
 
 def _are_periodic(again: Tensor) -> bool:
-    """Return whether positions begin `again` after one number of tokens, in all rows alike.
+    """Return whether positions restart at equal distances, identically in all rows.
 
-    They are places in a period (a bar of music, a day), since documents have unlike lengths. One
-    row with two documents may be of equal ones by chance.
+    Then they are places in a period (a bar of music, a day), since documents have different
+    lengths. A single row of two documents is excluded, since these may have equal lengths by
+    chance.
     """
     places = (again[0].nonzero().flatten() + 1).tolist()
     is_cut = bool(places) and again.shape[1] + 1 - places[-1] <= places[0]
@@ -305,12 +308,15 @@ def _of_lengths(ends: Tensor, num_tokens: int) -> Tensor | None:
 
 
 def _of_block_mask(mask: Tensor, rows: int) -> Tensor | None:
-    """Return where a token doesn't see the one before it, by a mask of all pairs."""
+    """Return where a token doesn't see the previous one, according to a mask of all pairs.
+
+    None if the mask doesn't fit the rows.
+    """
     if mask.dim() == 4:
         mask = mask[:, 0]
     sees = mask > -1 if mask.is_floating_point() else mask.bool()
     own = sees.diagonal(dim1=-2, dim2=-1)
-    if not bool(own.any()):  # true where nothing is seen
+    if not bool(own.any()):  # the mask is true where nothing is seen
         sees, own = ~sees, ~own
     if len(sees) not in (1, rows) or not bool(own.all()):
         return None
@@ -322,14 +328,15 @@ def _of_block_mask(mask: Tensor, rows: int) -> Tensor | None:
 # --- losses over tokens ---------------------------------------------------------------------------
 
 
-SHIFTS = 3  # a target is compared with the token at its place, the next one, and the one after
+SHIFTS = 3  # a target is compared with the tokens at its place and at the next two places
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A cross-entropy of `targets`, bool `counted`, by `reduction`; `slopes` are its gradients.
+    """A cross-entropy of `targets` with a `reduction`; `counted` says which of them count.
 
-    `is_weighted`: the classes have weights of their own. `is_trained`: it may have gradients.
+    `slopes` are the gradients of the loss. `is_weighted` says that classes have weights,
+    `is_trained` that the loss may have gradients.
     """
 
     targets: Tensor
@@ -341,7 +348,10 @@ class Loss:
     slopes: list[Tensor] = field(default_factory=list)
 
     def shares(self) -> tuple[float, float] | None:
-        """Return what a counted token counts at least and at most; None without a backward pass."""
+        """Return the smallest and largest weight of a counted token; None without a backward pass.
+
+        Both are NaN if classes have weights.
+        """
         count = int(self.counted.sum())
         if not self.slopes or not count:
             return None
@@ -359,14 +369,14 @@ Heard = Callable[[Loss], None]
 
 
 class _Ears:
-    """All that listen in this process, as one listener."""
+    """All listeners of this process, combined into one."""
 
     def __init__(self) -> None:
         self.all: list[Heard] = []
         self.was_applied = False
 
     def scored(self, loss: Any, arguments: dict[str, Any]) -> None:
-        """Record a cross-entropy, unless it is recomputed, or computed only to be shown.
+        """Record a cross-entropy, unless it is recomputed, or computed only for display.
 
         An activation checkpoint recomputes it within the backward pass.
         """
@@ -385,7 +395,7 @@ _EARS = _Ears()
 
 
 def listen(heard: Heard) -> Callable[[], None]:
-    """Have `heard` called with each loss; return the function that ends that."""
+    """Have `heard` called with each loss; return the function that stops this."""
     if not _EARS.was_applied:
         _EARS.was_applied = True
         torch_calls.apply(TABLE, _EARS)
@@ -418,7 +428,7 @@ TABLE = tuple(
 
 
 def _loss(loss: Tensor, arguments: dict[str, Any]) -> Loss | None:
-    """Return the loss of a call with these `arguments`, None if its targets are no classes."""
+    """Return the loss of a call with these `arguments`, None if its targets aren't classes."""
     targets = arguments["target"]
     if targets.is_floating_point() or type(targets) is not Tensor:
         return None
@@ -443,7 +453,10 @@ def _loss(loss: Tensor, arguments: dict[str, Any]) -> Loss | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The positions that a loss counts: `counted` is bool, like the ids, along `dimension`."""
+    """The positions that a loss counts; `counted` is bool in the shape of the ids.
+
+    `dimension` is the dimension of the ids along which the positions are.
+    """
 
     dimension: int
     counted: Tensor
@@ -452,7 +465,8 @@ class Place:
 def scored_event(loss: Loss, rows: Rows, **place: int) -> tuple[trace.Scored, Place] | None:
     """Return the record of a loss over the tokens of `rows`, and its positions.
 
-    Return None for a loss without a backward pass, and one over other things than these tokens.
+    Return None for a loss without a backward pass, and for a loss over anything else than these
+    tokens.
     """
     shares = loss.shares()
     grids = [*_grids(loss, rows.ids)]
@@ -486,9 +500,9 @@ _Grid = tuple[Tensor, Tensor, Tensor, int]
 
 
 def _grids(loss: Loss, ids: Tensor) -> Iterator[_Grid]:
-    """Yield targets and which are counted as [rows, positions], and the ids, for each layout.
+    """Yield targets and counted ones, [rows, positions], with the ids and dimension, per layout.
 
-    The last position may be left out, or the last two. Positions may be the second dimension or the
+    The last position may be missing, or the last two. Positions may be the second dimension or the
     first.
     """
     for dimension in (1, 0):
@@ -518,14 +532,14 @@ def _matches(
 
 
 def _padded(targets: Tensor, counted: Tensor, rows: Rows) -> int:
-    # The first padding token may be meant, as the end of the text.
+    # The first padding token may be intended, as the end of the text.
     width = min(targets.shape[1], rows.ids.shape[1] - 1)
     both = rows.padding[:, :width] & rows.padding[:, 1 : width + 1]
     return int((counted[:, :width] & both).sum())
 
 
 def _crossing(targets: Tensor, counted: Tensor, rows: Rows) -> tuple[int, int]:
-    """Return how many targets are another document's first token, and how many tokens these are."""
+    """Return the number of targets that begin the next document, and how many are distinct."""
     if rows.documents is None:
         return 0, 0
     width = min(targets.shape[1], rows.ids.shape[1] - 1)

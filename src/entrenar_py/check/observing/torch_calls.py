@@ -1,10 +1,10 @@
 """The functions of torch that are replaced while a script is observed, each with its reason.
 
-A row is for what torch has no hook for. A replacement calls the original with what it was given,
-and returns what that returns; only a listener looks at it. With a line the rows of LINE_TABLE are
-replaced when the first script's line is reached. Without one all of TABLE are, as their modules are
-imported, and `auto/follower.py` listens. `tests/check/observing/test_torch_calls.py` tries each
-row against the installed torch.
+A row exists only where torch has no hook. A replacement calls the original with its own arguments
+and returns the result; it only informs a listener. With the line `observe`, the rows of LINE_TABLE
+are replaced when the script first reaches the line. Without the line, all rows of TABLE are
+replaced when their modules are imported, and `auto/follower.py` listens.
+`tests/check/observing/test_torch_calls.py` tests each row with the installed torch.
 """
 
 from __future__ import annotations
@@ -36,35 +36,36 @@ Function = Callable[..., Any]
 
 
 class Listener(Protocol):
-    """Hears what a script calls of torch."""
+    """Receives a script's calls of torch."""
 
     def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
-        """Hear that a backward pass begins at `tensors`; one may begin inside of another.
+        """Learn that a backward pass begins at `tensors`; it may begin inside another pass.
 
-        `is_plain`: no gradient is given for these.
+        `is_plain` is true if the script gives no gradient for them.
         """
 
     def backward_ended(self) -> None:
-        """Hear that the pass that began last has ended, maybe by an exception."""
+        """Learn that the pass that began last has ended, perhaps with an exception."""
 
     def scaled(self, scale: float, losses: Any) -> None:
-        """Hear that a `GradScaler` multiplies `losses` by `scale`."""
+        """Learn that a `GradScaler` multiplies `losses` by `scale`."""
 
     def skipped(self) -> None:
-        """Hear that a `GradScaler` skipped a step on all ranks."""
+        """Learn that a `GradScaler` skipped a step on all ranks."""
 
     def saved(self) -> None:
-        """Hear that the script saves a file."""
+        """Learn that the script saves a file."""
 
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
-        """Hear that the gradients of `parameters` are about to be clipped by their norm."""
+        """Learn that the gradients of `parameters` are about to be clipped by their norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """`name` of `owner`, a class in `module` or "" for the module itself, is wrapped by `wrap`.
+    """A function to replace: `wrap` wraps `name` of `owner`.
 
-    A process may do without an `optional` module.
+    `owner` is a class in `module`, or "" for the module itself. An `optional` module may never be
+    imported in a process.
     """
 
     module: str
@@ -76,9 +77,9 @@ class Patch:
 
 
 def apply(patches: Iterable[Patch], listener: Any) -> None:
-    """Replace the functions of `patches`; their modules are imported if they aren't yet.
+    """Replace the functions of `patches`; their modules are imported if necessary.
 
-    An optional one is left alone as long as nobody has imported its module.
+    A patch with an optional module is skipped if that module isn't imported yet.
     """
     for patch in patches:
         if patch.optional and patch.module not in sys.modules:
@@ -93,7 +94,7 @@ def apply(patches: Iterable[Patch], listener: Any) -> None:
 
 
 class Ear:
-    """Listens for one observer from `listen` on until `stop`."""
+    """Listens for one observer, between `listen` and `stop`."""
 
     def __init__(
         self,
@@ -105,37 +106,37 @@ class Ear:
     ) -> None:
         self._passes, self.skipped, self.saved, self.clipped = passes, skipped, saved, clipped
         self._losses = Losses()
-        self._depth = 0  # backward passes that have begun: one may run inside of another
+        self._depth = 0  # backward passes that have begun: one may run inside another
 
     def listen(self) -> None:
-        """Begin to listen."""
+        """Start to listen."""
         apply(heard(), EARS)
         EARS.all.append(self)
 
     def stop(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         if self in EARS.all:
             EARS.all.remove(self)
 
     def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
-        """Tell the loss of a backward pass; passes inside of it belong to it."""
+        """Report the loss of a backward pass; passes inside it belong to it."""
         self._depth += 1
         if self._depth == 1:
             self._passes.backward_begins(self._losses.begun(tensors, is_plain=is_plain))
 
     def backward_ended(self) -> None:
-        """Tell that the outermost pass has ended."""
+        """Report that the outermost pass has ended."""
         self._depth = max(0, self._depth - 1)
         if not self._depth:
             self._passes.backward_ended()
 
     def scaled(self, scale: float, losses: Any) -> None:
-        """Note that a scaler multiplies `losses` by `scale`."""
+        """Record that a scaler multiplies `losses` by `scale`."""
         self._losses.scaled(scale, losses)
 
 
 class _Ears:
-    """All that listen in this process, as one listener."""
+    """All listeners of this process, combined into one."""
 
     def __init__(self) -> None:
         self.all: list[Ear] = []
@@ -154,7 +155,7 @@ EARS = _Ears()
 
 
 def heard() -> tuple[Patch, ...]:
-    """Return the rows of TABLE that are still to be replaced for lines' observers; none again."""
+    """Return the rows of TABLE to replace for observers of lines; in later calls none."""
     rows = () if EARS.was_applied else LINE_TABLE
     EARS.was_applied = True
     return rows
@@ -226,7 +227,7 @@ def _clipped(original: Function, listener: Listener) -> Function:
     def clip(
         parameters: Any, max_norm: float, norm_type: float = 2.0, *given: Any, **named: Any
     ) -> Any:
-        if isinstance(parameters, Iterator):  # which can be gone through once
+        if isinstance(parameters, Iterator):  # an iterator can be consumed only once
             kept = [*parameters]
             listener.clipped(kept, max_norm, norm_type)
             parameters = (parameter for parameter in kept)
@@ -322,7 +323,7 @@ LINE_TABLE = (
 def _uncompiled(original: Function, wrapped: Function) -> Function:
     """Return a function that calls `wrapped`, or `original` in compiled code.
 
-    Dynamo compiles no frame of it or of `wrapped` by itself.
+    Dynamo compiles neither this function nor `wrapped` separately.
     """
 
     @wraps(original)
@@ -396,7 +397,7 @@ TABLE = (
 
 
 def install_for_line(awaited: dict[str, Callable[[], None]]) -> None:
-    """Set the patches that a line's observer hears, before the script imports their functions."""
+    """Set the patches for a line's observer, before the script imports the patched functions."""
     _await(heard(), EARS, awaited)
     _await((patch for patch in TABLE if patch.wrap is _loading), None, awaited)
 
@@ -404,13 +405,14 @@ def install_for_line(awaited: dict[str, Callable[[], None]]) -> None:
 def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
     """Set torch's global hooks, those of loaders, and the patches of TABLE.
 
-    A module that isn't imported yet is patched when it is: `awaited` takes functions to call then.
+    A module that isn't imported yet is patched when it is imported: `awaited` receives functions to
+    call at that time.
     """
     hook_calls.leave_steps()
     register_optimizer_step_pre_hook(follower.before_step)
     register_optimizer_step_post_hook(follower.step_ended)
     if follower.settings.every is not None:
-        return  # the watch needs no more than a step
+        return  # the watch needs only steps
     follower.look_at_calls(True)
     LoaderHooks(follower.iterated)
     _await(TABLE, follower, awaited)

@@ -1,10 +1,11 @@
-"""Layouts of ranks that declare none: how they share a model, seen from the run on one worker.
+"""Layouts of ranks that declare none, derived from a comparison with the run on one worker.
 
-`placement` says where a rank's tensors lie in those of one worker. Here that becomes what a script
-with DTensors declares: a layout, and the pieces of each rank. So both are read in the same way.
+`placement` finds where a rank's tensors lie in the tensors of one worker. This module turns the
+result into what a script with DTensors declares: a layout, and the pieces of each rank. So both
+cases are read in the same way.
 
-Ranks may share the work on a batch: those that draw the same samples, those that are given parts of
-the rows that one worker is given, and those that are given what others have computed.
+Ranks may share the work on a batch in three ways: they draw the same samples, they are given parts
+of the rows that one worker is given, or they are given the results of different ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from entrenar_py.check.rank_files.placement import Indices, Placed
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Event, Noticed, Shard, Start
 
-Places = Mapping[int, Mapping[str, Placed]]  # rank -> its tensor -> where it lies
+Places = Mapping[int, Mapping[str, Placed]]  # rank -> name of a tensor on the rank -> where it lies
 
 _PARTS_UNKNOWN = "ranks are given parts of rows, and none of these is known whole"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arranged(Layout):
-    """The arrangement that the tensors and samples of ranks show.
+    """The arrangement that follows from the tensors and samples of ranks.
 
-    `groups` has a number for each rank: those with the same number compute on the same samples.
-    All ranks together hold the model, once or in several copies. If ranks of a group are given
-    parts of each sample, `is_partial` is true.
+    `groups` has a number for each rank: ranks with the same number compute on the same samples. All
+    ranks together hold the model, once or in several copies. `is_partial` is true if the ranks of a
+    group are given parts of each sample.
     """
 
     groups: tuple[int, ...]
@@ -47,23 +48,26 @@ class Arranged(Layout):
         return (self.groups[rank],)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the rank as a stage of its own: what it shares with others is a copy or a term."""
+        """Return the rank as a stage of its own: what it shares is a copy or a term of a sum."""
         return {"pp": rank}
 
     def replica(self, rank: int) -> tuple[int, ...]:
-        """Return the same for all ranks: a tensor that a rank lacks is another's."""
+        """Return the same value for all ranks: tensors that a rank lacks are held by others."""
         return ()
 
     def has(self, names: Iterable[str]) -> bool:
-        """Return whether ranks compute on parts of samples, for the axes that say so."""
+        """Return whether ranks compute on parts of samples, if `names` are the axes PARTIAL.
+
+        False for any different axes.
+        """
         return self.is_partial and names == PARTIAL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scattered(Piece):
-    """The elements `indices` of a tensor, flat here, in the order in which a rank has them.
+    """The elements at `indices` of a flat tensor, in the order in which a rank has them.
 
-    What the rank has beyond these is padding.
+    Any further elements of the rank's tensor are padding.
     """
 
     indices: Indices
@@ -80,12 +84,13 @@ class Scattered(Piece):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """The way in which the ranks of a run share the model, which is needed to read their files.
+    """How the ranks of a run share the model. It is needed to read their files.
 
     `places` and `pieces` are by rank; a piece has the name of the whole tensor. `idle` are the
-    ranks that draw no samples, and are given what others have computed. `shapes` are those of whole
-    tensors. `rows` are the samples of one worker, if ranks are given parts of them. `buffers` has
-    by rank their names in the whole model; `local` are those that ranks begin with other values of.
+    ranks that draw no samples and are given the results of different ranks. `shapes` are those of
+    whole tensors. `rows` are the samples of one worker, if ranks are given parts of them. `buffers`
+    maps by rank the names of its buffers to names in the whole model. `local` names the buffers
+    that have different initial values on different ranks.
     """
 
     layout: Layout
@@ -98,7 +103,7 @@ class Arrangement:
     local: Set[str] = frozenset()
 
     def of(self, ranks: Sequence[RankTrace]) -> list[RankTrace]:
-        """Return the records of a run's ranks with the layout, and with names of whole tensors."""
+        """Return the records of a run's ranks with this layout and the names of whole tensors."""
         if self.rows:
             ranks = [
                 with_whole_rows(rank, self.rows)
@@ -109,9 +114,9 @@ class Arrangement:
         return [self._of_rank(rank) for rank in ranks]
 
     def alone(self) -> Arrangement | None:
-        """Return that of the run on one worker, None if it is to be read as it is.
+        """Return the arrangement for the run on one worker; None if that run is read as it is.
 
-        In both runs all micro-batches of a step are one, where ranks are stages of a pipeline.
+        Where ranks are stages of a pipeline, both runs count all micro-batches of a step as one.
         """
         return Arrangement(layout=Layout(axes={"pp": 1})) if "pp" in self.layout.axes else None
 
@@ -139,11 +144,11 @@ class Arrangement:
 
 
 def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement | None:
-    """Return how `ranks` share the model, as the run on one worker, `alone`, shows.
+    """Return how `ranks` share the model, derived from the run on one worker, `alone`.
 
-    Return None if ranks hold DTensors or all hold the whole model, and if it isn't clear where a
-    tensor lies. A layout that is declared says which ranks share samples; it is enough by itself
-    where no rank holds a piece in a plain tensor, or a tensor under another name (of its stage).
+    Return None if ranks hold DTensors, if all hold the whole model, or if the place of a tensor
+    isn't clear. A declared layout says which ranks share samples. It suffices by itself, and None
+    is returned, if every rank holds whole tensors under the names that one worker has.
     """
     starts = {rank.rank: start for rank in reversed(ranks) if (start := _first(rank)) is not None}
     whole = next((start for rank in alone if (start := _first(rank)) is not None), None)
@@ -233,7 +238,7 @@ def _are_stages(places: Places, groups: Sequence[int]) -> bool:
 
 
 def _pieces(places: Places, whole: Start, groups: Sequence[int]) -> dict[int, dict[str, Piece]]:
-    """Return by rank and by the name of a whole tensor the rank's piece of it."""
+    """Return rank -> name of a whole tensor -> the rank's piece of it."""
     pieces: dict[int, dict[str, Piece]] = {rank: {} for rank in places}
     for rank, of_rank in places.items():
         for place in of_rank.values():
@@ -253,7 +258,7 @@ def _pieces(places: Places, whole: Start, groups: Sequence[int]) -> dict[int, di
 def _holders(
     rank: int, place: Placed, places: Places, groups: Sequence[int], size: int
 ) -> tuple[int, ...]:
-    """Return the ranks that together hold one copy of a tensor: `rank`, and the nearest others."""
+    """Return the ranks that together hold a copy of a tensor: `rank` and the nearest ones to it."""
     known = np.zeros(size, bool)
     holders = []
     for other in sorted(
@@ -271,7 +276,7 @@ def _holders(
 
 
 def _held(events: Iterable[Event]) -> Set[tuple[str, str, int]]:
-    """Return the names of tensors that may be in pieces, with their parameters' and sizes."""
+    """Return (name, parameter, number of elements) of each tensor that may be in pieces."""
     names = set()
     for event in events:
         for kind in ("weights", "gradient", "edited", "optimizer", "extra"):
@@ -316,7 +321,7 @@ _NEAR = 1e-6  # relative: norms are recorded with nine digits
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples that a rank draws in a step, in order; `contents` are () where unknown."""
+    """The samples that a rank draws in a step, in order; `contents` is () if unknown."""
 
     ids: tuple[int, ...]
     contents: tuple[tuple[float, ...], ...]
@@ -326,7 +331,7 @@ Batches = Mapping[int, Batch]  # by step
 
 
 def batches_of(rank: RankTrace) -> Batches:
-    """Return the batches of a rank, without steps of unknown samples."""
+    """Return the batches of a rank, without steps in which samples are unknown."""
     shards: dict[int, list[Shard]] = defaultdict(list)
     for event in rank.events:
         if isinstance(event, Shard):
@@ -341,9 +346,10 @@ def batches_of(rank: RankTrace) -> Batches:
 
 
 def drawn_batches(ranks: Sequence[RankTrace], alone_rows: Batches) -> dict[int, Batches]:
-    """Return the batches of each rank that draws samples itself, by what one worker draws.
+    """Return the batches of each rank that draws samples itself, compared with one worker's.
 
-    A rank that is given what another has computed has rows, too, but none of those of one worker.
+    A rank that is given the results of a different rank has rows, too, but none of the rows of one
+    worker.
     """
     are_rows = any(rank.header.get("samples") == "content" for rank in ranks)
     by_rank = {rank.rank: batches_of(rank) for rank in ranks if not rank.life}
@@ -361,7 +367,8 @@ def _are_others(batches: Batches, one: Batches) -> bool:
 def groups_of(drawn_by: Mapping[int, Batches], world_size: int) -> tuple[int, ...] | None:
     """Return a number for each rank, equal for ranks that draw the same samples in each step.
 
-    A rank that draws none works on those of the others. Return None if these differ.
+    A rank that draws none works on the samples of the rest. Return None if no rank draws any, or if
+    one draws none while the rest draw different samples.
     """
     numbers: dict[frozenset[tuple[int, tuple[int, ...]]], int] = {}
     known = {}
@@ -374,10 +381,11 @@ def groups_of(drawn_by: Mapping[int, Batches], world_size: int) -> tuple[int, ..
 
 
 def are_parts(ranks: Sequence[RankTrace], alone_rows: Batches) -> bool:
-    """Return whether each row of one worker is what the ranks have of it, put together.
+    """Return whether the rows of the ranks, put together, are the rows of one worker.
 
-    Then the sizes of parts have that of the row as their sum, and so have their squares. Steps that
-    one worker doesn't make say nothing, nor do those of unknown contents: one must be known.
+    Then the sizes of the parts add up to the size of the row, and the squares of their norms to its
+    squared norm. Steps that one worker doesn't take are ignored, and so are steps with unknown
+    contents. At least one step must have known contents.
     """
     by_rank: dict[int, dict[int, Batch]] = defaultdict(dict)
     for rank in ranks:
@@ -411,7 +419,7 @@ def _is_sum(with_whole_rows: Sequence[float], parts: Sequence[Sequence[float]]) 
 
 
 def with_whole_rows(rank: RankTrace, alone_rows: Batches) -> RankTrace:
-    """Return the record of a rank that has parts of rows, with the rows of one worker in place."""
+    """Return the record of a rank that has parts of rows, with whole rows of one worker instead."""
     before: dict[int, int] = defaultdict(int)
     events: list[Event] = []
     for event in rank.events:
@@ -425,7 +433,10 @@ def with_whole_rows(rank: RankTrace, alone_rows: Batches) -> RankTrace:
 
 
 def without_samples(rank: RankTrace, unknown: str = "") -> RankTrace:
-    """Return the record of a rank without samples: it draws none, or they are `unknown`."""
+    """Return the record of a rank without its samples.
+
+    They are removed because the rank draws none, or for the reason `unknown`.
+    """
     events = (
         replace(event, ids=(), contents=(), unknown=unknown or event.unknown)
         if isinstance(event, Shard)

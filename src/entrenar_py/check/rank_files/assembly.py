@@ -1,8 +1,8 @@
-"""Put the files of a run's ranks together: the events of one run, as a trace has them.
+"""Assembly of the files of a run's ranks: the events of one run, as a trace has them.
 
 `ordered` makes events comparable between ranks, and `numbered` adds facts that a rank alone doesn't
-know. Before that, `load` recognises the step from which a restarted rank goes on (`recognised`),
-and drops the ids of samples that don't mean the same on all ranks (`agreed`).
+know. Before that, `load` finds the step from which a restarted rank continues (`recognised`), and
+drops sample ids if they don't mean the same on all ranks (`agreed`).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _IN_ORDER = (
 
 
 def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
-    """Read the files of all ranks in `folder`; a rank has one for each time that it was started.
+    """Read the files of all ranks in `folder`; a rank has one file for each start.
 
-    Returns the records that could be read, and descriptions of what is wrong with the files. A life
-    that resumed without saying at which step is counted from the step that its weights show.
+    Returns the records that could be read, and descriptions of what is wrong with the files. If a
+    rank resumed without saying at which step, the step is derived from its weights.
     """
     ranks, problems = [], []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -68,7 +68,7 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
 
 
 def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
-    """Yield a problem for each process that called `observe` again, from a step it had recorded."""
+    """Yield a problem for each process that called `observe` again, from an earlier step."""
     ends: dict[tuple[int, int], int] = {}  # (rank, process) -> steps
     for life in sorted(ranks, key=lambda life: life.life):
         place = life.rank, int(life.header.get("pid", 0))
@@ -84,11 +84,12 @@ def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
 
 
 def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
-    """Return the events of all ranks step by step within each life, one life after the other.
+    """Return the events of all ranks, one life after the next, and step by step in each life.
 
-    Within a step, starts come first, and updates after shards; a rank that died in it has no
-    update. Tensors that ranks hold in pieces are made whole, and micro-batches that ranks share
-    become one event. Buffers that depend on any rank's own samples are local on all.
+    Within a step, starts come first, and updates after shards. A rank that died in a step has no
+    update of that step. Tensors that ranks hold in pieces are made whole, and micro-batches that
+    ranks share become one event. If a buffer depends on any rank's own samples, it is local on all
+    ranks.
     """
 
     def place(event: Event) -> tuple[int, int]:
@@ -110,11 +111,11 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
 
 
 def _integers_that_differ(ranks: Sequence[RankTrace]) -> Set[str]:
-    """Return the buffers of whole numbers that differ between ranks, before a step or after one.
+    """Return the integer buffers that differ between ranks, before or after a step.
 
-    They are each rank's own: its number, the place of its piece, the samples that it has seen. A
-    script may count after its step, so that the next life begins with another count than the last
-    one recorded: only ranks of one life are compared.
+    Such a buffer belongs to its rank: the rank's number, the place of its piece, or the number of
+    samples seen. A script may count after its step, so that the next life begins with a different
+    count from the last recorded one. Therefore only ranks of the same life are compared.
     """
     values: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     for rank in ranks:
@@ -129,11 +130,11 @@ def _integers_that_differ(ranks: Sequence[RankTrace]) -> Set[str]:
 
 
 def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
-    """Yield the events of a rank, with what can't be compared with other ranks apart.
+    """Yield the events of a rank, with what can't be compared between ranks moved to `local`.
 
-    The `local` buffers are apart, or all buffers if `local` is None. A local buffer that updates
-    lack is left out. A parameter that is frozen at first but has a gradient later isn't recorded as
-    frozen: the script unfreezes it.
+    The `local` buffers are moved, or all buffers if `local` is None. A local buffer that no update
+    has is left out. A parameter that is frozen at first but has a gradient later isn't recorded as
+    frozen, since the script unfreezes it.
     """
     updates = [event for event in rank.events if isinstance(event, Update)]
     trained = {
@@ -167,7 +168,7 @@ def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
 
 
 def _is_dummy(shard: Shard) -> bool:
-    """Return whether a loss was multiplied by zero: its batch only keeps a rank in step."""
+    """Return whether every loss was multiplied by zero: its batch only keeps a rank in step."""
     return bool(shard.terms) and not any(share for _, share, *_ in shard.terms)
 
 
@@ -194,10 +195,10 @@ def numbered(
 ) -> list[Event]:
     """Return `events` with facts that a rank alone doesn't know.
 
-    Shards get numbers that are unique among all ranks, from the `places` of the ranks that draw
-    them. Updates get the weight of all shards of their step. A rank that is started again counts
-    epochs from 0, unless it is one of those `reporting` them: with `steps_per_epoch`, its shards
-    get the epochs of the whole run.
+    Shards get numbers that are unique among all ranks, derived from the `places` of the ranks that
+    draw them. Updates get the weight of all shards of their step. A rank that is started again
+    counts epochs from 0, unless it is in `reporting`, the ranks that report epochs. With
+    `steps_per_epoch`, the shards of such a rank get the epochs of the whole run.
     """
     weights: dict[int, float] = defaultdict(float)
     epochs_before: dict[int, int] = {}  # rank -> epochs before its life
@@ -207,7 +208,7 @@ def numbered(
             if steps_per_epoch is not None and event.rank not in reporting:
                 epochs_before[event.rank] = event.step // steps_per_epoch
             for step in [step for step in weights if step >= event.step]:
-                del weights[step]  # this rank resumes here, and these steps are made again
+                del weights[step]  # this rank resumes here, and these steps are repeated
         elif isinstance(event, Shard):
             weights[event.step] += event.weight
             epoch = event.epoch + epochs_before.get(event.rank, 0)
@@ -230,9 +231,10 @@ def numbered(
 
 
 def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
-    """Return for each rank a record of how many bytes of parameters it holds at its start.
+    """Return for each rank how many bytes of parameters it holds at its start.
 
-    Ranks are left out if their layout doesn't spread parameters, or if they recorded no values.
+    Ranks are left out if they have no layout, if the layout doesn't spread parameters, if they have
+    no start, or if the size of a tensor is unknown.
     """
     records = []
     for rank in ranks:
@@ -262,9 +264,9 @@ def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
 class LastLives:
     """The last life of each rank (`ranks`), and facts about the lives of all ranks.
 
-    Over all lives, `num_steps` tells how many steps each rank made, and `struck` has the kinds of
-    the planted faults. In the last lives, `problem` is the first error that ended one ("" for
-    none), and `closed` has the ranks that came to the end of training without an error.
+    Over all lives, `num_steps` has the number of steps of each rank, and `struck` the types of the
+    planted faults. In the last lives, `problem` is the first error that ended one ("" if none did),
+    and `closed` has the ranks that reached the end of training without an error.
     """
 
     def __init__(self, ranks: Sequence[RankTrace], events: Iterable[Event]) -> None:
@@ -289,9 +291,9 @@ class LastLives:
         return any(kind.startswith("non_finite") for kind in self.struck)
 
     def all_made_the_same(self, world_size: int) -> bool:
-        """Return whether any rank is in `closed`, and every rank has made the same number of steps.
+        """Return whether a rank is in `closed`, and all ranks took the same number of steps.
 
-        Then the run is complete: only taking it down failed, or hung.
+        Then the run is complete: only its shutdown failed or hung.
         """
         steps = {self.num_steps.get(rank, 0) for rank in range(world_size)}
         return bool(self.closed) and len(steps) == 1
@@ -301,15 +303,16 @@ class LastLives:
 
 
 def recognised(ranks: Sequence[RankTrace]) -> list[RankTrace]:
-    """Return `ranks`, with the steps of those that go on from a checkpoint and said no step.
+    """Return `ranks`, with corrected steps for those that resumed without saying at which step.
 
-    A later life of a rank that begins at step 0 with the weights which the rank had after step k,
-    and not after any other, begins at step k + 1. So does one that has some of these weights, and
-    for the others those of the beginning or of other tensors: what went wrong is for the checks to
-    tell. If it never had them, they may be those of rank 0, which people save for all. The ranks of
-    that life that show a step must show the same, and the others make that step with them: what
-    they lost is for the checks to tell. Nothing is changed if no rank shows a step: then the script
-    started over. Nor if the process is that of an earlier life: it called `observe` twice.
+    A later life of a rank may begin at step 0 with weights that the rank had only after step k.
+    Then the life begins at step k + 1. This is also so if only some weights are those after step k,
+    and the rest are initial weights or those of different tensors: the checks decide what went
+    wrong. If the rank never had these weights, they are compared with those of rank 0, which
+    scripts often save for all ranks. All ranks of a life that show a step must show the same one,
+    and the remaining ranks are moved with them. Nothing is changed if no rank shows a step, because
+    then the script started over. Nothing is changed either if the process is that of an earlier
+    life, because then it called `observe` twice.
     """
     memories: dict[int, _Memory] = defaultdict(_Memory)
     known: dict[tuple[int, int], RankTrace] = {}
@@ -324,7 +327,7 @@ def recognised(ranks: Sequence[RankTrace]) -> list[RankTrace]:
 
 
 def _step_before(lives: Sequence[RankTrace], memories: Mapping[int, _Memory]) -> int:
-    """Return the step that one life of all ranks goes on with; 0 if it can't be told."""
+    """Return the step with which one life of all ranks continues; 0 if it can't be determined."""
     shown: set[int] = set()
     for life in lives:
         steps = memories[life.rank].steps_before(life)
@@ -339,7 +342,7 @@ def _step_before(lives: Sequence[RankTrace], memories: Mapping[int, _Memory]) ->
 class _Memory:
     """The weights that a rank had in its lives so far: the initial ones, and those after steps.
 
-    Those that train count: an average within the model moves after a step was recorded.
+    Only trainable weights count: an average within the model moves after a step was recorded.
     """
 
     def __init__(self) -> None:
@@ -351,7 +354,11 @@ class _Memory:
         self._processes: set[int] = set()
 
     def steps_before(self, rank: RankTrace) -> Set[int] | None:
-        """Return the steps that a life may go on with; None if it says so itself."""
+        """Return the steps with which a life may continue; None if the life says so itself.
+
+        Also None if its process is that of an earlier life. The set is empty if the weights are the
+        initial ones or unknown.
+        """
         start = next((event for event in rank.events if isinstance(event, Start)), None)
         if start is None or start.step or not start.weights:
             return None
@@ -364,10 +371,10 @@ class _Memory:
         return {step + 1 for step in made}
 
     def _in_part(self, weights: Mapping[str, str]) -> Set[int]:
-        """Return the step that left `weights` in part; none if the rest is unexplained.
+        """Return the steps that left `weights` in part; none if the rest is unexplained.
 
-        A tensor that no other step has left so tells the step. The others may be as they were at
-        first, or be what another tensor was.
+        At least one tensor must have a value that no different step left. Each remaining tensor
+        must have its initial value, or the value of any tensor after the step.
         """
         steps = set()
         for step, after in self._weights.items():
@@ -421,7 +428,7 @@ def _later(event: Event, ahead: int) -> Event:
 
 
 def agreed(ranks: Sequence[RankTrace]) -> list[RankTrace]:
-    """Return `ranks`, without ids if two ranks, or two steps of one, named samples differently."""
+    """Return `ranks`, without sample ids if ranks or steps identify samples in different ways."""
     kinds = {str(rank.header["samples"]) for rank in ranks if "samples" in rank.header}
     if len(kinds) < 2 and "unknown" not in kinds:
         return list(ranks)

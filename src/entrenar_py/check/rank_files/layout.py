@@ -1,6 +1,6 @@
 """The axes along which a run's ranks are arranged, and the part of a tensor that a rank holds.
 
-A rank declares both while it runs. Here they are read back from its file, without torch.
+A rank declares both while it runs. This module reads them from its file, without torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from entrenar_py.shared.errors import UsageError, did_you_mean
 
-# Each rank along the DATA axes draws its own samples; along the others all draw the same.
+# Each rank along the DATA axes draws its own samples. Along the MODEL axes all draw the same.
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
 MODEL = ("tp", "sp", "pp", "cp", "ep")
-# Other names that scripts give to these axes.
+# Further names that scripts give to these axes.
 ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("data", "ddp"), "dp"),
     **dict.fromkeys(("replicate", "replica", "dp_rep", "dp_replica"), "dp_replicate"),
@@ -28,7 +28,7 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("context", "context_parallel"), "cp"),
     **dict.fromkeys(("expert", "expert_parallel"), "ep"),
 }
-# Ranks along these axes hold different parameters. Along all other axes each rank has every
+# Ranks along these axes hold different parameters. Along all remaining axes each rank has every
 # parameter, or a piece of it.
 STAGES = ("pp", "ep")
 # Along these axes a rank computes on a part of each sample, so its gradient is a term of a sum.
@@ -41,9 +41,10 @@ SHARING = ("tp", "dp_shard", "fsdp")
 class Layout:
     """The arrangement of a run's ranks.
 
-    `axes` are sizes by name, row-major as in `torch.distributed.init_device_mesh`. Each of `tied`
-    has the names of one tensor that ranks hold under several names. Only some ranks hold those in
-    `owned`, for the samples of all: no micro-batch has a gradient of its own for them.
+    `axes` maps names to sizes, row-major as in `torch.distributed.init_device_mesh`. Each item of
+    `tied` has the names under which ranks hold one tensor. `owned` names tensors that only some
+    ranks hold, and that they update for the samples of all ranks: no micro-batch has its own
+    gradient for them.
     """
 
     axes: Mapping[str, int]
@@ -65,12 +66,15 @@ class Layout:
         return tuple(place for axis, place in self.coordinates(rank).items() if axis in DATA)
 
     def parity(self, rank: int) -> int:
-        """Return 0 or 1: ranks with other tokens have both, those with the same tokens one."""
+        """Return 0 or 1, alternating along the axes on which ranks have different tokens.
+
+        Ranks with the same tokens have the same parity.
+        """
         own = (*DATA, *PARTIAL)
         return sum(place for axis, place in self.coordinates(rank).items() if axis in own) % 2
 
     def replica(self, rank: int) -> tuple[int, ...]:
-        """Return the position of `rank` along all axes but the STAGES.
+        """Return the position of `rank` along all axes except STAGES.
 
         Ranks at the same position together hold all parameters.
         """
@@ -78,7 +82,7 @@ class Layout:
 
     @property
     def num_parts(self) -> int:
-        """The number of ranks over which each parameter is to be spread."""
+        """The number of ranks over which each parameter should be spread."""
         return math.prod(size for axis, size in self.axes.items() if axis in SHARING)
 
     def has(self, names: Iterable[str]) -> bool:
@@ -86,7 +90,7 @@ class Layout:
         return any(self.axes.get(name, 1) > 1 for name in names)
 
     def first_name(self, name: str) -> str:
-        """Return the name under which a tensor is compared: the first one of its tie, if any.
+        """Return the name under which a tensor is compared: the first name of its tie, if any.
 
         `name` may also be the name of optimizer state, `parameter/key`.
         """
@@ -96,25 +100,26 @@ class Layout:
 
 
 def plain(world_size: int) -> Layout:
-    """Return the layout of ranks that declare none: each draws samples of its own."""
+    """Return the layout of ranks that declare none: each draws its own samples."""
     return Layout(axes={"dp": world_size})
 
 
 def knows(names: Iterable[str] | None) -> bool:
-    """Return whether `names` are those of different axes along which ranks can be arranged."""
+    """Return whether `names` are distinct axes along which ranks can be arranged; False if None."""
     axes = [ALIASES.get(name, name) for name in names or ()]
     return names is not None and {*axes} <= {*DATA, *MODEL} and len({*axes}) == len(axes)
 
 
 def are_data(names: Iterable[str]) -> bool:
-    """Return whether each rank draws samples of its own along all axes with these names."""
+    """Return whether each rank draws its own samples along all axes with these names."""
     return all(ALIASES.get(name, name) in DATA for name in names)
 
 
 def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, int]:
-    """Return `axes` as sizes by name; of ALIASES, by the name that is usual here.
+    """Return `axes` as sizes by name, with names in ALIASES replaced by the usual ones.
 
-    Raises UsageError, led by `where`, if they can't be the axes of `world_size` ranks.
+    Raises UsageError, with a message that begins with `where`, if they can't be the axes of
+    `world_size` ranks.
     """
     sizes: dict[str, int] = {}
     for name, size in axes.items():
@@ -143,7 +148,7 @@ def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, i
 def require_ties(tied: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
     """Return `tied` as tuples of names.
 
-    Raises UsageError for a tie of fewer than two names, and for a name that occurs twice.
+    Raises UsageError if a tie has fewer than two names, or if a name occurs twice.
     """
     ties = tuple(tuple([tie] if isinstance(tie, str) else map(str, tie)) for tie in tied)
     names = [name for tie in ties for name in tie]
@@ -163,8 +168,8 @@ def require_ties(tied: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
 class Piece:
     """The block of a tensor that a rank holds.
 
-    It has `shape`, and begins at `offset` in the whole tensor, which has shape `whole`. The ranks
-    in `ranks` together hold one copy of the whole tensor.
+    The block has `shape` and begins at `offset` in the whole tensor, which has shape `whole`. The
+    ranks in `ranks` together hold one copy of the whole tensor.
     """
 
     offset: tuple[int, ...]
@@ -173,11 +178,11 @@ class Piece:
     ranks: tuple[int, ...]
 
     def to_list(self) -> list[list[int]]:
-        """Return the piece as JSON can hold it."""
+        """Return the piece as lists that can be written as JSON."""
         return [list(part) for part in (self.offset, self.shape, self.whole, self.ranks)]
 
     def arranged(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the flat elements of the piece as `place` takes them."""
+        """Return the flat elements of the piece in the shape that `place` selects."""
         return values.reshape(self.shape)
 
     @property
@@ -189,7 +194,10 @@ class Piece:
 
 
 def piece_from(parts: Any) -> Piece:
-    """Return the Piece that `to_list` wrote as `parts`; others raise ValueError or TypeError."""
+    """Return the Piece that `to_list` wrote as `parts`.
+
+    Raises ValueError or TypeError if `parts` are not the lists of a possible piece.
+    """
     offset, shape, whole, ranks = (tuple(map(int, part)) for part in parts)
     fits = len(offset) == len(shape) == len(whole) and all(
         begin >= 0 and size >= 0 and begin + size <= full

@@ -1,10 +1,10 @@
 """Notes to the harness from the processes of a run: problems of `--auto`, and checkpoints.
 
-`check/observing/auto/startup/sitecustomize.py` writes problems, too, where this package is missing.
+If this package is missing, `check/observing/auto/startup/sitecustomize.py` writes the problems.
 
-Of checkpoints a process writes a file of its own, also one that a rank has started: a checkpoint
-may be written in the background. The first line says what the process looks for, each other one is
-of a file that can hold the weights.
+Each process writes its notes on checkpoints to its own file. So do processes that a rank has
+started, since a checkpoint may be written in the background. The first line says what the process
+looks for. Each further line is about a file that can hold the weights.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 from entrenar_py.shared.untrusted import files, json_text
 
-ASKED = "auto.asked"  # exists if the command was launched to be observed without a line
+ASKED = "auto.asked"  # exists if the command was launched to be observed without the line `observe`
 LOADED = "auto.loaded"  # exists if any Python of the command ran the start-up module
 PROBLEMS = "auto-*.note.txt"
 _PROBLEMS_BYTES_MAX = 2**16
 
 
 def write_problem(folder: Path, text: str) -> None:
-    """Add a line for the harness to read; nothing is written if the folder is gone."""
+    """Add a line for the harness to read. Nothing is written if the folder is gone."""
     with (
         suppress(OSError),
         (folder / PROBLEMS.replace("*", str(os.getpid()))).open("a", encoding="utf-8") as file,
@@ -35,9 +35,9 @@ def write_problem(folder: Path, text: str) -> None:
 
 
 def why_nothing(folder: Path) -> str:
-    """Return why a run that was to be observed without a line left no record.
+    """Return why a run that should be observed without the line `observe` left no record.
 
-    Returns "" for other runs.
+    Returns "" for any different run.
     """
     if not (folder / ASKED).exists():
         return ""
@@ -56,7 +56,7 @@ def why_nothing(folder: Path) -> str:
 
 
 def problems(folder: Path) -> list[str]:
-    """Return the lines that the processes have written, each once."""
+    """Return the lines that the processes wrote, without duplicates."""
     lines: dict[str, None] = {}
     for path in sorted(folder.glob(PROBLEMS)):
         with suppress(OSError):
@@ -69,27 +69,31 @@ def problems(folder: Path) -> list[str]:
 
 
 SAVES = "saves-*.jsonl"
-LEAST_SHARE = 8  # a file that holds weights has at least this part of their bytes: 1 of 8
+LEAST_SHARE = 8  # a file that holds weights has at least one part in this many of their bytes
 _BYTES_MAX = 2**20
 _FILES_MAX = 4000
-# Beginnings of files as torch, numpy, pickle and h5py write them.
+# First bytes of files as torch, numpy, pickle and h5py write them.
 _BEGINNINGS = (b"PK\x03\x04", b"\x93NUMPY", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _HDF = b"\x89HDF"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The files that the processes of a run have saved, as far as they observed it (`is_known`).
+    """The files that the processes of a run saved, as far as this was observed.
 
-    `after` are the numbers of steps that were made when weights had been saved, which may be those
-    of so many steps before (`behind`). `left` tells
-    whether a file was left that can hold them. `unreached` is the first line of the script that
-    would save something, and `library` that of the library that trains, each "" if there is none.
-    `loads` tells whether a line of the script may load it, `loads_late` that all such lines run
-    only once it has trained. `option` is its option that sounds like that, as `--resume PATH`.
-    `read_back` is the first line that has loaded a file with weights of a step, before it trained.
-    `read_only` is the line of a process that has done so and didn't train.
-    `restarts` tells whether the launcher may start workers again.
+    - `is_known`: the processes noted what they saved; otherwise the remaining fields say nothing.
+    - `after`: the numbers of steps that had been taken when weights were saved.
+    - `behind`: the largest number of steps by which saved weights may be older than that.
+    - `left`: a file that can hold the weights was left.
+    - `unreached`: the first line of the script that would save something; "" if there is none.
+    - `library`: such a line of the library that trains; "" if there is none.
+    - `loads`: a line of the script may load the weights.
+    - `loads_late`: all such lines run only after the script has trained.
+    - `option`: an option of the script that seems to resume it, such as `--resume PATH`, or "".
+    - `read_back`: the first line that loaded a file with the weights of a step, in a process that
+      trained afterwards, or "".
+    - `read_only`: the same for a process that didn't train.
+    - `restarts`: the launcher may start workers again.
     """
 
     is_known: bool = False
@@ -106,9 +110,9 @@ class Saved:
     restarts: bool = True
 
     def traits(self, *, is_cut: bool) -> dict[str, Any]:
-        """Return the fields of `Traits` that say so.
+        """Return the fields of `Traits` that these notes decide.
 
-        If the harness ended the run (`is_cut`), the library may have saved something later on.
+        If the harness ended the run (`is_cut`), the library might have saved something later.
         """
         if not self.is_known:
             return {}
@@ -126,14 +130,14 @@ class Saved:
 
 
 def write_save(folder: Path, **said: Any) -> None:
-    """Add a line for the harness to read; nothing is written if the folder is gone."""
+    """Add a line for the harness to read. Nothing is written if the folder is gone."""
     path = folder / SAVES.replace("*", str(os.getpid()))
     with suppress(OSError), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(said) + "\n")
 
 
 def saved(folder: Path) -> Saved:
-    """Return what the processes of the run in `folder` have noted, and what files they left."""
+    """Return what the processes of the run in `folder` noted, and which files they left."""
     by_process = [[*_lines(path)] for path in sorted(folder.glob(SAVES))]
     notes = [note for own in by_process for note in own]
     begun = [note for note in notes if "weights" in note]
@@ -158,10 +162,11 @@ def saved(folder: Path) -> Saved:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return what a script that is started again would be given: its newest checkpoint.
+    """Return the newest checkpoint, to be given to a script that is started again.
 
-    That is the file with the weights and more, or the only one; or the folder of several, to which
-    other ranks may have added their own. Return None if it isn't clear.
+    The result is the file that has more than the weights, or the only file. If there are several
+    files, it is their folder, to which several ranks may have written. Return None if it isn't
+    clear.
     """
     saves = [
         (path.name, int(note["after"]), Path(str(note["path"])), bool(note.get("is_whole")))
@@ -186,7 +191,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _read(by_process: list[list[dict[str, Any]]], *, trains: bool) -> str:
-    """Return the first line that loads weights of a step, in a process that `trains` later."""
+    """Return the first line that loads weights of a step, "" if there is none.
+
+    If `trains`, only processes that train count, otherwise only processes that don't train.
+    """
     saved = {note.get("file") for own in by_process for note in own if note.get("after")} - {None}
     return next(
         (
@@ -214,7 +222,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _left(folder: Path) -> Iterator[Path]:
-    """Yield the files that a run has made in its copy of the user's folder, or below {workdir}."""
+    """Yield the files that a run left in its copy of the user's folder, or below {workdir}."""
     seen = 0
     for root in ("root", "work"):
         for path, _, names in os.walk(folder / root):
@@ -226,7 +234,7 @@ def _left(folder: Path) -> Iterator[Path]:
 
 
 def _may_hold(path: Path, least: int) -> bool:
-    """Return whether a file looks like one with tensors of at least this many bytes."""
+    """Return whether a file looks like a file of tensors and has at least `least` bytes."""
     try:
         if path.is_symlink() or not path.is_file() or path.stat().st_size < least:
             return False

@@ -1,7 +1,7 @@
-"""A run as its ranks' files show it: scenario, traits and trace.
+"""An observed run as the files of its ranks show it: scenario, traits and trace.
 
-`load` reads a run when only its files are left. No process observed its end, so its ending is known
-from the files alone.
+`load` reads a run if only its files are left. No process observed the end of such a run, so only
+the files show how it ended.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from entrenar_py.shared.trace.traits import CONSTANTS
 from entrenar_py.shared.untrusted import escaping
 
 SYSTEM = OBSERVED
-# How samples were found, where numbers are no samples' own: of some or all they are digests.
+# How samples were identified, if some or all of their numbers are digests and not indices.
 _CONTENT = ("content", "unknown")
-# Where a script draws the numbers by which it selects rows.
+# The places where a script may draw the random numbers that select rows.
 _SELECTING = ("batch", "loss", "gradient", "between")
-# Optimizers of torch.optim, if checks know their rule -> its name in a scenario.
+# Optimizers of torch.optim with rules that checks know -> the name of the rule in a scenario.
 _KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
 
 def scenario_of(
     ranks: Sequence[RankTrace], events: Sequence[Event], world_size: int
 ) -> tuple[Scenario, Traits]:
-    """Return scenario and traits of a run of `world_size` ranks.
+    """Return the scenario and traits of a run of `world_size` ranks.
 
-    The seed is 0, as no file has it. `events` are the result of `assembly.ordered` for `ranks`.
+    The seed is 0, since no file has it. `events` are the result of `assembly.ordered` for `ranks`.
     """
     header: Mapping[str, Any] = ranks[0].header if ranks else {}
     shards = [event for event in events if isinstance(event, Shard)]
     updates = [event for event in events if isinstance(event, Update)]
     by_place = {(update.step, update.rank): update for update in updates}
     dropped = [s for s in shards if _is_dropped(s, by_place.get((s.step, s.rank)))]
-    # Where each step has such passes, they are a part of it: an inner loop, no skipped batch.
+    # If each step has such passes, they are part of it: an inner loop, not a skipped batch.
     skipped = [] if {s.step for s in dropped} == {s.step for s in shards} else dropped
     samples_by_step: Counter[int] = Counter()
     for sign, counted in ((1, shards), (-1, skipped)):
@@ -68,7 +68,7 @@ def scenario_of(
             samples_by_step[shard.step] += sign * len(shard.ids)
     ids = {id_ for shard in shards for id_ in shard.ids}
     samples = population(ranks, events)
-    if header.get("samples") in _CONTENT:  # how many there are is unknown: as many as in a step
+    if header.get("samples") in _CONTENT:  # the number of samples is unknown: use that of a step
         samples = range(max(samples_by_step.values(), default=1))
     num_samples = max(max(ids, default=0) + 1 if samples is None else len(samples), world_size)
     batch_size = max(samples_by_step.values(), default=1) or 1
@@ -100,7 +100,7 @@ def scenario_of(
 
 
 def _is_dropped(shard: Shard, update: Update | None) -> bool:
-    """Return whether the gradient of a pass was cleared before the step: a batch is skipped."""
+    """Return whether the gradient of a pass was cleared before the step, which skips the batch."""
     return (
         update is not None
         and bool(shard.gradient)
@@ -111,8 +111,8 @@ def _is_dropped(shard: Shard, update: Update | None) -> bool:
 
 
 def _dropout(header: Mapping[str, Any], shards: Sequence[Shard]) -> float:
-    # Layers are not in use if forward passes were seen and none drew numbers: in eval(), as in a
-    # teacher.
+    # If forward passes were seen and none drew numbers, dropout layers are not in use: they are in
+    # eval(), as in a teacher.
     is_seen = any(shard.contents for shard in shards)
     is_drawn = any(shard.draws is not None for shard in shards)
     return 0.0 if is_seen and not is_drawn else float(header.get("dropout", 0.0))
@@ -125,7 +125,7 @@ def trace_of(
     traits: Traits,
     ending: tuple[str, str],
 ) -> Trace:
-    """Return the trace of a run; `ending` is the status and the reason of its end."""
+    """Return the trace of a run; `ending` is its final status and the reason."""
     status, reason = ending
     batches = scenario.num_samples / scenario.batch_size
     samples = population(ranks, events)
@@ -153,8 +153,8 @@ def trace_of(
 
 
 def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the traits other than the optimizer's that differ from their defaults."""
-    # Gradients are recorded as they are applied: a step doesn't show how they were clipped.
+    """Return the traits, except those of the optimizer, that differ from their defaults."""
+    # Gradients are recorded as they are applied, so a step doesn't show how they were clipped.
     traits: dict[str, Any] = {"clipping": "other"}
     if header.get("auto") or any(rank.header.get("losses") == "backward" for rank in ranks):
         traits["losses"] = "backward"
@@ -180,23 +180,24 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
         traits["compressed"] = compressed
     if sent and not header.get("reduction"):
         traits["compressed_from"] = min(r.compressed_from for r in ranks if r.compression)
-    joined = "micro-batch" if header.get("joined") else ""  # as torch's `Join` has batches count
+    joined = "micro-batch" if header.get("joined") else ""  # batches count as in torch's `Join`
     traits["loss_over"] = header.get("loss_over", "") or joined
     if header.get("clip_norm") is not None:
         traits |= {"clip_norm": float(header["clip_norm"]), "clip_source": "line"}
     elif header.get("clips") is not None and traits.get("arranged") != "guessed":
         traits |= {"clip_norm": float(header["clips"]), "clip_source": "calls"}
     if header.get("batch_norm") and any(rank.local for rank in ranks):
-        traits["batch_norm"] = True  # forward passes changed its statistics
+        traits["batch_norm"] = True  # forward passes changed the statistics
     return traits
 
 
 def _selecting_line(ranks: Sequence[RankTrace], events: Sequence[Event]) -> str:
     """Return the line that selects rows by random numbers, if each rank draws some in each step.
 
-    They are drawn outside of the passes of the model, where masks are drawn. What is drawn before
-    the first pass is not always recorded, nor what a generator draws that lives for a step: then
-    the line is in the loop that steps.
+    The numbers are drawn outside the passes of the model, in which masks are drawn. Numbers drawn
+    before the first pass are not always recorded, and neither are those of a generator that lives
+    for only one step. In the last case the line is in the loop that steps. The result is "" if
+    there is no such line.
     """
     lines = [str(rank.header.get("selects", "")) for rank in ranks]
     if not lines or not all(lines):
@@ -228,9 +229,10 @@ def _optimizer(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the scenario's fields for the optimizer in `header`, and its non-default traits.
 
-    `rule: own` if the optimizer is none that checks know, `rule: other` if no check knows how it
-    applies a gradient all the same, `schedule: other` if the
-    learning rate changes, `decay: coupled` if weight decay is added to the gradient.
+    - `rule: own` if checks don't know the optimizer
+    - `rule: other` if they know it, but not how it applies a gradient in this run
+    - `schedule: other` if the learning rate changes
+    - `decay: coupled` if weight decay is added to the gradient
     """
     groups: Sequence[Mapping[str, Any]] = header.get("groups") or [{}]
     name, first = header.get("optimizer", ""), groups[0]
@@ -274,7 +276,7 @@ def _decays(groups: Sequence[Mapping[str, Any]]) -> set[float]:
 def _unusual(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constants of a parameter group that differ from the defaults of Traits.
 
-    If torch.optim would not accept one of them, `rule` is `other`: no check knows the rule.
+    If a constant is invalid, the result is `rule: other`, since no check knows the rule.
     """
     constants = {name: group[name] for name in CONSTANTS if name in group}
     if isinstance(constants.get("nesterov"), int):
@@ -313,10 +315,10 @@ def _declared_optimizer(rank: RankTrace) -> str:
 
 
 def load(files: Iterable[Path]) -> trace.Trace:
-    """Return the trace of the run that left these files, one for each life of a rank.
+    """Return the trace of the run that left these files, one file for each life of a rank.
 
-    It ends `failed` if a rank is missing, or didn't come to its end. Raises TraceError for a file
-    that no rank wrote.
+    The trace ends with status `failed` if a rank is missing or didn't reach its end. Raises
+    TraceError for a file that no rank wrote.
     """
     ranks = assembly.recognised([rank_file.load(path) for path in sorted(files)])
     events = assembly.ordered(ranks)
@@ -327,18 +329,18 @@ def load(files: Iterable[Path]) -> trace.Trace:
 
 
 def _disturbed(scenario: Scenario, events: Sequence[Event]) -> Scenario:
-    """Return `scenario` with the planted faults, and the steps where it was stopped and resumed."""
+    """Return `scenario` with the planted faults, and the steps where it stopped and resumed."""
     injected = [event.fault for event in events if isinstance(event, Injected)]
     faults = tuple(dict.fromkeys(Fault.from_dict(fault) for fault in injected))
     begun = {event.step for event in events if isinstance(event, Start)}
     stops = sorted(step for step in begun if 0 < step < scenario.num_steps)
-    # If a fault killed or halted all ranks, none made its step; the run was meant to have it.
+    # If a fault killed or halted all ranks, none completed its step, though the run was meant to.
     num_steps = max([scenario.num_steps, *((fault.step or 0) + 1 for fault in faults)])
     return scenario.with_(faults=faults, num_steps=num_steps, stops=() if faults else tuple(stops))
 
 
 def _ending(last: LastLives, world_sizes: Sequence[int]) -> tuple[str, str]:
-    """Return how the run ended, and why, as far as the files show."""
+    """Return the final status of the run and the reason, as far as the files show them."""
     if len(world_sizes) > 1:
         sizes = ", ".join(map(str, world_sizes))
         return "failed", f"files of runs with {sizes} workers: keep each run in a folder of its own"
@@ -362,10 +364,10 @@ def _ending(last: LastLives, world_sizes: Sequence[int]) -> tuple[str, str]:
 
 
 def population(ranks: Sequence[RankTrace], events: Iterable[Event]) -> Collection[int] | None:
-    """Return the numbers of the samples; None if no loader showed how many there are.
+    """Return the ids of all samples; None if no loader showed how many there are.
 
-    If ranks select different samples, these are the samples that any rank selects. If the samples
-    vary from pass to pass, nothing is known of them.
+    If ranks select different samples, the result has the samples that any rank selects. If samples
+    vary from pass to pass, they are unknown, and the result is None.
     """
     if samples_vary(ranks):
         return None
@@ -377,12 +379,15 @@ def population(ranks: Sequence[RankTrace], events: Iterable[Event]) -> Collectio
 
 
 def samples_vary(ranks: Sequence[RankTrace]) -> bool:
-    """Return whether the script trains from several data sets, or from other parts of one."""
+    """Return whether the script trains from several data sets, or from different parts of one."""
     return any(rank.header.get("varied") for rank in ranks)
 
 
 def is_population_known(ranks: Sequence[RankTrace], samples: Collection[int] | None) -> bool:
-    """Return whether each epoch should have all `samples`: no sampler of the script's decides."""
+    """Return whether each epoch should have all `samples`.
+
+    False if `samples` is None, or if a sampler of the script decides which samples are drawn.
+    """
     return samples is not None and all(rank.header.get("thorough", True) for rank in ranks)
 
 
@@ -390,16 +395,16 @@ def is_population_known(ranks: Sequence[RankTrace], samples: Collection[int] | N
 
 
 def are_epochs_reported(ranks: Sequence[RankTrace]) -> bool:
-    """Return whether all ranks report epochs, or have a loader that shows them."""
+    """Return whether all ranks report epochs, or have a loader that shows epochs."""
     return all(rank.epochs is not False for rank in ranks)
 
 
 def is_endless_pass(
     ranks: Sequence[RankTrace], events: Sequence[Event], population: Collection[int] | None
 ) -> bool:
-    """Return whether all samples come in one pass of a loader that never ends.
+    """Return whether all samples come from one pass of a loader that never ends.
 
-    A sample comes again there once all of `population` have come.
+    In such a pass, a sample is repeated only after all of `population` have been drawn.
     """
     is_seen = all(rank.header.get("samples") == "index" for rank in ranks)
     shards = [event for event in events if isinstance(event, Shard)]
@@ -422,10 +427,10 @@ def is_endless_pass(
 def outer_step(
     ranks: Sequence[RankTrace], events: Sequence[Event]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the scenario's options and the traits of the outer step; both empty without a rule.
+    """Return the scenario's options and the traits of the outer step.
 
-    The option `inner_steps` is left out if it was not declared and rounds have several lengths, or
-    none are known.
+    Both are empty if no rule was recorded. The option `inner_steps` is left out if it was not
+    declared and rounds have several lengths or an unknown length.
     """
     rules = [rank.outer for rank in ranks if rank.outer]
     meetings: dict[int, set[int]] = defaultdict(set)

@@ -1,7 +1,8 @@
-"""Places of a rank's tensors in those of the whole model, found from their initial values.
+"""Places of a rank's tensors in those of the whole model, derived from their initial values.
 
-A script that cuts a model by hand, in plain tensors, declares nothing. With one seed, the run on
-one worker begins with the whole tensors, and ranks with pieces of them: the same numbers.
+A script that cuts a model by hand, into plain tensors, declares nothing. With the same seed, the
+run on one worker begins with whole tensors and ranks begin with pieces of them, so the numbers are
+the same.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A rank's tensor is the elements `indices` of the tensor `name` of the whole model.
+    """The place of a rank's tensor: the elements `indices` of tensor `name` of the whole model.
 
-    `indices` are None for the whole tensor. If slices along one dimension were cut, `rows` are
-    their numbers, and `dim` is the dimension.
+    `indices` is None if the rank has the whole tensor. If slices were cut along one dimension,
+    `rows` are their numbers, and `dim` is the dimension. The last `padding` elements of the rank's
+    tensor are padding.
     """
 
     name: str
@@ -47,15 +49,16 @@ class Whole:
 
     @property
     def is_constant(self) -> bool:
-        """True if all elements are equal, so that values don't show where a piece lies."""
+        """True if all elements are known and equal: then values don't show where a piece lies."""
         return self.values is not None and is_constant(self.values)
 
 
 def of(starts: Mapping[int, Start], whole: Start) -> dict[int, dict[str, Placed]]:
-    """Return by rank and name where each tensor lies in those of `whole`, as far as it shows.
+    """Return rank -> tensor name -> its place in `whole`, for tensors with a known place.
 
-    A tensor lies nowhere if it has other values than any of the whole model, unless all ranks have
-    the same: a script that draws pieces draws other numbers after them than one worker does.
+    A tensor has no place if its values differ from all those of the whole model. There is one
+    exception: tensors that have the same values on all ranks. A script that draws the initial
+    values of pieces gets different numbers for later tensors than one worker does.
     """
     wholes = {
         name: Whole(name, record, record.values(), _shape(whole, name))
@@ -72,7 +75,7 @@ def of(starts: Mapping[int, Start], whole: Start) -> dict[int, dict[str, Placed]
 
 
 def _shape(start: Start, name: str) -> Shape:
-    # A tensor with two numbers an element (complex) counts as flat.
+    # A tensor with two numbers per element (complex) counts as flat.
     size = start.weights[name].size or 0
     shape = tuple(start.shapes.get(name, ()))
     return shape if shape and math.prod(shape) == size else (size,)
@@ -84,7 +87,10 @@ def _are_copies(name: str, shape: Shape, starts: Collection[Start]) -> bool:
 
 
 def _of_rank(start: Start, wholes: Mapping[str, Whole]) -> dict[str, Placed]:
-    """Return where a rank's tensors lie: those with values of their own first, then the others."""
+    """Return the places of a rank's tensors, first of those with distinct values.
+
+    Tensors with equal elements are placed afterwards, by their neighbours.
+    """
     places: dict[str, Placed] = {}
     alike = {}
     for name, record in start.weights.items():
@@ -107,7 +113,7 @@ def _of_rank(start: Start, wholes: Mapping[str, Whole]) -> dict[str, Placed]:
 
 
 def of_buffers(start: Start, places: Mapping[str, Placed]) -> dict[str, str]:
-    """Return by a rank's name the name in the whole model of each buffer: its module's decides."""
+    """Return by buffer name on the rank its name in the whole model, derived from its module's."""
     modules = _modules(places)
     named = {}
     for name in start.buffers:
@@ -140,7 +146,7 @@ def _by_values(
 
 
 def _within(whole: Whole, record: TensorRecord, values: Values, shape: Shape) -> Placed | None:
-    """Return where `values` lie in `whole`; None if they don't, or if several places have them."""
+    """Return where `values` lie in `whole`; None if they don't, or if several places match."""
     if whole.values is None or whole.values.dtype != values.dtype:
         return None
     if _is_same(record, whole):
@@ -158,10 +164,10 @@ def _within(whole: Whole, record: TensorRecord, values: Values, shape: Shape) ->
 
 
 def _dimensions(shape: Shape, whole: Shape) -> Iterator[tuple[int, Shape]]:
-    """Yield the dimensions along which a piece of this shape may have been cut, with its shape.
+    """Yield the dimensions along which a piece may have been cut, and the piece's shape for each.
 
-    A piece may lack the first dimension, as one of a stack of layers does. If the shapes are equal,
-    its slices may only be in another order.
+    `shape` is that of the piece. It may lack the first dimension, as the shape of one of a stack of
+    layers does. If the shapes are equal, the slices may still be in a different order.
     """
     if len(shape) == len(whole) - 1:
         shape = (1, *shape)
@@ -179,7 +185,10 @@ def cut_along(whole: Whole, dim: int, rows: Indices) -> Placed:
 
 
 def _rows(piece: Values, whole: Values, dim: int) -> Indices | None:
-    """Return the numbers of the slices of `whole` that `piece` has; None if that isn't clear."""
+    """Return the numbers of the slices of `whole` that `piece` has; None if they are ambiguous.
+
+    Also None if a slice is missing.
+    """
     known: dict[bytes, int] = {}
     slices = np.moveaxis(whole, dim, 0)
     for number, row in enumerate(slices):
@@ -192,7 +201,7 @@ def _rows(piece: Values, whole: Values, dim: int) -> Indices | None:
 
 
 def _positions(piece: Values, whole: Values) -> Indices | None:
-    """Return the place of each element in `whole`; None if a value is missing, or there twice."""
+    """Return the index in `whole` of each element; None if a value is missing or occurs twice."""
     order = np.argsort(whole, kind="stable")
     ordered = whole[order]
     at = np.searchsorted(ordered, piece)
@@ -224,9 +233,10 @@ def _by_neighbours(
     places: Mapping[str, Placed],
     modules: Mapping[str, str],
 ) -> Placed | None:
-    """Return where a tensor of equal elements lies, as others of its module, or of the rank, say.
+    """Return where a tensor of equal elements lies, derived from its neighbours; None if unknown.
 
-    A piece of a bias lies as the rows of its module's weight.
+    The neighbours are tensors of the same module or rank. A piece of a bias lies where the rows of
+    its module's weight lie.
     """
     module, _, last = name.rpartition(".")
     whole = wholes.get(".".join(filter(None, (_module(module, modules), last))))
@@ -249,7 +259,7 @@ def _by_neighbours(
 
 
 def _module(name: str, modules: Mapping[str, str]) -> str:
-    """Return the name in the whole model of a module: moved as others of the rank are."""
+    """Return the name of a module in the whole model, moved in the same way as its neighbours."""
     if name in modules:
         return modules[name]
     for own, other in modules.items():
@@ -260,7 +270,10 @@ def _module(name: str, modules: Mapping[str, str]) -> str:
 
 
 def _moved(name: str, own: list[str], other: list[str]) -> str | None:
-    """Return `name` with its number moved as far as that of `own` is in `other`."""
+    """Return `name` with its number changed by the difference of the numbers in `own` and `other`.
+
+    Return None if the names don't differ in exactly one number.
+    """
     parts = name.split(".")
     unlike = [i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]]
     if len(own) != len(other) or len(unlike) != 1 or len(parts) <= unlike[0]:

@@ -1,12 +1,13 @@
-"""The file in which one rank of a user's trainer records a run, as the rank writes it.
+"""The file in which one rank of a user's trainer records a run.
 
-The file is JSON lines: a header, then an event a line. Lines between the events say how the ranks
-are arranged, which pieces of tensors this rank holds, which buffers depend on its own samples, and
-whether the optimizer's constants or the compression of gradients have changed. The last line says
-that training ended. Each line is written at once, so it stays when the process dies.
+The file has JSON lines: a header, then one event per line. Lines between the events say how the
+ranks are arranged, which pieces of tensors this rank holds, which buffers depend on its own
+samples, and whether the optimizer's constants or the compression of gradients have changed. The
+last line says that training ended. Each line is written immediately, so it remains if the process
+dies.
 
-`RankFile` writes it, and `load` reads it back. A file may come from anywhere: every line is
-untrusted, and the code that judges it relies on the types checked here.
+`RankFile` writes the file, and `load` reads it. A file may come from anywhere: every line is
+untrusted, and the code that judges a run relies on the types checked here.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _are_groups(value: Any) -> bool:
 def _is_group(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    # These must be numbers, as they are computed with; the others are only compared.
+    # These must be numbers, since they are used in arithmetic; the rest are only compared.
     numbers = [value[name] for name in ("lr", "initial_lr") if name in value]
     decay = value.get("weight_decay")
     numbers += [] if decay is None else [decay]
@@ -92,7 +93,7 @@ _FLAGS = (
     *("selects_in_steps", "one_source", "splits", "thorough", "ordered", "varied", "joined"),
     *("batch_norm", "short_betas"),
 )
-# Key -> whether it must be there, the test of its value, and the allowed values in words.
+# Key -> whether it is required, the test of its value, and the allowed values in words.
 _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "rank": (True, _whole(0, RANKS_MAX - 1), f"a whole number from 0 to {RANKS_MAX - 1}"),
     "world_size": (True, _whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
@@ -115,7 +116,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "dropout": (False, _is_probability, "a number from 0 to 1"),
     **dict.fromkeys(_FLAGS, (False, _is_flag, "true or false")),
 }
-# The keys that a later line may give, since what the script doesn't declare is met later.
+# The keys that a later line may set, since the script doesn't declare them at the start.
 OF_THE_DATA = (
     *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples", "replicas"),
     *("losses", "clips", "alone", "selects", "selects_in_steps", "one_source", "by_epoch"),
@@ -126,8 +127,8 @@ OF_THE_DATA = (
 def require_header(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return `record` if it is the header of a rank's file of this version.
 
-    Unknown keys are ignored, since a later release may write more. Raises TraceError, led by
-    `where`, if `record` is no such header.
+    Unknown keys are ignored, since a later release may write more. Raises TraceError, with a
+    message that begins with `where`, if `record` is not such a header.
     """
     if record.get("kind") != "rank" or record.get("version") != VERSION:
         given = f"kind={record.get('kind')!r:.40}, version={record.get('version')!r:.40}"
@@ -150,18 +151,19 @@ def require_header(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 SUFFIX = ".rank.jsonl"
-STACK_SUFFIX = ".stack.txt"  # of the rank's stack, written on SIGUSR1
+STACK_SUFFIX = ".stack.txt"  # holds the rank's stack, written on SIGUSR1
 
 
 def line(kind: str, **fields: Any) -> str:
-    """Return the text of a line that is no event."""
+    """Return the text of a line that isn't an event."""
     return json.dumps({"kind": kind, **fields}) + "\n"
 
 
 class RankFile:
-    """A new file in `folder` for a rank's next `life`; the rank's stack can go to `stack`.
+    """A new file in `folder` for the next `life` of a rank.
 
-    A rank that is started again, or observes twice, has a file for each life.
+    A rank that is started again, or that calls `observe` twice, has a file for each life. `stack`
+    is the path of a file for the rank's stack.
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
@@ -180,7 +182,7 @@ class RankFile:
         self._write(line(kind, **fields))
 
     def close(self, problem: str = "") -> None:
-        """Write that training is over, with the error `problem` if any, and close the file."""
+        """Write that training is over, with the error `problem` unless it is "". Close the file."""
         self.note("closed", problem=problem)
         self._file.close()
 
@@ -200,10 +202,10 @@ def _new(folder: Path, rank: int) -> tuple[FileIO, int]:
 
 
 def environment_rank() -> tuple[int, int]:
-    """Return rank and world size as torchrun sets them, or 0 and 1 without torchrun.
+    """Return rank and world size as torchrun sets them; 0 and 1 without torchrun.
 
-    ENTRENAR_RANK and ENTRENAR_WORLD_SIZE come first, as RANK may count within a part of the job.
-    Raises UsageError if only one of them is set.
+    ENTRENAR_RANK and ENTRENAR_WORLD_SIZE have precedence, since RANK may count ranks of only a part
+    of the job. Raises UsageError if only one of them is set.
     """
     own = {name: os.environ.get(f"ENTRENAR_{name}") for name in ("RANK", "WORLD_SIZE")}
     is_own = None not in own.values()
@@ -232,23 +234,24 @@ _CLOSED_WELL = line("closed", problem="").encode()
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """The record of one rank in its `life`, 0 for its first one.
+    """The record of one rank in one `life`; the first life is 0.
 
-    - `header`: how the rank was launched, and what it declared.
-    - `events`: in the order in which they were written.
-    - `ended`: training came to its end; `problem` is the error that ended it, "" for none.
-    - `layout`: how the ranks are arranged, None if the file doesn't say.
-    - `pieces`: by name, the place of each tensor that the rank holds a part of.
-    - `local`: buffers that depend on the rank's own samples, None if unknown.
+    - `header`: how the rank was launched and what it declared.
+    - `events`: the events, in the order in which they were written.
+    - `ended`: training reached its end; `problem` is the error that ended it, "" if there was none.
+    - `layout`: how the ranks are arranged; None if the file doesn't say.
+    - `pieces`: by name, the rank's part of each tensor that it doesn't hold whole.
+    - `local`: the buffers that depend on the rank's own samples; None if unknown.
     - `changed`: the optimizer's constants, except learning rates, have changed since the header.
-    - `compression`: the format in which gradients were sent, "" if uncompressed; `compressed_from`
-      is the first step in which they were.
-    - `outer`: the rule by which ranks that step alone are brought together: `rule`, and for known
-      ones `lr` and `momentum`; `inner_steps`, the steps of a round, if declared.
+    - `compression`: the dtype in which gradients were sent, "" if they were not compressed;
+      `compressed_from` is the first compressed step.
+    - `outer`: the rule of the outer step, with which ranks that step alone are averaged: `rule`,
+      for known rules also `lr` and `momentum`, and `inner_steps`, the steps of a round, if
+      declared.
     - `drops_last`: the script has skipped a last, short batch of its loader.
     - `replaces`: the script says that it draws with replacement.
-    - `epochs`: whether the script reports epochs with its samples, None if a loader shows them.
-    - `is_limited`: the harness ended the rank after its last step, and not the script.
+    - `epochs`: whether the script reports epochs with its samples; None if a loader shows them.
+    - `is_limited`: the harness, not the script, ended the rank after its last step.
     """
 
     life: int
@@ -276,10 +279,11 @@ class RankTrace:
 
 
 def load(path: Path) -> RankTrace:
-    """Read the file of one rank, a line in memory at a time.
+    """Read the file of one rank, with one line in memory at a time.
 
     An incomplete last line, cut off when its writer died, is left out. Raises TraceError, with the
-    line's number, for a line that no rank writes, and for more than FILE_BYTES_MAX or EVENTS_MAX.
+    line number, for a line that no rank writes. Also raises it for a file larger than
+    FILE_BYTES_MAX, and for more than EVENTS_MAX events.
     """
     life = life_of(path)
     try:
@@ -292,7 +296,7 @@ def load(path: Path) -> RankTrace:
 
 
 def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
-    """Return the record in `file`; errors name the number of the line."""
+    """Return the record in `file`. Errors name the line number."""
     rank: RankTrace | None = None
     events: list[trace.Event] = []
     for number, text in enumerate(files.lines(file), start=1):
@@ -324,7 +328,7 @@ def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
 
 
 def _without_earlier(event: trace.Event, events: list[trace.Event]) -> list[trace.Event]:
-    # Between two starts the script has loaded what it begins with.
+    # Between two starts the script loaded its initial state.
     is_again = isinstance(event, trace.Start)
     if not is_again or any(isinstance(one, trace.Update) for one in events):
         return events
@@ -334,7 +338,7 @@ def _without_earlier(event: trace.Event, events: list[trace.Event]) -> list[trac
 def _event(record: Mapping[str, Any], num_before: int) -> trace.Event:
     event = records.from_record(record)
     if isinstance(event, trace.Injected):
-        Fault.from_dict(event.fault)  # raises UsageError for what is none
+        Fault.from_dict(event.fault)  # raises UsageError if it isn't a fault
     step = getattr(event, "step", None)
     if (step or 0) < 0:
         raise TraceError(f"step={step}: steps count from 0")
@@ -362,7 +366,7 @@ def _with_layout(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
 
 
 def _with_outer(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
-    """Add the rule of the outer step. A rule that changes from round to round becomes `other`."""
+    """Return `rank` with the rule of the outer step; a rule that changes becomes `other`."""
     rule = {
         name: record[name] for name in ("rule", "lr", "momentum", "inner_steps") if name in record
     }
@@ -389,7 +393,7 @@ def _of_the_data(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in OF_THE_DATA if name in record}
 
 
-# Kind of a line other than an event -> function that adds the line's content to the record.
+# Type of a line that isn't an event -> the function that adds its content to the record.
 _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
     "closed": lambda rank, record: replace(
         rank, ended=True, problem=str(record.get("problem", ""))
@@ -416,7 +420,7 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
 def life_of(path: Path) -> int:
     """Return the number, from 0, of the rank's life that the file at `path` records.
 
-    Raises TraceError if the file isn't named as ranks name their files.
+    Raises TraceError if the file's name is not in the form in which ranks name their files.
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -430,7 +434,7 @@ def life_of(path: Path) -> int:
 def is_closed(path: Path) -> bool:
     """Return whether the rank has recorded that training ended without an error.
 
-    Reads only the end of the file.
+    Reads only the end of the file. Returns False if it can't be read.
     """
     try:
         with files.open_file(path) as file:
@@ -444,7 +448,7 @@ def _record(where: str, line: bytes) -> dict[str, Any]:
     try:
         record = json_text.load(line)
     except ValueError as error:
-        raise TraceError(f"{where}: no JSON ({error}); give a file that a rank wrote") from error
+        raise TraceError(f"{where}: not JSON ({error}); give a file that a rank wrote") from error
     if not isinstance(record, dict):
         raise TraceError(f"{where}: not a JSON object; give a file that a rank wrote")
     return record

@@ -1,7 +1,8 @@
 """The events of one life of all ranks, each with the tensors of the whole model.
 
-Ranks may hold a model in pieces or in stages, or share micro-batches. A `Layout` says which. Whole
-tensors, as one rank sees them, are made of the pieces that it and other ranks recorded.
+Ranks may hold a model in pieces or in stages, or share micro-batches. A `Layout` says which. The
+tensors that one rank would see as a whole are assembled from the pieces of all ranks that hold
+them.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _IN_PIECES = (
 
 
 def layout_of(ranks: Sequence[RankTrace]) -> Layout | None:
-    """Return the first layout that a rank declares; None if none does."""
+    """Return the first layout that a rank declares; None if no rank declares any."""
     return next((rank.layout for rank in ranks if rank.layout is not None), None)
 
 
 def of_life(life: Sequence[RankTrace]) -> list[Event]:
-    """Return the events of `life`, the records of one start of all ranks, not ordered by step."""
+    """Return the events of `life`, which has the records of one start of all ranks, in no order."""
     events = [event for rank in life for event in rank.events]
     layout = layout_of(life)
     if layout is None:
@@ -112,7 +113,7 @@ def _whole_update(rank: int, updates: Mapping[int, Update], ranks: Ranks, layout
     }
     parts["rates"] = {name: rate for name, rate in rates.items() if rate != own.learning_rate}
     parts["kept"] = {layout.first_name(name): first for name, first in own.kept.items()}
-    # Micro-batches are joined, or shared with other ranks.
+    # Micro-batches are joined, or shared with different ranks.
     parts["summed"] = {name: () for name in layout.owned if name in parts["gradient"]}
     if own.grad_norm is not None:
         parts |= _norms([own, *updates.values()], norm(parts["gradient"]))
@@ -161,7 +162,8 @@ def _micro_batches(rank: RankTrace, layout: Layout) -> list[Shard]:
     shards = [event for event in rank.events if isinstance(event, Shard)]
     if "pp" not in layout.axes:  # one worker has all stages of a pipeline
         return shards
-    # A pipeline's schedule splits a batch further, unknown to samplers: a step is one micro-batch.
+    # The schedule of a pipeline splits a batch further, which samplers don't see. So a step counts
+    # as one micro-batch.
     by_step: dict[int, list[Shard]] = defaultdict(list)
     for shard in shards:
         by_step[shard.step].append(shard)
@@ -187,7 +189,7 @@ def _joined(shards: Sequence[Shard]) -> Shard:
 
 
 def _merged(parts: Mapping[int, Shard], ranks: Ranks, layout: Layout) -> list[Shard]:
-    """Return the Shard of a micro-batch, and one of each rank that drew other samples for it."""
+    """Return the Shard of a micro-batch, and one for each rank with different samples for it."""
     group = sorted(parts)
     drew = [rank for rank in group if parts[rank].ids] or group
     first = parts[drew[0]]
@@ -216,15 +218,15 @@ def _draws(shards: Iterable[Shard]) -> str | None:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-Held = Mapping[int, Tensors]  # rank -> its records of one kind: weights, say, after one step
+Held = Mapping[int, Tensors]  # rank -> its tensors of one type, such as weights after a step
 Ranks = Mapping[int, RankTrace]
 
 
 def seen_by(rank: int, by_rank: Held, ranks: Ranks, layout: Layout) -> Tensors:
     """Return the tensors of the whole model as `rank` has them.
 
-    These are the rank's own tensors, made whole, and tensors that only ranks of other stages hold.
-    A tensor with a missing piece is left out.
+    These are the rank's own tensors, made whole, and tensors that only ranks of different stages
+    hold. A tensor with a missing piece is left out.
     """
     tensors: dict[str, TensorRecord] = {}
     replica = layout.replica(rank)
@@ -240,9 +242,9 @@ def seen_by(rank: int, by_rank: Held, ranks: Ranks, layout: Layout) -> Tensors:
 
 
 def _of_empty_pieces(rank: int, by_rank: Held, ranks: Ranks) -> dict[str, TensorRecord]:
-    """Return what `rank` lacks, since other ranks hold all elements of the parameter.
+    """Return the tensors that `rank` lacks because its piece of the parameter is empty.
 
-    Such a parameter has no gradient and no optimizer state there.
+    On such a rank the parameter has no gradient and no optimizer state.
     """
     pieces = ranks[rank].pieces if rank in ranks else {}
     empty = {name: piece.ranks for name, piece in pieces.items() if 0 in piece.shape}
@@ -259,9 +261,9 @@ def _of_empty_pieces(rank: int, by_rank: Held, ranks: Ranks) -> dict[str, Tensor
 def gradient(group: Sequence[int], by_rank: Held, ranks: Ranks, layout: Layout) -> Tensors:
     """Return the gradient of one micro-batch that the ranks of `group` computed together.
 
-    Ranks of one stage hold copies of it; the first is taken. Ranks of several stages hold terms,
-    which are added, or copies again. If ranks compute on parts of samples, the result is
-    empty: a term can't be told from a copy.
+    Ranks of the same stage hold copies, and the first is used. Ranks of different stages hold
+    terms, which are added, or identical copies. If ranks compute on parts of samples, the result is
+    empty: a term can't be distinguished from a copy.
     """
     if layout.has(PARTIAL):
         return {}
@@ -279,15 +281,15 @@ def gradient(group: Sequence[int], by_rank: Held, ranks: Ranks, layout: Layout) 
 
 
 def made_whole(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
-    """Return the tensors of `rank`, each made whole, without those with a missing piece."""
+    """Return the tensors of `rank`, each made whole. Tensors with a missing piece are left out."""
     tensors = {name: _whole(name, rank, held, ranks) for name in held.get(rank, {})}
     return {name: record for name, record in tensors.items() if record is not None}
 
 
 def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
-    """Return `tensors` with tied ones under the first name of their tie.
+    """Return `tensors` with each tied tensor under the first name of its tie.
 
-    If several tensors of a tie are recorded, the others keep their own names.
+    If several tensors of a tie are recorded, the rest keep their own names.
     """
     named: dict[str, TensorRecord] = {}
     for name, record in tensors.items():
@@ -297,7 +299,7 @@ def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
 
 
 def total(terms: Iterable[Tensors]) -> dict[str, TensorRecord]:
-    """Return the sums by name, without tensors of unknown values, or of several sizes."""
+    """Return the sums by name, without tensors that have unknown values or different sizes."""
     sums = {name: _sum(records) for name, records in _gathered(terms).items()}
     return {name: record for name, record in sums.items() if record is not None}
 
@@ -331,7 +333,7 @@ def _sum(records: Sequence[TensorRecord]) -> TensorRecord | None:
 
 
 def _whole(name: str, rank: int, by_rank: Held, ranks: Ranks) -> TensorRecord | None:
-    """Return a tensor that `rank` holds all or a piece of; None if a piece is missing."""
+    """Return a tensor of `rank`, made whole if the rank has a piece; None if a piece is missing."""
     piece = ranks[rank].pieces.get(name)
     if piece is None:
         return by_rank[rank][name]
@@ -363,9 +365,10 @@ def _whole(name: str, rank: int, by_rank: Held, ranks: Ranks) -> TensorRecord | 
 
 
 def _whole_sketch(name: str, piece: Piece, records_of: Held, ranks: Ranks) -> TensorRecord | None:
-    """Return the record of a tensor that the ranks of `piece` have sketches or digests of.
+    """Return the record of a tensor for which the ranks of `piece` have sketches or digests.
 
-    Its digest is that of the pieces' digests, so it depends on how the tensor is cut.
+    Its digest is computed from the digests of the pieces, so it depends on how the tensor is cut.
+    Return None if a piece is missing.
     """
     records: list[TensorRecord] = []
     num_elements = 0

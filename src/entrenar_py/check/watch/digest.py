@@ -1,12 +1,13 @@
 """The digest of a tensor: 128 bits of its bytes, dtype and shape (docs/watch.md specifies it).
 
-Chunks are hashed by XXH3-128, then the list of their digests in the same way, until one is left. So
-a GPU can hash all chunks at once, and a stock library can compute every intermediate result again.
+Each chunk is hashed by XXH3-128. Then the list of digests is hashed in the same way, until one
+digest is left. So a GPU can hash all chunks at once, and a stock library can recompute every
+intermediate result.
 
-On the CPU `root` does that. On a GPU a `DigestTable` has the chunks of many tensors: it is built
-once, and run at every watched step. There is one launch of `kernels.hash_chunks` for each level.
-The first level reads the tensors, the others read the lists of digests, which are small. Nothing
-here waits for the device.
+On the CPU `root` computes the digest. On a GPU a `DigestTable` holds the chunks of many tensors: it
+is built once, and run at every watched step. Each level takes one launch of `kernels.hash_chunks`.
+The first level reads the tensors. The later levels read the lists of digests, which are small.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ZEROS = bytes(CHUNK_BYTES)
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a tensor's digest, 32 hex digits: the same on every device, and for any strides."""
+    """Return a tensor's digest, 32 hex digits. It does not depend on device or strides."""
     return text(root(header(tensor), memory(tensor)))
 
 
@@ -55,14 +56,14 @@ def header(tensor: Tensor) -> bytes:
 def memory(tensor: Tensor) -> memoryview:
     """Return the bytes of the elements in logical order.
 
-    They are copied unless they lie in that order in the CPU's memory.
+    They are copied unless they are in CPU memory in that order.
     """
     plain = tensor.detach().cpu().contiguous()
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def root(head: bytes, data: memoryview) -> bytes:
-    """Return the digest of `data` and its `head`: DIGEST_BYTES bytes, the lowest first."""
+    """Return the digest of `data` with its header `head`: DIGEST_BYTES bytes, lowest byte first."""
     message = head + _digests(data)
     while len(message) > DIGEST_BYTES:
         message = _digests(memoryview(message))
@@ -79,12 +80,12 @@ def _digests(data: memoryview) -> bytes:
 
 
 def _little(numbers: bytes) -> bytes:
-    """Return `numbers` reversed: xxhash writes the highest byte first, `root` the lowest."""
+    """Return `numbers` reversed: xxhash writes the highest byte first, but `root` the lowest."""
     return numbers[::-1]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has no NaN or Inf, in one pass and without a copy of its size."""
+    """Return whether a tensor has no NaN or Inf, in one pass and without a copy of the tensor."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
@@ -92,14 +93,14 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def all_words(roots: Iterable[bytes]) -> Tensor:
-    """Return the low and the high half of each digest, int64 [tensors, 2]."""
+    """Return the low and high halves of all digests, int64 [tensors, 2]."""
     joined = bytearray(b"".join(roots))
     if not joined:
         return torch.empty((0, 2), dtype=torch.int64)
     return torch.frombuffer(joined, dtype=torch.int64).view(-1, 2)
 
 
-ROW_WORDS = 4  # of a tensor: low half, high half, 1 if NaN or Inf is in it, a mark of the watch
+ROW_WORDS = 4  # per tensor: low half, high half, 1 if NaN or Inf, a mark of the watch
 _WORD = 8
 _DIGEST_WORDS = DIGEST_BYTES // _WORD
 _HEADER_WORDS = HEADER_BYTES // _WORD
@@ -118,8 +119,8 @@ _START = (
     *(0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
     *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
 )
-# dtype -> (exponent bits of an element, the lowest of them, bits of an element). NaN and Inf have
-# an exponent of all ones: adding the lowest bit to it carries into the bit above, the sign's.
+# dtype -> (exponent bits of an element, lowest exponent bit, bits of an element). NaN and Inf have
+# an exponent of all ones: adding the lowest bit to it carries into the bit above, the sign bit.
 _FORMATS = {
     torch.float64: (0x7FF0000000000000, 0x0010000000000000, 64),
     torch.float32: (0x7F800000, 0x00800000, 32),
@@ -133,8 +134,9 @@ _FORMATS = {
 def secrets() -> NDArray[np.int64]:
     """Return the constants of XXH3 that the kernel reads, int64 [56].
 
-    The secret's 24 words; its 8 words from byte 121, for the last stripe; 8 from byte 11 and 8 from
-    byte 117, for the merges into the low and the high half; and the start values of the 8 lanes.
+    They are the 24 words of the secret, its 8 words from byte 121 for the last stripe, 8 words each
+    from bytes 11 and 117 for the merges into the low and the high half, and the start values of the
+    8 lanes.
     """
     parts = [_SECRET[at : at + 64] for at in (121, 11, 117)]
     words = np.frombuffer(_SECRET + b"".join(parts), dtype="<u8")
@@ -142,10 +144,11 @@ def secrets() -> NDArray[np.int64]:
 
 
 class DigestTable:
-    """Computes the digests of `tensors`, all on one device, while `places(tensors)` is the same.
+    """Computes the digests of `tensors` on one device, while `places(tensors)` does not change.
 
-    `rows` is int64 [tensors, ROW_WORDS] on the device: the digest's low and high half; 1 if an
-    element is NaN or Inf (in floating-point formats of 16 bits and more); and a word that is 0.
+    `rows` is int64 [tensors, ROW_WORDS] on the device. A row has the low half and the high half of
+    the digest, then 1 if an element is NaN or Inf (in floating-point dtypes of 16 bits and more),
+    then a 0 that the watch may overwrite.
 
     Raises BackendUnavailable if Triton is not installed.
     """
@@ -166,10 +169,10 @@ class DigestTable:
         self._secret = torch.from_numpy(secrets()).to(self._device)
 
     def run(self, *, per_program: int = 32, **options: int) -> Tensor:
-        """Fill `rows`, on the current stream, and return them.
+        """Fill `rows` on the current stream, and return them.
 
-        `per_program` is how many chunks a program of the kernel hashes, and `options` are Triton's
-        own. Both are for benchmarks that look for faster values.
+        `per_program` is the number of chunks that one program of the kernel hashes. `options` are
+        Triton's. Both are for benchmarks that search for faster values.
         """
         if self._copies:
             torch._foreach_copy_(self._stages, self._copies)
@@ -192,8 +195,8 @@ class DigestTable:
     def _stage(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Return for each tensor the address at which the kernel reads it, and its number of words.
 
-        A tensor is read from a copy if its elements lie out of order, or if it begins or ends in
-        the middle of 16 bytes. Every run makes these copies again.
+        A tensor is read from a copy if its elements are not contiguous, or if it begins or ends
+        within a block of 16 bytes. Every run makes these copies again.
         """
         staged = [tensor for tensor in tensors if not _is_readable(tensor)]
         sizes = [_up(tensor.nbytes) for tensor in staged]
@@ -211,10 +214,11 @@ class DigestTable:
         ]
 
     def _level(self, chunks: list[NDArray[np.int64]]) -> tuple[Tensor, ...]:
-        """Return the chunks of one launch on the device, as `hash_chunks` takes them.
+        """Return the chunks of one launch on the device, as the arguments of `hash_chunks`.
 
-        These are the address, int64 [chunks], and three int32 [chunks]: the number of words, the
-        index of the tensor that gets a chunk's flags, and the arena's word for the chunk's digest.
+        The first is the address, int64 [chunks]. The rest are int32 [chunks]: the number of words,
+        the index of the tensor that gets the chunk's flags, and the arena's word for the chunk's
+        digest.
         """
         address, *rest = np.concatenate(chunks, axis=1)
         small = torch.from_numpy(np.stack(rest).astype(np.int32)).to(self._device)
@@ -222,10 +226,11 @@ class DigestTable:
 
 
 class _Lists:
-    """The places of all lists of digests in the arena, a tensor of words that begins with the rows.
+    """The places of all lists of digests in the arena.
 
-    Each is aligned to 16 bytes. A tensor's first list begins with its header. The digest of its
-    last list is stored in its row. The arena has `num_words` words.
+    The arena is a tensor of `num_words` words that begins with the rows. Each list is aligned to 16
+    bytes. A tensor's first list begins with its header. The digest of its last list is stored in
+    its row.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -256,10 +261,11 @@ class _Lists:
     def levels(
         self, sources: Sequence[tuple[int, int]], arena: int
     ) -> list[list[NDArray[np.int64]]]:
-        """Return for each launch the chunks of each tensor that takes part, int64 [4, chunks].
+        """Return for each launch the chunks of all tensors that take part, int64 [4, chunks] each.
 
-        The four are address, number of words, index of the tensor that gets the flags (none for
-        lists), and slot of the digest. `sources` are (address, words) pairs, `arena` is an address.
+        The four rows are address, number of words, index of the tensor that gets the flags (an
+        unused index for lists), and slot of the digest. `sources` are (address, words) pairs, and
+        `arena` is an address.
         """
         depth = 1 + max(map(len, self._of))
         levels: list[list[NDArray[np.int64]]] = [[] for _ in range(depth)]
@@ -288,7 +294,7 @@ def _chunks(address: int, num_words: int, tensor: int, slot: int) -> NDArray[np.
 
 
 def places(tensors: Sequence[Tensor]) -> list[tuple[int, torch.Size, torch.dtype]]:
-    """Return all that must stay the same for a table of `tensors` to remain valid."""
+    """Return what must not change if a table of `tensors` is to remain valid."""
     return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
 
 
@@ -302,8 +308,8 @@ def _up(num_bytes: int) -> int:
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
-    # Exponent bits, the lowest of each exponent, and sign bits of a word of 64 bits; all are 0 for
-    # a dtype with no NaN or Inf that is recognised.
+    # Exponent bits, the lowest bit of each exponent, and sign bits of a word of 64 bits. All are 0
+    # for a dtype in which no NaN or Inf is recognised.
     if dtype not in _FORMATS:
         return (0, 0, 0)
     exponent, carry, bits = _FORMATS[dtype]
@@ -312,7 +318,7 @@ def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 def kernels() -> Any:
-    """Return the module of the kernels. Raises BackendUnavailable if Triton is not installed."""
+    """Return the module of the kernels; raise BackendUnavailable without Triton."""
     try:
         from entrenar_py.check.watch import kernels
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""Judge a watched step by the rows of all ranks: numbers in, findings out, on the host alone.
+"""The judge of a watched step: it turns the rows of all ranks into findings, on the host.
 
-Every rank has all rows, and so comes to the same findings. A contract selects the clauses. Nothing
+Every rank has all rows, and so produces the same findings. A contract selects the clauses. Nothing
 here needs torch: `entrenar watch` reads the contract before it becomes the command.
 """
 
@@ -21,15 +21,21 @@ from entrenar_py.shared.errors import UsageError, WatchFinding
 from entrenar_py.shared.wording import named
 
 IDENTITY, FINITENESS, LIVENESS = "replica_identity", "finiteness", "liveness"
-# Check -> the clause that it decides without a contract.
+# Check -> the clause that it decides if there is no contract.
 ALL = {IDENTITY: "F-DP-001", FINITENESS: "F-DP-003", LIVENESS: "F-TI-004"}
 
 
 class _Open(Vocabulary):
-    """A vocabulary that accepts any check, so that clauses the watch can't check are no errors."""
+    """A vocabulary that accepts any check.
+
+    A clause that the watch can't check is not an error.
+    """
 
     def check_of(self, clause: Invariant) -> CheckTerms:
-        """Return the check that `clause` names, else the one that ALL has for the clause's id."""
+        """Return the check that `clause` names.
+
+        If it names none, the result is the check that ALL has for its id, or an unnamed check.
+        """
         named = clause.check or next((name for name, id_ in ALL.items() if id_ == clause.id), "")
         return CheckTerms(
             name=named, id=clause.id, tolerance_kinds=TOLERANCE_KINDS, takes_tolerance=True
@@ -39,8 +45,9 @@ class _Open(Vocabulary):
 def select_clauses(named: str | Path | None) -> Mapping[str, str]:
     """Return check -> id of the first clause in the contract `named` that the check decides.
 
-    `named` is a file or a shipped contract; None stands for ALL. Raises UsageError if the contract
-    has no clause that can be watched, and ContractError if the file is no contract.
+    `named` is a file or the name of a shipped contract. If it is None, the result is ALL. Raises
+    UsageError if the contract has no clause that can be watched, and ContractError if the file is
+    not a contract.
     """
     if named is None:
         return ALL
@@ -59,15 +66,16 @@ def select_clauses(named: str | Path | None) -> Mapping[str, str]:
 
 Rows = NDArray[np.int64]  # [ranks, rows, words]
 
-# Formats in which NaN and Inf are recognised on every device.
+# The dtypes in which NaN and Inf are recognised on every device.
 _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor or a shard that a rank holds; ranks with equal pieces must hold equal values.
+    """A tensor, or a shard of a tensor, that a rank holds.
 
-    `shard` has (dimension, coordinate) for each mesh dimension that doesn't replicate the tensor.
+    Ranks with equal pieces must hold equal values. `shard` has (dimension, coordinate) for each
+    mesh dimension that doesn't replicate the tensor.
     """
 
     name: str
@@ -78,9 +86,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Watched:
-    """The times that a clause was checked: in `steps` steps, with `comparisons` comparisons in all.
+    """How often a clause was checked: in `steps` steps, with `comparisons` comparisons in all.
 
-    `note` says what is not checked, and why; "" if everything is.
+    `note` says what is not checked, and why. It is "" if everything is checked.
     """
 
     clause: str
@@ -91,7 +99,7 @@ class Watched:
 
 
 class Judge:
-    """Judges a training in which rank r holds the pieces `ranks[r]`.
+    """Judges a training run in which rank r holds the pieces `ranks[r]`.
 
     `clauses` maps each check to the id of its clause. A tensor must move within `patience` steps.
     """
@@ -110,13 +118,13 @@ class Judge:
             self._floating[rank, : len(pieces)] = [piece.dtype in _SEEN for piece in pieces]
             self._there[rank, : len(pieces)] = True
         self._last: Rows | None = None
-        self._idle = np.zeros(shape, bool)  # did not move from one look to the next
+        self._idle = np.zeros(shape, bool)  # did not move between the last two looks
         self._since = np.zeros(shape, np.int64)  # the last step in which it may have moved
         self._steps: Counter[str] = Counter()
         self._comparisons: Counter[str] = Counter()
 
     def look(self, step: int, rows: Rows) -> list[WatchFinding]:
-        """Return the findings at `step`: at most one a clause, about the first broken tensor."""
+        """Return the findings at `step`: at most one per clause, about the first broken tensor."""
         judges = {IDENTITY: self._differing, FINITENESS: self._not_finite, LIVENESS: self._dead}
         findings = []
         for check in self._clauses:
@@ -134,7 +142,7 @@ class Judge:
         return [int(row) for row in np.flatnonzero(self._idle[rank])]
 
     def watched(self) -> tuple[Watched, ...]:
-        """Return for each clause how often it was checked, also for those that never were."""
+        """Return for each clause how often it was checked, including clauses never checked."""
         notes = {IDENTITY: self._alone(), FINITENESS: self._unseen(), LIVENESS: ""}
         return tuple(
             Watched(id_, check, self._steps[check], self._comparisons[check], notes[check])
@@ -158,7 +166,7 @@ class Judge:
         digests = {rank: rows[rank, row, :2].tobytes()[::-1].hex() for rank, row in places}
         (most, votes), *_ = Counter(digests.values()).most_common()
         odd = {rank: digest for rank, digest in digests.items() if digest != most}
-        if votes <= len(digests) - votes:  # no majority says which are right
+        if votes <= len(digests) - votes:  # without a majority, it is unknown which are right
             odd = digests
         others = [rank for rank in digests if rank not in odd]
         what = (
@@ -218,7 +226,7 @@ class Judge:
             f"did not move in {self._patience} steps or more, though it is trainable and its "
             "gradient was not zero: it is not in the optimizer, or its updates round to nothing"
         )
-        # An idle tensor that is not marked was not looked at: it may be frozen.
+        # An idle tensor without a mark was not examined: it may be frozen.
         looked_at = (self._there & ~self._idle) | stuck
         return list(self._named(LIVENESS, step, dead, message)), int(looked_at.sum())
 
@@ -227,7 +235,7 @@ class Judge:
     def _named(
         self, check: str, step: int, broken: NDArray[np.bool_], message: str
     ) -> Iterator[WatchFinding]:
-        """Yield one finding, about the first tensor that is broken on any rank, if one is."""
+        """Yield a finding about the first tensor that is broken on any rank; nothing if none is."""
         rows = np.flatnonzero(broken.any(axis=0))
         if len(rows):
             ranks = [int(rank) for rank in np.flatnonzero(broken[:, rows[0]])]
@@ -249,7 +257,7 @@ class Judge:
 
 
 def holders(ranks: Sequence[Sequence[Piece]]) -> list[list[tuple[int, int]]]:
-    """Return, for each piece that several ranks hold, the (rank, row) of its holders in order."""
+    """Return, for each piece that several ranks hold, the (rank, row) of all holders, in order."""
     by_piece: defaultdict[Piece, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(ranks):
         for row, piece in enumerate(pieces):

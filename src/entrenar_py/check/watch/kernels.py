@@ -1,18 +1,18 @@
 """Kernels for the digests of tensors on a GPU, and for the sums of their sketches.
 
-There is one launch for all chunks of all tensors, and memory is read once. Needs Triton. Under
-`TRITON_INTERPRET=1` the kernels run on the CPU. There digests are compared bit for bit with xxhash,
-and sketches with `sketches.sketch`.
+All chunks of all tensors are hashed in one launch, and memory is read once. The kernels need
+Triton. With `TRITON_INTERPRET=1` they run on the CPU, where digests are compared bit for bit with
+xxhash, and sketches with `sketches.sketch`.
 
-A digest is XXH3-128 of chunks (`digest.DigestTable` says which ones there are). Four threads hash
-one chunk, each with two of XXH3's eight lanes. So a load is of 16 bytes. Threads exchange nothing
-before the end: the neighbour's word that a lane adds is in the same thread.
+A digest is the XXH3-128 hash of chunks (`digest.DigestTable` defines the chunks). Four threads hash
+one chunk, each with two of XXH3's eight lanes, so each load has 16 bytes. Threads exchange nothing
+before the end: the neighbouring word that a lane adds is in the same thread.
 
 For chunk c, with w = the words of c filled up with zeros, the kernel writes
     xxhash.xxh3_128_intdigest(w) at out[slot[c]] (low half), out[slot[c] + 1] (high half)
 and sets the lowest bit of out[ROW_WORDS * tensor[c] + 2] if an element of c is NaN or Inf.
 
-The sums of a sketch are made in a fixed order, so it has the same bits in every run.
+The sums of a sketch are added in a fixed order, so a sketch has the same bits in every run.
 """
 
 # The types of a kernel are Triton's own.
@@ -65,14 +65,14 @@ def _merge(even, odd, secret, at, start):  # [chunks, 4] lanes -> [chunks]
 @triton.jit(do_not_specialize=["num_chunks"])  # one kernel for all levels
 def hash_chunks(
     address,  # int64 [chunks], of 16 bytes' alignment
-    num_words,  # int32 [chunks]: how many words of the chunk there are, an even number
+    num_words,  # int32 [chunks]: number of words in the chunk, even
     tensor,  # int32 [chunks]
     slot,  # int32 [chunks]: where in `out` its digest goes
     kinds,  # int64 [tensors, 3]: exponent bits, the lowest of each, what a carry sets
     secret,  # int64 [56]
     out,  # int64
     num_chunks,
-    per_program: tl.constexpr,  # chunks that a program does, with 4 threads each
+    per_program: tl.constexpr,  # chunks per program, with 4 threads each
 ):
     chunk = tl.program_id(0) * per_program + tl.arange(0, per_program)
     here = chunk < num_chunks
@@ -98,7 +98,8 @@ def hash_chunks(
             words = tl.load(place, mask=at < limit, other=0).to(tl.uint64, bitcast=True)
             a, b = _pairs(words)
             bad |= ((a & exponent) + carry) | ((b & exponent) + carry)
-            # The last stripe of all has a key of its own. (No condition: it is the same for all.)
+            # The last stripe has a separate key. (A condition isn't needed: all chunks do the
+            # same.)
             key = stripe + (stripe // 15) * (block // (BLOCKS - 1)) * (LAST_STRIPE - 15)
             even_key = tl.load(secret + key + pair).to(tl.uint64, bitcast=True)
             odd_key = tl.load(secret + key + 1 + pair).to(tl.uint64, bitcast=True)
@@ -148,7 +149,7 @@ def project_sketch(
     place = tl.load(tables + 3 * index + 1)
     count = tl.load(tables + 3 * index + 2)
     begin = tl.load(first_row + chunk)
-    # Offsets in the chunk fit in 32 bits; so do the bounds of the tensor as seen from there.
+    # Offsets in the chunk fit in 32 bits; so do the bounds of the tensor relative to the chunk.
     source += begin * ROW - place
     size: tl.constexpr = rows * ROW
     low = tl.minimum(tl.maximum(place - begin * ROW, 0), size).to(tl.int32)

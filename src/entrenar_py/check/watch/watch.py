@@ -1,9 +1,9 @@
-"""The watch of a training in production: weights are the same everywhere, finite, and moving.
+"""The watch of a training run in production: weights are identical, finite, and moving.
 
 After every k-th step of the optimizer, each rank sends the digests of its tensors to all ranks, and
-`judge` compares them. On a GPU no step waits: rows go on a stream of their own, the host fetches
-them in the next watched step, and judges them then. If the CPU sends them (Gloo), the host waits
-and fetches them at once.
+`judge` compares them. On a GPU no step waits: rows are sent on a separate stream, and the host
+fetches and judges them in the next watched step. If the CPU sends them (Gloo), the host waits and
+fetches them immediately.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from entrenar_py.shared.errors import UsageError, WatchFinding
 
 
 class Parameters:
-    """The parameters of a module, with their `names`, found by their places in the module tree.
+    """The parameters of a module and their `names`, located by their places in the module tree.
 
-    A script may put others there. Raises UsageError for a FullyShardedDataParallel.
+    A script may replace the parameters in these places. Raises UsageError for a
+    FullyShardedDataParallel.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -44,13 +45,13 @@ class Parameters:
         self._slots: list[tuple[dict[str, torch.nn.Parameter | None], str]] = []
         self.names: list[str] = []
         owners = dict(model.named_modules())
-        for name, _ in model.named_parameters():  # one that is tied stands here once
+        for name, _ in model.named_parameters():  # a tied parameter is listed once
             owner, _, key = name.rpartition(".")
             self._slots.append((owners[owner]._parameters, key))
             self.names.append(name)
 
     def now(self) -> list[torch.nn.Parameter]:
-        """Return the parameters in those places now; raises UsageError if one was removed."""
+        """Return the parameters now in those places; raise UsageError if one was removed."""
         current = [slot[key] for slot, key in self._slots]
         for name, parameter in zip(self.names, current, strict=True):
             if parameter is None:
@@ -65,7 +66,7 @@ class Parameters:
 def local(parameter: Tensor) -> Tensor:
     """Return this process's part of `parameter`.
 
-    `to_local` does the same, but takes longer and is recorded by autograd.
+    `to_local` returns the same tensor, but takes longer and is recorded by autograd.
     """
     held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     assert isinstance(held, Tensor)
@@ -86,12 +87,12 @@ def _piece(name: str, parameter: Tensor) -> Piece:
 
 
 def is_shared() -> bool:
-    """Return whether there are other ranks to compare with."""
+    """Return whether there are further ranks to compare with."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def tell(own: Any) -> list[Any]:
-    """Return every rank's object `own`, by rank; a collective of all ranks."""
+    """Return the objects `own` of all ranks, by rank. It is a collective call of all ranks."""
     if not is_shared():
         return [own]
     by_rank: list[Any] = [None] * dist.get_world_size()
@@ -100,9 +101,10 @@ def tell(own: Any) -> list[Any]:
 
 
 class Exchange:
-    """The exchange of up to `num_rows` rows of each rank, in the process group of all ranks.
+    """The exchange of up to `num_rows` rows per rank, in the process group of all ranks.
 
-    `waits` tells whether `send` returns before rows have arrived, so that `receive` waits for them.
+    `waits` is true if `send` returns before the rows have arrived, so that `receive` waits for
+    them.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -116,7 +118,7 @@ class Exchange:
         self.waits = device.type == "cuda" and self._device.type == "cuda"
 
     def send(self, rows: Tensor) -> None:
-        """Start to send `rows`, int64 [rows, words], which must not change before `receive`."""
+        """Start sending `rows`, int64 [rows, words], which must not change before `receive`."""
         if self._own is None:
             shape = (self._num_rows, rows.shape[1])
             self._own = torch.zeros(shape, dtype=torch.int64, device=self._device)
@@ -140,11 +142,11 @@ class Exchange:
         self._here.copy_(self._all, non_blocking=self.waits)
 
     def has_arrived(self) -> bool:
-        """Return whether `receive` would return at once."""
+        """Return whether `receive` would return immediately."""
         return not self.waits or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     def receive(self) -> Rows:
-        """Return the rows that every rank sent last, int64 [ranks, rows, words].
+        """Return the last rows that every rank sent, int64 [ranks, rows, words].
 
         The host waits for them if they haven't arrived.
         """
@@ -156,7 +158,8 @@ class Exchange:
 def _transport(device: torch.device) -> torch.device:
     """Return the device from which the process group sends rows that are on `device`.
 
-    That is `device` under NCCL, else the CPU if the group has a CPU backend, else the current GPU.
+    Under NCCL that is `device`. Otherwise it is the CPU if the group has a CPU backend, and the
+    current GPU if it has none.
     """
     backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
     if device.type == "cuda" and backends.get("cuda") == "nccl":
@@ -173,7 +176,7 @@ _LIVE = 3  # the word of a row that says that the tensor should have moved
 class Watch:
     """One rank's watch of a `model` without wrappers; all ranks watch the same steps.
 
-    `observe` documents the arguments, and has validated them.
+    `observe` validates the arguments, and documents them.
     """
 
     def __init__(
@@ -195,9 +198,7 @@ class Watch:
         if not self._parameters.names:
             raise UsageError("the model has no parameters to watch; leave every= out")
         self._judge: Judge | None = None
-        self._pending: int | None = (
-            None  # the step of the rows that were sent and not yet looked at
-        )
+        self._pending: int | None = None  # the step of the rows that were sent but not judged
         self._table: DigestTable | None = None
         self._places: object = None
         self._asked: tuple[int, ...] | None = None
@@ -219,7 +220,7 @@ class Watch:
         self._look()
 
     def _after_step(self) -> None:
-        if self._judge is None:  # in every rank's first step, whatever its `every`
+        if self._judge is None:  # in the first step of every rank, whatever its `every`
             self._open()
         step = self._step
         self._step += 1
@@ -244,14 +245,14 @@ class Watch:
                 self._tell(finding)
 
     def _follow(self, tensors: Sequence[Tensor]) -> None:
-        """Build the digest table again if tensors lie elsewhere in memory now."""
+        """Build the digest table again if tensors have moved in memory."""
         now = places(tensors)
         if now == self._places:
             return
         self._places = now
         if self._parameters.pieces() != self._pieces:
             raise UsageError(
-                "the parameters have other shapes, dtypes or shards than at the first "
+                "the shapes, dtypes or shards of the parameters have changed since the first "
                 "step: close() this observation and observe() the model again"
             )
         devices = {tensor.device for tensor in tensors}
@@ -283,7 +284,7 @@ class Watch:
                     _LOG.warning("watch: %s (%s): %s", watched.clause, watched.check, watched.note)
 
     def _rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return digest and flags of each tensor, int64 [tensors, ROW_WORDS]."""
+        """Return the digest and flags of each tensor, int64 [tensors, ROW_WORDS]."""
         if self._table is not None:
             return self._table.run()
         roots = [digest.root(digest.header(tensor), digest.memory(tensor)) for tensor in tensors]
@@ -293,7 +294,7 @@ class Watch:
         return rows
 
     def _mark(self, rows: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Mark in `rows` the tensors that did not move last time and that this step should move."""
+        """Mark in `rows` the tensors that this step should move and the last watched one didn't."""
         assert self._judge is not None
         idle = self._judge.idle(self._rank)
         if not idle:
@@ -316,7 +317,7 @@ class Watch:
             if not isinstance(rate, int | float) or rate > 0:
                 gradients_of.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
         if gradients_of:
-            # One launch a dtype, not a tensor: hundreds may be idle.
+            # One launch per dtype, not per tensor: hundreds of tensors may be idle.
             norms = [
                 torch._foreach_norm([*gradients.values()], float("inf"))
                 for gradients in gradients_of.values()
@@ -334,7 +335,7 @@ class Watch:
         return self._index
 
     def _leave(self) -> None:
-        # Nothing can be stopped any more as the process ends, and nothing may hang.
+        # While the process ends, training can't be stopped any more, and nothing may hang.
         if self._pending is not None and self._exchange.has_arrived():
             self._tell = lambda finding: _LOG.error("%s", finding)
             self._look()
@@ -345,7 +346,7 @@ def _stop(finding: WatchFinding) -> None:
 
 
 class _AfterStep:
-    """The hook of a watch. By `watches`, a recorder of the same optimizer lets it come last."""
+    """The hook of a watch. Because of `watches`, a recorder of the same optimizer runs it last."""
 
     watches = True
 

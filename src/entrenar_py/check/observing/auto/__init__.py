@@ -1,8 +1,8 @@
-"""Observation without a line in the script: what the harness sets, and what ranks look for.
+"""Observation without a line in the script: settings of the harness, and what ranks search for.
 
 `startup/sitecustomize.py` waits for torch, `beginning` sets hooks, `follower` finds out what the
-script trains, and then drives an Observer or a Watch. This module imports nothing heavy: launchers
-import it.
+script trains, and then drives an Observer or a Watch. This module imports nothing heavy, since
+launchers import it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ STARTUP = Path(__file__).with_name("startup")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings by which a script without a line is observed.
+    """The settings with which a script without the line `observe` is observed.
 
-    - `steps`: a process ends after this many optimizer steps; None for no end.
-    - `every`: steps between two looks of a watch, which records nothing; None for a record.
-    - `contract`: its clauses are watched; None for all clauses.
-    - `seed`: of what the script doesn't seed itself; None to leave that as it is.
-    - `follows`: the script is observed without a line; else what its line can't see is heard.
+    - `steps`: a process ends after this many optimizer steps; None for no limit.
+    - `every`: steps between two checks of a watch, which records nothing; None for a record.
+    - `contract`: only its clauses are watched; None for all clauses.
+    - `seed`: the seed of generators that the script doesn't seed; None to leave them unseeded.
+    - `follows`: the script is observed without the line. If False, only what the line can't observe
+      is observed.
     """
 
     steps: int | None = None
@@ -42,5 +43,5 @@ class Settings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Settings:
-        """Return the settings in `environment`, as `variables` put them there."""
+        """Return the settings in `environment`, as `variables` wrote them."""
         return cls(**json.loads(environment[SETTINGS]))

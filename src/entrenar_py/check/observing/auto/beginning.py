@@ -1,11 +1,11 @@
-"""Start the observation of this process, once torch is imported, and seed it.
+"""Start the observation of this process once torch is imported, and seed the process.
 
-A script that nobody seeds begins with other weights in each run, and no two of its runs can be
-compared. So the generators of torch, numpy and Python are seeded before the script begins, as its
-own first line could do it, and so is whatever it asks for without a seed later (`torch.seed()`).
-Each rank has a seed of its own, since ranks that nobody seeds draw other numbers: a script that
-forgets to give all ranks the same weights is still seen. In a run with common random numbers all
-ranks have one. What a script seeds itself is not touched.
+A script without seeds begins with different weights in each run, so no two of its runs can be
+compared. Therefore the generators of torch, numpy and Python are seeded before the script begins,
+as its own first line could do. Later requests for a seed (`torch.seed()`) are answered with further
+numbers. Each rank has its own seed, since ranks without seeds draw different numbers: a script that
+forgets to give all ranks the same weights is still detected. In a run with common random numbers
+all ranks have the same seed. Generators that a script seeds itself are not changed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from entrenar_py.check.observing import FAULTS, FOLDER, auto
 from entrenar_py.check.rank_files import notes
 from entrenar_py.shared.faults import CONTROLLED
 
-_TORCH_S: set[int] = set()  # the seeds that torch's generator was given here
+_TORCH_S: set[int] = set()  # the seeds that torch's generator received here
 
 
 def seed_process(seed: int) -> None:
-    """Seed this process's generators, and what will be asked of them without a seed."""
+    """Seed this process's generators, and replace the functions that seed without a number."""
     fresh = _Seeds(f"{seed} {_own_place()}")
     torch.seed = torch.random.seed = _seeding_torch(fresh)
     torch.seed()
@@ -46,17 +46,17 @@ def seed_process(seed: int) -> None:
 
 
 def is_unseeded() -> bool:
-    """Return whether the script has left torch's generator as it was seeded here."""
+    """Return whether the script has left torch's generator with a seed from here."""
     return torch.initial_seed() in _TORCH_S
 
 
 def _own_place() -> str:
-    """Return what tells this process from the other ranks; "" if all are to draw the same."""
+    """Return a text that differs between ranks; "" if all ranks should draw the same numbers."""
     planned = json.loads(os.environ.get(FAULTS, "[]"))
     if any(fault["kind"] in CONTROLLED for fault in planned):
         return ""
     number = process.current_process().name.rpartition("-")[2]  # SpawnProcess-1 is rank 0
-    # RANK may count within a replica group, so that several processes have the same one.
+    # RANK may count within a replica group, so that several processes have the same number.
     told = os.environ.get("ENTRENAR_RANK") or os.environ.get("RANK")
     return told or str(int(number) - 1 if number.isdigit() else 0)
 
@@ -66,13 +66,13 @@ def _is_rank() -> bool:
 
 
 class _Seeds:
-    """Numbers that follow from a `place`, one after the other."""
+    """Numbers that are derived from a `place`, one after the other."""
 
     def __init__(self, place: str) -> None:
         self._place, self._count = place, 0
 
     def next(self) -> int:
-        """Return the next one."""
+        """Return the next number."""
         self._count += 1
         return zlib.crc32(f"{self._place} {self._count}".encode())
 
@@ -95,19 +95,19 @@ def _with_seed(original: Callable[..., Any], fresh: _Seeds) -> Callable[..., Any
             return original(*given, **named)
         return original(fresh.next())
 
-    if hasattr(original, "__self__"):  # by which the generator is found that it seeds
+    if hasattr(original, "__self__"):  # by which the seeded generator is identified
         seeded.__self__ = original.__self__  # type: ignore[attr-defined]
     return seeded
 
 
 class Waiting(Protocol):
-    """The finder of `startup/sitecustomize.py`: calls a function when a module was imported."""
+    """The finder of `startup/sitecustomize.py`: calls a function after a module was imported."""
 
     awaited: dict[str, Callable[[], None]]
 
 
 def begin(waiting: Waiting) -> None:
-    """Seed the process; set torch's global hooks, and the patches where it has none."""
+    """Seed the process, and set torch's global hooks and, where it has none, patches."""
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
             (Path(folder) / notes.LOADED).touch()

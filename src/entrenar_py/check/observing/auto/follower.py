@@ -1,7 +1,8 @@
-"""Find out what a script without a line trains, and drive an Observer or a Watch with it.
+"""Find out what a script without the line trains, and drive an Observer or a Watch with it.
 
-Errors of the observation are kept out of the script, which never asked for it (`guarded`). After
-its last step the process is ended from within the script, on all ranks alike (`Ending`).
+Errors of the observation must not affect the script, which didn't request it (`guarded`). After the
+last requested step, the process is ended from within the script, in the same way on all ranks
+(`Ending`).
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def guarded(
 ) -> Callable[Concatenate[Any, _Given], _Result | None]:
     """Return `method` for use as a hook: an error of ours ends the observation, not the script.
 
-    Its class has `is_off()`, and `give_up(why)` which switches all hooks off. It returns None where
-    they are off, or if it fails.
+    The class of `method` needs `is_off()`, and `give_up(reason)`, which switches all hooks off. The
+    hook returns None if hooks are off or if the method fails.
     """
 
     @hook_calls.ours
@@ -60,7 +61,7 @@ def guarded(
             return method(self, *given, **named)
         except EntrenarError as error:
             self.give_up(str(error))
-        except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
+        except Exception as error:  # noqa: BLE001  (the user's script must continue)
             self.give_up(
                 f"the observation failed ({type(error).__name__}: {error}): an error of "
                 "entrenar-py, please report it"
@@ -70,27 +71,27 @@ def guarded(
     return run
 
 
-TRIES = 3  # a script that catches SystemExit as often is ended without its consent
-PATIENCE_S = 10.0  # for the script's own `finally` and exit handlers; collectives may wait for ever
+TRIES = 3  # a script that catches SystemExit this often is ended without its consent
+PATIENCE_S = 10.0  # for the script's own `finally` and exit handlers; a collective may never return
 
 
 class Ending:
     """Ends this process once it `is_due`, with exit code 0.
 
-    `SystemExit` lets the script unwind: context managers close files and process groups, exit
-    handlers end a loader's workers. The process ends without them if they take too long.
+    `SystemExit` lets the script unwind: context managers close files and process groups, and exit
+    handlers end a loader's workers. If they take too long, the process ends without them.
     """
 
     def __init__(self) -> None:
         self.is_due = False
         self._tries = 0
         self._pid = os.getpid()
-        # Early, so that it runs after the exit handlers of everything that was imported since. The
-        # interpreter itself isn't taken down: gloo's threads sometimes abort it then.
+        # Registered early, so that it runs after the exit handlers of everything imported later.
+        # The interpreter isn't shut down, since gloo's threads sometimes abort it at that time.
         atexit.register(self.at_exit)
 
     def leave(self) -> NoReturn:
-        """End the process; called where the script begins a step that shall not be made."""
+        """End the process; called where the script begins a step that is not to be taken."""
         self._tries += 1
         if self._tries == 1:
             watchdog = threading.Timer(PATIENCE_S, self._end)
@@ -101,7 +102,7 @@ class Ending:
         raise SystemExit(0)
 
     def at_exit(self) -> None:
-        """End at once if the script was made to leave."""
+        """End the process immediately if the script was made to leave."""
         if self._tries and os.getpid() == self._pid:
             self._end()
 
@@ -132,9 +133,9 @@ def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _takes_turns(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer has a model's tensors, which may be frozen while another trains.
+    """Return whether an optimizer has a model's parameters, which may be frozen at times.
 
-    Copies of what another one steps are no such model.
+    In such a case another model trains. Copies of the tensors of another optimizer don't count.
     """
     own = _stepped_by(optimizer)
     return all(isinstance(p, nn.Parameter) for p in own) and not any(
@@ -147,7 +148,7 @@ def _steps_a_copy(
 ) -> bool:
     """Return whether an optimizer has copies of what another one steps in the module `called`.
 
-    It is the outer optimizer of ranks that step alone (DiLoCo): no backward pass reaches its own
+    It is the outer optimizer of ranks that step alone (DiLoCo): no backward pass reaches its
     tensors, although they may require a gradient.
     """
     trained = {*called.parameters()}
@@ -169,32 +170,32 @@ def _are_copies(own: list[Any], peers: list[Any]) -> bool:
 
 
 class Follower:
-    """Follows one process from the import of torch on.
+    """Follows one process, starting with the import of torch.
 
     An optimizer is followed if it exists in the first training forward pass of a module that has
-    parameters of an optimizer.
+    some of its parameters.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._calls: Any = None  # the hook of all modules
         self._losses = Losses()
-        self.observation: Observation | None = None  # by hand, or ours
+        self.observation: Observation | None = None  # from the script's own call, or from here
         self._recorder: Recorder | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._batches: Batches | None = None
         # The generators' states when a loader handed out a batch, before anything is observed.
         self._at_batch: States = {}
-        # A module that is called in training mode while no optimizer holds anything of it; and
-        # what it was called with before the first backward pass.
+        # A module that is called in training mode while no optimizer holds its parameters, and the
+        # inputs of these calls before the first backward pass.
         self._untrained: weakref.ref[nn.Module] | None = None
         self._untrained_inputs: list[Any] = []
         self._pid = os.getpid()
         self._gave_up = False
-        self._depth = 0  # backward passes that have begun: one may run inside of another
-        self._stepping = 0  # steps that have begun: an optimizer may step inside of another's step
+        self._depth = 0  # backward passes that have begun: one may run inside another
+        self._stepping = 0  # steps that have begun: one may run inside another
         self._ending = Ending()
-        # The modules that each optimizer steps, None if there are none.
+        # The module with the tensors of each optimizer; None if there is none.
         self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, nn.Module | None] = (
             weakref.WeakKeyDictionary()
         )
@@ -205,7 +206,7 @@ class Follower:
         return self._gave_up
 
     def give_up(self, reason: str) -> None:
-        """Stop following, and tell the harness why."""
+        """Stop following, and report the reason to the harness."""
         self._gave_up = True
         if self._recorder is not None:
             self._recorder.fail(reason)
@@ -217,9 +218,9 @@ class Follower:
             printing.warn(f"entrenar: this process is not watched: {reason}")
 
     def wins(self, observation: Observation) -> None:
-        """Note that the script calls `observe` itself: what was recorded here is dropped.
+        """Record that the script calls `observe` itself, and drop what was recorded here.
 
-        A line that only records doesn't end a watch, as it does nothing in production.
+        A line that only records doesn't end a watch, since it does nothing in production.
         """
         if self.settings.every is not None:
             self._gave_up |= observation.watch is not None
@@ -237,12 +238,12 @@ class Follower:
     # --- the optimizers ---------------------------------------------------------------------------
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that were built and are alive, without those inside of others.
+        """Return the optimizers that were built and are alive, without inner ones.
 
-        Of two with the same parameters the later one is meant: a script has built it again. But if
-        one is an attribute of the other, it is inside of that, whichever was built first. If no
-        backward pass reaches its tensors (DiLoCo's outer optimizer) it is left out, unless they are
-        a model that waits for its turn.
+        If two have the same parameters, the later one counts, because the script has built it
+        again. If one is an attribute of the other, it is an inner one, whichever was built first.
+        An optimizer is left out if no backward pass reaches its tensors (DiLoCo's outer optimizer),
+        unless they are a model that waits for its turn.
         """
         alive = [opt for ref in self._optimizers if (opt := ref()) is not None]
         inside = _inside(alive)
@@ -261,7 +262,7 @@ class Follower:
 
     @guarded
     def built(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that `optimizer` was built."""
+        """Record that `optimizer` was built."""
         if torch.utils.data.get_worker_info() is None:
             self._optimizers.append(weakref.ref(optimizer))
             self._control()
@@ -269,9 +270,8 @@ class Follower:
     def _begin(self, called: nn.Module | None, inputs: Any = ()) -> None:
         """Begin to observe, if there are optimizers.
 
-        `called` is the module that the script called, with `inputs`; None in a backward pass.
-
-        A module is not trained yet if no optimizer holds any of its parameters.
+        `called` is the module that the script called with `inputs`; None in a backward pass. If no
+        optimizer holds any of its parameters, it is only remembered as not trained yet.
         """
         from entrenar_py.check.observing import flat_parameters
 
@@ -311,11 +311,11 @@ class Follower:
         self.observation = self._recorder
         for given in before:
             self._recorder.was_called(given)
-        if called is not None:  # else compiled code may call the model, and has the hook in it
+        if called is not None:  # if None, compiled code may call the model and contain the hook
             self.look_at_calls(False)
 
     def _watch(self, optimizer: torch.optim.Optimizer, every: int) -> None:
-        """Watch the modules that an optimizer steps, from its first step on."""
+        """Watch the modules that an optimizer steps, beginning with its first step."""
         if optimizer in self._watched:
             return
         from entrenar_py.check.observing import PATIENCE, surroundings
@@ -359,7 +359,7 @@ class Follower:
         return self._batches
 
     def look_at_calls(self, wanted: bool) -> bool:
-        """Set a hook of the calls of all modules, or remove it; return whether it was set.
+        """Set or remove a hook for the calls of all modules; return whether it was set before.
 
         The hook costs time, and torch compiles it with the module, so it is removed early.
         """
@@ -384,27 +384,27 @@ class Follower:
 
     @guarded
     def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
-        """Note the loss of a backward pass; passes inside of it belong to it."""
+        """Record the loss of a backward pass; passes inside it belong to it."""
         self._depth += 1
         if self._depth > 1:
             return
         self._stepping = 0  # the last step may have ended by an exception
         self._leave_if_due()
         if self.observation is None and self._optimizers:
-            self._begin(None)  # a model that isn't called: functions of its parameters are
+            self._begin(None)  # the model isn't called, only functions of its parameters
         if self._recorder is not None:
             self._recorder.backward_begins(self._losses.begun(tensors, is_plain=is_plain))
 
     @guarded
     def backward_ended(self) -> None:
-        """Note that a backward pass has ended, maybe by an exception."""
+        """Record that a backward pass has ended, perhaps with an exception."""
         self._depth -= 1
         if self._recorder is not None and not self._depth:
             self._recorder.backward_ended()
 
     @guarded
     def iterated(self, loader: Any) -> LoaderListener:
-        """Note that a pass over a DataLoader begins; return what hears it."""
+        """Record that an iteration over a DataLoader begins; return a listener for it."""
         from entrenar_py.check.observing.batches import Iteration
 
         call_sites.Samples.drawn()
@@ -414,7 +414,7 @@ class Follower:
     def _control(self) -> None:
         """Draw common random numbers, or keep batches, from here on, if that is planned.
 
-        The model is built by now.
+        The model has been built by now.
         """
         if os.environ.get(BATCHES):
             from entrenar_py.check.observing import replayed_batches
@@ -426,7 +426,7 @@ class Follower:
             common_numbers.begin_if_planned()
 
     def note_generators(self) -> None:
-        """Note the generators' states as a loader hands out a batch before any observation."""
+        """Record the generators' states when a loader hands out a batch before the observation."""
         if self.observation is None and self._optimizers and torch.is_grad_enabled():
             from entrenar_py.check.observing import generators
 
@@ -434,27 +434,28 @@ class Follower:
 
     @guarded
     def scaled(self, scale: float, losses: Any) -> None:
-        """Note that a `GradScaler` multiplies `losses` by `scale`."""
+        """Record that a `GradScaler` multiplies `losses` by `scale`."""
         self._losses.scaled(scale, losses)
 
     @guarded
     def skipped(self) -> None:
-        """Note that a `GradScaler` skipped a step on all ranks."""
+        """Record that a `GradScaler` skipped a step on all ranks."""
         if self._recorder is not None:
             self._recorder.skipped()
 
     @guarded
     def saved(self) -> None:
-        """Note that the script saves a file."""
+        """Record that the script saves a file."""
         if self._recorder is not None:
             self._recorder.saved()
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        """Look at an optimizer as its step begins, and see its closure run if it has one.
+        """Examine an optimizer when its step begins, and follow its closure if it has one.
 
-        If the first training pass comes in this closure, an Observer's hooks are too late for it.
+        If the first training pass is in this closure, the hooks of an Observer would be too late
+        for it. The result replaces the arguments of the step; None leaves them unchanged.
         """
         self.step_begins(optimizer)
         if self.is_off() or self.observation is not None or self.settings.every is not None:
@@ -467,7 +468,7 @@ class Follower:
 
     @guarded
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
-        """Note that the script clips gradients by their norm."""
+        """Record that the script clips gradients by their norm."""
         if self._recorder is not None:
             self._recorder.clipped(parameters, max_norm, norm_type)
 
@@ -478,7 +479,7 @@ class Follower:
 
     @guarded
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look whether the optimizer is one that is followed."""
+        """Check whether the optimizer is one of those that are followed."""
         self._stepping += 1
         self._leave_if_due()
         if self.settings.every is not None and self._stepping == 1:
@@ -496,10 +497,10 @@ class Follower:
             self._recorder.stranger_steps(optimizer)
 
     def _begin_late(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to observe in a step with gradients that the script has set, and no backward pass.
+        """Begin to observe in a step that has gradients from the script, without a backward pass.
 
-        A step with gradients of zeros trains nothing: torch.distributed.checkpoint makes optimizer
-        state in this way.
+        A step with gradients of zeros trains nothing: torch.distributed.checkpoint creates
+        optimizer state in this way.
         """
         from entrenar_py.check.observing import surroundings, tensors
 
@@ -511,7 +512,7 @@ class Follower:
             self._begin(None)
 
     def _note_unseen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step without a record, in case that no other is ever recorded."""
+        """Report a step without a record, in case no step is ever recorded."""
         folder = os.environ.get(FOLDER)
         if self.observation is None and self.settings.every is None and folder:
             notes.write_problem(
@@ -522,14 +523,14 @@ class Follower:
 
     @guarded
     def step_ended(self, *_: Any) -> None:
-        """End the run after the last step that was asked for."""
+        """End the run after the last requested step."""
         self._stepping = max(0, self._stepping - 1)
         if self._recorder is not None:
             self._recorder.step_ended()
         self._perhaps_last()
 
     def _perhaps_last(self) -> None:
-        """Have the next step end the process, if this one was the last that was asked for."""
+        """Make the next step end the process if this one was the last requested step."""
         made = getattr(self.observation, "num_steps", 0)
         if self.settings.steps is None or made < self.settings.steps or self._ending.is_due:
             return
@@ -550,7 +551,7 @@ class Follower:
 
 
 class _GuardedPass:
-    """One pass over a DataLoader: errors in hearing it end the observation, not the script."""
+    """One iteration over a DataLoader: errors of the observation don't reach the script."""
 
     def __init__(self, follower: Follower, loader_pass: Iteration) -> None:
         self._follower, self._pass = follower, loader_pass

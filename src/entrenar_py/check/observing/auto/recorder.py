@@ -1,4 +1,4 @@
-"""The Observer of a script without a line."""
+"""The Observer of a script without the line `observe`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from entrenar_py.shared.errors import UsageError
 
 
 class Recorder(Observer):
-    """Records one rank, with the arguments of `observe` that the script's objects show.
+    """Records one rank, with arguments of `observe` that are derived from the script's objects.
 
-    Samples are found by what the model is given, and losses are what `backward` is called on.
-    `called` is the module that is about to be called, None in a backward pass. What was
-    drawn since the generators had the states `drawn_since` belongs to the first batch. `give_up` is
-    told why, if something goes wrong later on. `stepped` is called after a step that no hook of
-    torch's tells of. Raises UsageError where `observe` would.
+    Samples are identified by the model's inputs, and losses are the values on which `backward` is
+    called. `called` is the module that is about to be called; None in a backward pass. Numbers
+    drawn after the generators had the states `drawn_since` belong to the first batch. `give_up` is
+    called with the reason if something fails later. `stepped` is called after a step that no hook
+    of torch reports. Raises UsageError in the same cases as `observe`.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Recorder(Observer):
         return self._subject.optimizers
 
     def is_off(self) -> bool:
-        """Return whether something has gone wrong."""
+        """Return whether the observation has failed."""
         return self._is_off
 
     def give_up(self, reason: str) -> None:
-        """End the observation, and tell the follower why."""
+        """End the observation, and report the reason to the follower."""
         self._is_off = True
         self._tell_why(reason)
 
@@ -83,20 +83,20 @@ class Recorder(Observer):
     # --- called by the follower -------------------------------------------------------------------
 
     def backward_begins(self, begun: Begun) -> None:
-        """Note what `backward` is called on."""
+        """Record where a backward pass begins: the object on which `backward` is called."""
         self._micro_batches.backward_begins(begun)
 
     def was_called(self, inputs: Any) -> None:
-        """Note a pass before this record, of a model that optimizers step copies of."""
+        """Record a pass before this record, of a model that is trained through copies."""
         self._micro_batches.before_forward(inputs, blocks_of(inputs))
         self._micro_batches.after_forward(inputs, is_training=True)
 
     def backward_ended(self) -> None:
-        """Note that the backward pass is over."""
+        """Record that the backward pass is over."""
         self._micro_batches.backward_ended()
 
     def saved(self) -> None:
-        """Note that the script saves a file."""
+        """Record that the script saves a file."""
         self._facts.saved()
 
     @guarded
@@ -112,7 +112,7 @@ class Recorder(Observer):
         self._partitions_stepped()
 
     def closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
-        """Note that a step's closure ran, and that the step had begun before this record."""
+        """Record that a step's closure ran, and that the step began before this record."""
         if again:
             self._micro_batches.clear()
             return
@@ -121,7 +121,7 @@ class Recorder(Observer):
                 self._before_step(index)
 
     def stranger_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at a step of an optimizer that isn't observed.
+        """Handle a step of an optimizer that isn't observed.
 
         If it steps copies of the model's parameters, it may be the outer optimizer of ranks that
         step alone, and its rule is recorded. Raises UsageError if it steps parameters that are
@@ -130,8 +130,8 @@ class Recorder(Observer):
         stepped = tensors.stepped_by(optimizer)
         if not stepped.isdisjoint(self._subject.parameters.values()):
             raise UsageError(
-                f"in step {self.num_steps} another optimizer ({type(optimizer).__name__}) steps "
-                "the model than in the steps before: give that one to observe(model, optimizer)"
+                f"in step {self.num_steps} a new optimizer ({type(optimizer).__name__}) steps "
+                "the model, and not the observed one: give the new one to observe(model, optimizer)"
             )
         shapes = Counter(tuple(tensor.shape) for tensor in stepped)
         if stepped and shapes <= Counter(tuple(t.shape) for t in self._subject.trained.values()):
@@ -139,11 +139,11 @@ class Recorder(Observer):
             self._recording.synchronised(outer.rule())
 
     def step_ended(self) -> None:
-        """Note that an optimizer has stepped; write what is known of the script, if that is new."""
+        """Record that an optimizer has stepped; write facts about the script if they are new."""
         self._note_facts()
 
     def fail(self, problem: str) -> None:
-        """End the record with a problem: what comes after it is unknown."""
+        """End the record with a problem: anything after it is unknown."""
         self._remove_hooks()
         self._recording.close(problem)
 

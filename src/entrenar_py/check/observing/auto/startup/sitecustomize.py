@@ -1,8 +1,8 @@
-"""Has torch's import start the observation of this process; Python runs this file when it starts.
+"""Starts the observation of this process when torch is imported; Python runs this file first.
 
 The harness puts this file's folder first on PYTHONPATH. It runs in every Python of the command,
-which may be older than ours, so it is written without new syntax and imports only the standard
-library. A process that never imports torch pays for this file and a finder, and nothing else.
+which may be an older version, so it is written without new syntax and imports only the standard
+library. A process that never imports torch only has the cost of this file and of a finder.
 """
 
 import importlib.machinery
@@ -10,24 +10,24 @@ import importlib.util
 import os
 import sys
 
-# Names as check/observing/__init__.py and check/observing/auto/__init__.py have them.
+# The same names are in check/observing/__init__.py and check/observing/auto/__init__.py.
 FOLDER = "ENTRENAR_TRACE_DIR"
 SETTINGS = "ENTRENAR_AUTO"
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class Waiting:
-    """A finder that finds nothing itself, but has a module's loader call a function afterwards.
+    """A finder that makes the loader of an awaited module call a function after loading it.
 
     `awaited` maps names of modules to the functions to call. A module stays awaited until it was
-    executed: libraries look for torch without importing it.
+    executed, since libraries search for torch without importing it.
     """
 
     def __init__(self, awaited):
         self.awaited = awaited
 
     def find_spec(self, name, path=None, target=None):
-        """Return the spec that the other finders give for an awaited module, else None."""
+        """Return the spec that the remaining finders return for an awaited module, or None."""
         if name not in self.awaited:
             return None
         for finder in sys.meta_path:
@@ -40,7 +40,7 @@ class Waiting:
         return None
 
     def _follow(self, loader, name):
-        """Have `loader`, which stays the same object, tell when it has executed the module."""
+        """Make `loader`, which stays the same object, report when it has executed the module."""
         execute = loader.exec_module
 
         def exec_module(module):
@@ -62,14 +62,14 @@ def note(text):
         with open(os.path.join(folder, "auto-%d.note.txt" % os.getpid()), "a") as file:
             file.write(text + "\n")
     except OSError:
-        pass  # the folder is gone: so is the harness
+        pass  # the folder is gone, and so is the harness
 
 
 def begin():
-    """Start the observation, now that torch is imported; say why if that is impossible."""
+    """Start the observation, now that torch is imported; note the reason if it is impossible."""
     try:
         from entrenar_py.check.observing.auto import beginning
-    except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
+    except Exception as error:  # noqa: BLE001  (the user's script must continue)
         note(
             "%s (Python %d.%d) can't import entrenar_py (%s: %s): install entrenar-py there, or "
             "run the script with a Python that has it"
@@ -100,7 +100,7 @@ WAITING = Waiting({"torch": begin})
 if os.environ.get(SETTINGS):
     sys.meta_path.insert(0, WAITING)
     if os.environ.get(FOLDER):
-        try:  # that this file was run: else an interpreter ignores PYTHONPATH
+        try:  # shows that this file was run, and that PYTHONPATH is not ignored
             with open(os.path.join(os.environ[FOLDER], "auto.loaded"), "a"):
                 pass
         except OSError:
