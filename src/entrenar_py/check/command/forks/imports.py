@@ -1,9 +1,9 @@
 """Imports before any fork: the modules that a script imports, and their side effects.
 
 The script is read, not executed. So are the imported modules that are not installed: those in its
-folder, and those of packages that are installed in place. They are also searched for sets whose
-order may matter. This file needs only the standard library, since it is loaded in the Python of the
-command.
+folder, and those of packages that are installed in place. In all of them, sets are searched, since
+their order may matter. This file needs only the standard library, since it is loaded in the Python
+of the command.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _hashing(tree: ast.Module) -> Iterator[int]:
 
 
 def _without_order(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the expressions whose order does not matter."""
+    """Yield the expressions with an order that does not matter."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             yield from node.comparators
