@@ -74,7 +74,7 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
 
                 options.parents = warm.of(options)
                 opened.callback(options.parents.close)
-            from entrenar_py.check.cli import session  # brings checks, reports and the search
+            from entrenar_py.check.cli import session  # imports checks, reports and the search
 
             job = session.prepare(options, arguments)
         except UsageError as error:

@@ -420,7 +420,7 @@ def doubts(
 ) -> dict[str, str]:
     """Return by clause id the evidence against a declaration that a clause does not apply.
 
-    Each of these declarations saved a run. `folders` are those of the runs that were launched.
+    No run was launched for these clauses. `folders` hold the runs that were launched.
     """
     works = [work for folder in folders for work in folder.glob("*/work")]
     saved = sorted({path.name for work in works for path in work.iterdir()})

@@ -122,7 +122,7 @@ def places_in_words(where: Mapping[int, Place], world_size: int) -> str:
 
 
 MERCY_S = 5.0  # after SIGTERM: torchrun ends its workers itself
-GRACE_S = 1.0  # after SIGTERM, for processes that the command has left behind
+GRACE_S = 1.0  # after SIGTERM, for processes that outlive the command
 _STARTING_S = 60.0
 _STATUS_BYTES_MAX = 4096
 

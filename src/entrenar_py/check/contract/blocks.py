@@ -422,7 +422,7 @@ def _resolve(name: str, folder: Path) -> Path | None:
         try:
             if candidate.is_file():
                 return candidate.resolve()
-        except OSError:  # a name too long for the file system is no file
+        except OSError:  # for example, a name that is too long for the file system
             continue
     found = package_data.shipped_contract(name)
     return None if found is None else found.resolve()

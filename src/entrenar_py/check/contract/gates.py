@@ -108,7 +108,7 @@ _IDS = re.compile(
     r"(?:\s*(?:\.{2,3}=?|…|–|—|~|\bto\b|\bthrough\b)\s*(?:(?P=prefix))?(?P<last>\d{1,6})"
     r"|\s+-\s+(?P=prefix)(?P<to>\d{1,6}))?(?!\w)"
 )
-# After an id, a bare number of as many digits continues the list: F-DP-001, 002 and 003.
+# After an id, a bare number with equally many digits continues the list: F-DP-001, 002 and 003.
 _MORE_DIGITS_MIN = 2  # a single digit may be a count of something else
 _MORE = re.compile(r"(?:\s*(?:,\s*(?:and|&)?|/|&|\+|\band\b)\s*)(\d{1,6})(?![\w%.]*\w|%|-)")
 _NUMBERED = re.compile(r"(.*-)\d{1,6}-")

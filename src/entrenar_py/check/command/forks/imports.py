@@ -1,7 +1,7 @@
 """Imports before any fork: the modules that a script imports, and their side effects.
 
 The script is read, not executed. So are the imported modules that are not installed: those in its
-folder, and those of packages that are installed in place. In all of them, sets are searched, since
+folder, and those of packages that are installed in place. All of them are searched for sets, since
 their order may matter. This file needs only the standard library, since it is loaded in the Python
 of the command.
 """
