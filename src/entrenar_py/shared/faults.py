@@ -264,7 +264,7 @@ class Fault:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Fault:
-        """Return the fault that `record` describes. Raises UsageError, which names an unknown key."""
+        """Return the fault that `record` describes. Raises UsageError, naming an unknown key."""
         return _SCHEMA.load(record)
 
 
