@@ -215,7 +215,9 @@ def show(examined: Examination, *, clauses: bool, console: Console) -> None:
     terminal.print_table(console, _clauses(examined))
     counts = Counter(one.state for one in examined.clauses)
     told = f"{counts['yes']} exercised, {counts['partly']} partly, {counts['no']} not"
-    console.print(f"{len(examined.clauses)} clauses, as they are planned, on this machine: {told}")
+    console.print(
+        f"{len(examined.clauses)} clauses with their planned runs on this machine: {told}"
+    )
 
 
 def _table(title: str, *columns: str) -> Table:

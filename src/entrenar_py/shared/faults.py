@@ -238,7 +238,7 @@ class Fault:
             places = ", ".join(LIE_PLACES[self.value])
             self._refuse("at", f"use one of {places} with value={self.value}")
         if self.value == "old_step" and self.step == 0:
-            self._refuse("step", "there is no step before; use 1 or more")
+            self._refuse("step", "there is no previous step; use 1 or more")
 
     def _check_stranger(self) -> None:
         if self.value not in STRANGERS:

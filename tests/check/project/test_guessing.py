@@ -109,7 +109,7 @@ def test_workers(line: str, made: str, world_size: int | None) -> None:
 
 
 def test_a_check_fills_in_what_init_does() -> None:
-    """The command behind `--` gets {world_size} by the function that `init` uses."""
+    """The command after `--` gets {world_size} by the function that `init` uses."""
     line = "OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 train.py --nproc_per_node 3"
     found = commands.of(line.split())
     assert " ".join(found.command) == (

@@ -117,7 +117,7 @@ def places_in_words(where: Mapping[int, Place], world_size: int) -> str:
     absent = [rank for rank in range(world_size) if rank not in where or not where[rank].call]
     if waiting and absent:
         calls = " or ".join(sorted(waiting))
-        stood.append(f"{named('rank', absent)} never came to {calls}")
+        stood.append(f"{named('rank', absent)} never reached {calls}")
     return "; ".join(stood)
 
 

@@ -62,7 +62,7 @@ class Beginnings:
         other, step = others[0]
         reason = (
             f"it began with the weights that {other} had after step {step}: it found a checkpoint "
-            "that this run had left. Write checkpoints below the folder that the command runs in, "
+            "of that run. Write checkpoints below the folder that the command runs in, "
             "or below {workdir}"
         )
         return replace(trace, events=(*trace.events[:-1], End(status="failed", reason=reason)))
@@ -378,7 +378,7 @@ def unresumed(
     if ended.code == 0 and read_only:
         return (
             f"after the stop before step {stop} the script read a checkpoint ({read_only}), and "
-            "ended by itself without a step"
+            "ended without taking a step"
         )
     return ""
 
@@ -423,9 +423,9 @@ def _of_ranks(
     if limited and len(limited) < settings.world_size:
         steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
         return "failed", (
-            f"rank {limited[0]} was ended after its last step (--steps) while others went on; "
+            f"rank {limited[0]} was ended after its last step (--steps) while others continued; "
             f"steps made: {steps}. If ranks make different numbers of steps, put {{steps}} "
-            "into the command, and let the script end after so many"
+            "into the command, and let the script end after that many"
         )
     return "failed", how
 
@@ -542,7 +542,7 @@ def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
         return recorded
     reason = (
         f"the planned fault {fault.kind} (rank {fault.rank}, step {fault.step}) never struck: the "
-        "rank has no gradient in that step, or does not make it"
+        "rank has no gradient in that step, or does not take it"
     )
     end = trace.End(status="failed", reason=reason)
     return replace(recorded, events=(*recorded.events[:-1], end))

@@ -110,7 +110,7 @@ def interpreter(command: Sequence[str], cwd: Path) -> Interpreter:
     if Path(command[0]).name.startswith("python"):
         _, is_module, rest = options_of(command[1:])
         if not is_module or not rest or rest[0] not in _ENTRIES or command[1] != "-m":
-            raise _Cold("the command is no launcher with ranks that can be forked")
+            raise _Cold("the command is not a launcher with ranks that can be forked")
         # The same path for each copy of the folder, in which the environment is a link.
         path = str(Path(program).parent.resolve() / Path(program).name)
         words = (path, *command[1:])
@@ -131,7 +131,7 @@ def _interpreter_of(program: Path) -> str:
     if first[:2] != "#!" or not Path(path).is_file():
         raise _Cold(f"{program.name} isn't a script of Python")
     if not any(f"from {entry} import main" in rest for entry in _ENTRIES):
-        raise _Cold(f"{program.name} is no launcher with ranks that can be forked")
+        raise _Cold(f"{program.name} is not a launcher with ranks that can be forked")
     return path
 
 
@@ -207,7 +207,7 @@ class Parents:
         self, command: Sequence[str], environment: Mapping[str, str], cwd: Path
     ) -> tuple[_Parent, tuple[str, ...]]:
         if self.script is None:
-            raise _Cold("it can't be told which script the command runs")
+            raise _Cold("it is unknown which script the command runs")
         python = interpreter(command, cwd)
         before = python.environment(environment)
         key = (python.path, python.is_unbuffered, *sorted(before.items()))

@@ -541,8 +541,8 @@ def _collect(
         item, stale = named[0], ""
         if entry.statement and entry.statement != item.digest:
             stale = (
-                f"its binding was made for another wording ({entry.statement}, now {item.digest}): "
-                "read the statement again, then write the new digest"
+                f"its binding was made for a different wording ({entry.statement}, now "
+                f"{item.digest}): read the statement again, then write the new digest"
             )
             entry.record.warn("statement", stale)
         bound = Bound(entry=entry, stale=stale)

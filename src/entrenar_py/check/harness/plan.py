@@ -133,7 +133,7 @@ def _lacking(check: Check, system: str | None) -> str:
     """Return which precondition of `check` the `system` does not promise, or ""."""
     known = SYSTEMS.get(system or "")
     if known is not None and check.in_step and not known.in_step:
-        return f"it compares steps that all workers make together, and {system} makes none"
+        return f"it compares steps that all workers take together, and {system} takes none"
     if known is not None and check.bitwise and not known.bitwise:
         return (
             f"{system} promises agreement within rounding, not the same bits for any number of "

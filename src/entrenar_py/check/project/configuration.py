@@ -523,7 +523,7 @@ def apply(
             left.append(clause)
         elif {clause.id, clause.item} & set(named):
             left.append(clause)
-            notes[clause.id] = f"tried as --only asks, though {entry.place} excludes it"
+            notes[clause.id] = f"tried because --only names it, although {entry.place} excludes it"
         elif entry.is_void(day):
             left.append(clause)
             notes[clause.id] = (

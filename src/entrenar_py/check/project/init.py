@@ -85,7 +85,7 @@ def guess_command(command: Sequence[str], folder: Path) -> Guess:
     script = scripts.read_script(path) if path is not None else None
     if script is None:
         named = (
-            "no script (*.py) or module (-m) that lies here was found in the command"
+            "no local script (*.py) or module (-m) was found in the command"
             if path is None
             else (f"{path.name} can't be read as Python")
         )
@@ -161,10 +161,10 @@ def _tell_of_steps_and_folders(draft: Guess, script: Script, name: str) -> None:
         epochs = [one for one in script.options if _plain(one) in _EPOCHS]
         remark = f"; {epochs[0]} counts epochs: give it a small number" if epochs else ""
         if any("{epochs}" in word for word in draft.command):
-            remark = ", of so many epochs; a run can be stopped only between epochs"
+            remark = ", for that number of epochs; a run can be stopped only between epochs"
         draft.look.append(
-            f"no option of {name} was found for the number of steps: each run makes as many as "
-            f"the script does{remark}"
+            f"no option of {name} was found for the number of steps: each run takes as many "
+            f"steps as the script does{remark}"
         )
     if script.saves and not any("{workdir}" in word for word in draft.command):
         draft.look.append(

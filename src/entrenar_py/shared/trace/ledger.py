@@ -80,7 +80,7 @@ def dump_line(chain: str, record: Mapping[str, Any]) -> tuple[str, str]:
     if len(line) >= files.LINE_BYTES_MAX:
         raise UsageError(
             f"{record.get('kind', 'record')}: a line of {len(line) + 1} bytes: at most "
-            f"{files.LINE_BYTES_MAX} are read; record digests in place of values"
+            f"{files.LINE_BYTES_MAX} are read; record digests instead of values"
         )
     return line, chain
 
@@ -116,7 +116,7 @@ def load(path: Path) -> Trace:
         )
     if not events or not isinstance(events[-1], End):
         where = f"{path}:{reader.num_lines}: the trace is truncated"
-        raise TraceError(f"{where}: its last line is no end event; {_AGAIN}")
+        raise TraceError(f"{where}: its last line is not an end event; {_AGAIN}")
     head = reader.head
     return Trace(
         scenario=Scenario.of(head.plan),

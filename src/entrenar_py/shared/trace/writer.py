@@ -223,8 +223,8 @@ def _require_same(theirs: TrainingPlan, ours: TrainingPlan, path: Path) -> None:
         if wrote.get(name) != writes.get(name):
             raise TraceError(
                 f"ledger {path}: it was written by a run with {name}={wrote.get(name)!r}, and this "
-                f"run has {name}={writes.get(name)!r}; go on with the configuration of that run, "
-                "or give another path"
+                f"run has {name}={writes.get(name)!r}; continue with the configuration of that "
+                "run, or give another path"
             )
 
 

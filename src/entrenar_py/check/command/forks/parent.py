@@ -239,7 +239,7 @@ def _why_no_fork(words: Sequence[str], environment: Mapping[str, str], imports: 
     for name in sorted({*environment, *imports.before}):
         if environment.get(name) != imports.before.get(name):
             if name not in RANKS and not name.startswith(PREFIXES):
-                return f"{name} is set otherwise for ranks"
+                return f"{name} is set differently for ranks"
             if name in imports.names:
                 return f"an import reads {name}"
     if any(not os.path.isabs(one) for one in environment.get("PYTHONPATH", "/").split(os.pathsep)):
