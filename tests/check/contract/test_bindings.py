@@ -179,7 +179,7 @@ def test_an_edited_sentence_makes_its_binding_stale(tmp_path: Path) -> None:
     clause = next(one for one in edited.invariants if one.name == "fast")
     assert checks.bind(clause) is None
     assert (
-        "another wording (574edaa3, now "
+        "different wording (574edaa3, now "
         in plan.Task(invariant=clause, check=None).untried().reason
     )
 

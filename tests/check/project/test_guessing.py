@@ -187,7 +187,7 @@ def test_no_script() -> None:
     """For a module elsewhere, or a file that isn't Python, nothing is guessed."""
     Path("broken.py").write_text("print 1")
     for line, told in (
-        ("torchrun -m trl.sft", "no script (*.py)"),
+        ("torchrun -m trl.sft", "no local script (*.py)"),
         ("torchrun broken.py", "broken"),
     ):
         assert any(one.startswith(told) for one in guess(line).look)
