@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of the trainer's, which no command of the checker has to import."""
+    """Return a name from the trainer, imported here so that the checker need not import it."""
     if name in ("canonical_all_reduce", "require_deterministic"):
         from entrenar_py.train import canonical
 

@@ -1,6 +1,6 @@
-"""The command `entrenar`: the trainer's commands, and two with which the checker looks on.
+"""The command `entrenar`: the trainer's commands, and two commands of the checker.
 
-The trainer's wing imports nothing of the checker's, so this module gives it these two.
+The trainer's packages import nothing from the checker, so this module adds the two.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The pytest plugin: marks a test with a clause that must hold, and turns a contract into tests.
+"""The pytest plugin: a mark for tests of a clause that must hold, and a test per clause.
 
-Imports nothing of the harness before a test needs it: pytest loads this in every run. A falsified
-clause fails a test; an inconclusive one does, too, or skips it with `contract_allow_inconclusive`.
+It imports nothing of the harness before a test needs it, since pytest loads the plugin in every
+run. A falsified clause fails a test. An inconclusive clause fails it, too, or skips it with
+`contract_allow_inconclusive`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark; raises UsageError for an option that has no effect."""
+    """Register the mark. Raises UsageError for an option that has no effect."""
     config.addinivalue_line("markers", _USAGE)
     for option in ("--contract-system", "--contract-examples"):
         if config.getoption("--contract") is None and config.getoption(option) is not None:
@@ -57,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
             )
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m choose among the tests
+@pytest.hookimpl(tryfirst=True)  # before -k and -m select tests
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
@@ -104,7 +105,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.fixture
 def finding(request: pytest.FixtureRequest) -> Finding:
-    """Return the finding for the clause of the test's mark, the nearest if it has several."""
+    """Return the finding for the clause in the test's mark; for several marks, the nearest one."""
     for judged in _judged(request.node):
         return judged.entry.finding
     raise pytest.UsageError(
@@ -135,9 +136,9 @@ class ContractItem(pytest.Item):
 
 
 def _judged(item: pytest.Item) -> Iterator[Judged]:
-    """Yield the result for each clause in the marks of `item`, each judged once a session.
+    """Yield the result for each clause in the marks of `item`; each is judged once per session.
 
-    A mark without arguments belongs to another plugin, and is ignored.
+    A mark without arguments belongs to a different plugin, and is ignored.
     """
     marks = [mark for mark in item.iter_markers(MARK) if mark.args or mark.kwargs]
     if not marks:

@@ -1,4 +1,4 @@
-"""Records for the run of a loop that torch's hooks can't observe; see docs/traces.md."""
+"""Records for a training loop that torch's hooks can't observe; see docs/traces.md."""
 
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario

@@ -1,4 +1,4 @@
-"""`entrenar doctor`: what this machine has, and which clauses it can exercise."""
+"""`entrenar doctor`: the devices and versions of this machine, and the clauses it can exercise."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Trainer:
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """The number of a clause's own scenarios that can be exercised here.
+    """The number of a clause's own scenarios that this machine can exercise.
 
-    `can` of the `planned` scenarios can run, some though something is missing. `lacking` lists
+    `can` of the `planned` scenarios can run, some of them with something missing. `lacking` lists
     all that this machine lacks for the planned scenarios. `state` is yes, partly or no.
     """
 
@@ -54,7 +54,7 @@ class Reach:
 
     @property
     def state(self) -> str:
-        """The reach in one word."""
+        """The reach in one word: yes, partly or no."""
         if not self.can:
             return "no"
         return "partly" if self.lacking or self.can < self.planned else "yes"
@@ -70,7 +70,7 @@ class Examination:
     clauses: Sequence[Reach]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the examination as JSON can hold it."""
+        """Return the examination as data for JSON."""
         record = asdict(self)
         for clause, one in zip(record["clauses"], self.clauses, strict=True):
             clause["state"] = one.state
@@ -177,10 +177,10 @@ _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 
 
 def run(path: Path | None, *, clauses: bool, color: bool) -> None:
-    """Print the examination of this machine, and write it to `path` as JSON if that is given.
+    """Print the examination of this machine; if `path` is not None, also write it there as JSON.
 
-    Clauses are printed only on request: to plan them takes as long as all the rest. JSON has them.
-    Raises UsageError if `path` can't be written.
+    The JSON always has the clauses. They are printed only if `clauses` is true, since planning them
+    takes as long as everything else. Raises UsageError if `path` can't be written.
     """
     if path is not None:
         arguments.require_writable(path, "json")
@@ -215,7 +215,9 @@ def show(examined: Examination, *, clauses: bool, console: Console) -> None:
     terminal.print_table(console, _clauses(examined))
     counts = Counter(one.state for one in examined.clauses)
     told = f"{counts['yes']} exercised, {counts['partly']} partly, {counts['no']} not"
-    console.print(f"{len(examined.clauses)} clauses, as they are planned, on this machine: {told}")
+    console.print(
+        f"{len(examined.clauses)} clauses with their planned runs on this machine: {told}"
+    )
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -1,8 +1,8 @@
-"""The kill matrix: run every planted bug against the clauses that claim to detect it.
+"""The kill matrix: every planted bug against the clauses that claim to detect it.
 
-A clause kills a mutant when the mutant falsifies it, and for the right reason only when the finding
-names the planted place. On a benign variant every clause that it lists as `tried` must hold, and no
-clause may be falsified.
+A clause kills a mutant if the mutant falsifies it. It kills it for the right reason only if the
+finding names the planted place. On a benign variant every clause that it lists as `tried` must
+hold, and no clause may be falsified.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Row:
 
     @property
     def killed(self) -> bool:
-        """Return whether the clause was falsified. A crashed run is inconclusive, so no kill."""
+        """True if the clause was falsified. A crashed run is inconclusive, so it is not a kill."""
         return self.finding.verdict is Verdict.FALSIFIED
 
     @property
     def silent(self) -> bool:
-        """Return whether the clause held, which needs at least one comparison."""
+        """True if the clause held, which needs at least one comparison."""
         return self.finding.verdict is Verdict.HELD
 
     @property
     def place_right(self) -> bool:
-        """Return whether the counterexample has the value of each field of the planted place."""
+        """True if the counterexample has the value of each field of the planted place."""
         broken = self.finding.counterexample
         return broken is not None and all(
             getattr(broken, name) == value for name, value in self.variant.place.items()
@@ -55,10 +55,10 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Return whether the mutant was killed for the right reason, or the benign variant passed.
+        """True if the mutant was killed for the right reason, or the benign variant passed.
 
-        On a benign variant the clauses in `tried` must hold. All others may also be inconclusive,
-        because so small a run may give them nothing to compare.
+        On a benign variant the clauses in `tried` must hold. All other clauses may also be
+        inconclusive, because such a small run may give them nothing to compare.
         """
         if not self.variant.benign:
             return self.killed and self.place_right
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """Return `killed`, `SURVIVED`, or the verdict on a benign variant, in capitals if wrong."""
+        """`killed`, `SURVIVED`, or the verdict on a benign variant, in capitals if wrong."""
         if not self.variant.benign:
             return "killed" if self.killed else "SURVIVED"
         verdict = self.finding.verdict
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def complaint(self) -> str:
-        """Return why the row is not right."""
+        """The reason why the row is not right."""
         if self.killed and not self.variant.benign:
             broken = self.finding.counterexample
             pointed = "nothing" if broken is None else broken.place() or broken.message
@@ -90,7 +90,7 @@ def planted(variant: Variant) -> str:
 
 
 def of_mutants(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of mutants."""
+    """Return the rows of mutants, without those of benign variants."""
     return [row for row in rows if not row.variant.benign]
 
 
@@ -123,7 +123,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def mutants_table(rows: Sequence[Row]) -> Table:
-    """Return the table of mutants: which clause killed each, and the place that it found."""
+    """Return the table of mutants: which clause killed each one, and the place that it named."""
     shown = _table(
         "mutant", "source", "clause", "verdict", "found at", "place", long=("source", "found at")
     )
@@ -191,7 +191,7 @@ def judges(variant: Variant, invariants: Mapping[str, Invariant]) -> list[str]:
     """Return the ids of the clauses that judge `variant`, each once.
 
     A mutant is judged by the clauses it names and the clauses that name it. A benign variant is
-    judged by the clauses it is tried on, and by every clause with a check for any training.
+    judged by the clauses in `tried`, and by every clause with a check for any training.
     """
     if variant.benign:
         system = variant.scenario.system
@@ -206,7 +206,7 @@ def run(
     invariants: Mapping[str, Invariant],
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Judge each variant by its clauses. Return the rows, and pass each to `on_row` at once.
+    """Judge each variant by its clauses. Return the rows, and pass each row to `on_row` at once.
 
     Raises UsageError for a clause that is not in `invariants`.
     """
@@ -231,7 +231,7 @@ def run(
 def show(console: Console) -> int:
     """Run the whole matrix and print it to `console`. Return 0 if all rows are right, else 1.
 
-    When interrupted, print the rows that are known so far, and return 4.
+    After an interrupt, print the rows that are known so far, and return 4.
     """
     variants = list(mutants.catalogue().values())
     rows: list[Row] = []

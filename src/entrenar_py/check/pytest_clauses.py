@@ -1,4 +1,4 @@
-"""Judge a clause for a pytest test, with the search and the wording of `entrenar-check --only`."""
+"""Judgement of a clause for a pytest test, with the search and wording of `entrenar-check`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from entrenar_py.shared.errors import EntrenarError
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict
 
-_CONFIGURABLE = ("system", "world_size", "seed", "examples")  # what a mark may leave open
+_CONFIGURABLE = ("system", "world_size", "seed", "examples")  # what a mark may leave out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Request:
     examples: int = 20
     bind: tuple[Path, ...] = ()
     note: str = ""  # a note of the configuration, shown with the verdict
-    left_out: str = ""  # why the project's configuration has it skipped
+    left_out: str = ""  # why the project's configuration skips it
 
     def plan(self) -> plan.Plan:
         """Return the plan of the clause's runs; raises UsageError if they are impossible."""
@@ -50,7 +50,7 @@ class Request:
         )
 
     def command(self) -> str:
-        """Return the shell command that does the same."""
+        """Return the `entrenar-check` command that does the same."""
         words = ["entrenar-check", "--contract", self.contract, "--only", self.clause]
         words += [word for path in self.bind for word in ("--bind", str(path))]
         words += ["--system", self.system] if self.system else []
@@ -97,8 +97,8 @@ class Judged:
 def request_of(mark: pytest.Mark, usual: str | None, root: Path) -> Request:
     """Return the request that a mark expresses; an invalid mark fails the test.
 
-    `usual` is the contract for marks that name none. If `usual` is None, too, the configuration of
-    the project at `root` provides what the mark leaves open.
+    `usual` is the contract for marks that name none. If it is None as well, the configuration of
+    the project at `root` provides what the mark leaves out.
     """
     names = ("contract", *_CONFIGURABLE)
     strange = [name for name in mark.kwargs if name not in names]
@@ -150,7 +150,10 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
 
 
 def judge(request: Request) -> Judged:
-    """Judge the clause; if it can't be tried, the test fails with the reason."""
+    """Judge the clause. If it can't be tested, the test fails with the reason.
+
+    The test is skipped if the clause is excluded or doesn't apply.
+    """
     if request.left_out:
         pytest.skip(evidence.one_line(f"{request.clause} {request.left_out}"))
     started = time.monotonic()
@@ -185,12 +188,12 @@ def judge(request: Request) -> Judged:
 
 
 def require_possible(request: Request) -> None:
-    """Raise UsageError, with the place, if a clause can't be tried as `request` says."""
+    """Raise UsageError, with the place, if a clause can't be tested as requested."""
     plan.divide(load(request.contract, request.bind).invariants, request.plan())
 
 
 def load(name: str, bind: Sequence[Path] = ()) -> Contract:
-    """Load the contract at a path, or the shipped one of that name, with files of bindings.
+    """Load the contract at a path, or the shipped contract of that name, with files of bindings.
 
     Raises ContractError and UsageError.
     """

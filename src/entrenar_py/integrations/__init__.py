@@ -1,1 +1,1 @@
-"""`observe` as callbacks for trainers that own the training loop."""
+"""`observe` as a callback for libraries that own the training loop."""

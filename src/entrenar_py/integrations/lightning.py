@@ -10,9 +10,9 @@ from entrenar_py.check.observing import Observation, observe
 
 
 class ObserveCallback(Callback):
-    """Observes the model while it is trained: `Trainer(..., callbacks=[ObserveCallback()])`.
+    """A callback that observes a model in training: `Trainer(..., callbacks=[ObserveCallback()])`.
 
-    `options` are those of `observe`. Use `observation` to report what no hook can see, such as the
+    `options` are passed to `observe`. Use `observation` to report what no hook can see, such as the
     loss and its weight from `training_step`.
     """
 
@@ -21,7 +21,7 @@ class ObserveCallback(Callback):
         self.observation = Observation()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Arrange to observe when the training loader is made: model and optimizers exist by then.
+        """Observe from the creation of the training loader: model and optimizers exist by then.
 
         The loader is created after this call, and iterated before any other callback is called.
         """
@@ -30,7 +30,7 @@ class ObserveCallback(Callback):
 
         def observed(loader: Any) -> Any:
             processed = process(loader)
-            if trainer.training:  # not the loaders of the sanity check before
+            if trainer.training:  # not the loaders of the earlier sanity check
                 del strategy.process_dataloader  # restores the method of the class
                 optimizers = trainer.optimizers
                 self.observation = observe(
@@ -45,5 +45,5 @@ class ObserveCallback(Callback):
         strategy.process_dataloader = observed
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Report that training is over."""
+        """Report the end of training."""
         self.observation.close()

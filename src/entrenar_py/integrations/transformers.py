@@ -11,9 +11,9 @@ from entrenar_py.check.observing.sources import InOrder
 
 
 class ObserveCallback(TrainerCallback):
-    """Observes the model while it is trained: `Trainer(..., callbacks=[ObserveCallback()])`.
+    """A callback that observes a model in training: `Trainer(..., callbacks=[ObserveCallback()])`.
 
-    `options` are those of `observe`. Use `observation` to report what no hook can see, such as the
+    `options` are passed to `observe`. Use `observation` to report what no hook can see, such as the
     loss and its weight from `compute_loss_func`.
     """
 
@@ -26,12 +26,12 @@ class ObserveCallback(TrainerCallback):
         self.observation = observe(
             objects["model"],
             objects["optimizer"],
-            # All micro-batches of a step are fetched before the first is used.
+            # All micro-batches of a step are fetched before the first one is used.
             sampler=InOrder(objects["train_dataloader"]),
             step=state.global_step,
             **self._options,
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Report that training is over."""
+        """Report the end of training."""
         self.observation.close()

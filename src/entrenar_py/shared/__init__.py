@@ -1,1 +1,1 @@
-"""What the checker and the trainer share: traces, scenarios, verdicts, errors, files."""
+"""Records and tools that checker and trainer share: traces, scenarios, verdicts, errors, files."""

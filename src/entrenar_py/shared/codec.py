@@ -1,6 +1,6 @@
-"""Convert dataclasses to plain records that JSON can hold, and back, by their annotations.
+"""Conversion of dataclasses to plain records that JSON can hold, and back, by their annotations.
 
-This module knows nothing of files, frames or events. A `Form` says how the values of one
+This module knows nothing about files, frames or events. A `Form` says how the values of one
 annotation are read and written.
 """
 
@@ -18,7 +18,7 @@ from entrenar_py.shared.errors import UsageError, did_you_mean
 
 INT_MAX = 2**63 - 1
 _DEPTH_MAX = 16
-_DIGITS_MAX = 4300  # of a whole number that Python reads
+_DIGITS_MAX = 4300  # the most digits of a whole number that Python reads
 _WORD_INT_MAX = 10**_DIGITS_MAX - 1
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 
@@ -28,9 +28,9 @@ T = TypeVar("T")
 class Form(NamedTuple):
     """A pair of functions that read and write the values of one annotation.
 
-    `read` converts a JSON value, `write` makes one. For a wrong value both raise ValueError, which
-    says what to use: what a reader would refuse is not written. Without `write` the value stays as
-    it is.
+    `read` converts a JSON value, and `write` creates one. For a wrong value both raise ValueError
+    with advice on what to use, so nothing is written that a reader would refuse. If `write` is
+    None, the value is written as it is.
     """
 
     read: Callable[[Any], Any]
@@ -41,8 +41,8 @@ class Schema(Generic[T]):
     """The JSON form of one dataclass. Error messages call the dataclass `what`.
 
     `forms` adds Forms to FORMS, or replaces some of them. Its keys are names in annotations, or
-    whole annotations. Fields that the dataclass derives from others are no part of it. With
-    `sparse`, `dump` omits fields that have their default values.
+    whole annotations. Fields that the dataclass derives from others are left out. If `sparse`,
+    `dump` omits fields that have their default values.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class Schema(Generic[T]):
         """Return the value from which `dump` made `record`.
 
         Raises UsageError for a key that is unknown or missing, and for a value that its annotation
-        does not allow; the error's `field` names the key. Errors of the dataclass pass through.
+        does not allow; the error's `field` names a missing key or the key of such a value. Errors
+        of the dataclass itself are not changed.
         """
         if type(record) is not dict and not isinstance(record, Mapping):
             raise UsageError(self._about(f"{reprlib.repr(record)}: use a mapping{self._keys()}"))
@@ -107,7 +108,7 @@ class Schema(Generic[T]):
         return self.kind(**values)
 
     def _keys(self) -> str:
-        """Return the required keys, in words; all keys if none is required."""
+        """Return the required keys in words, or all keys if none is required."""
         names = [name for name in self._readers if name in self._required] or [*self._readers]
         more = ", ..." if len(names) < len(self._readers) else ""
         return f" of {', '.join(names)}{more}" if names else ""
@@ -118,7 +119,7 @@ class Schema(Generic[T]):
 
 def plain(value: Any) -> Any:
     """Return `value` as strict JSON can hold it: NaN and infinities as "nan", "inf" and "-inf"."""
-    if type(value) in _AS_THEY_ARE:  # most are, and to ask whether it is a Mapping takes longest
+    if type(value) in _AS_THEY_ARE:  # first, since most values are, and the Mapping test is slow
         return value
     if isinstance(value, float):
         return _write_float(value)
@@ -130,7 +131,7 @@ def plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return `value` in a few words, even a whole number of too many digits to be written."""
+    """Return `value` in a few words, even a whole number with too many digits to be written."""
     try:
         return reprlib.repr(value)
     except ValueError:
@@ -141,7 +142,7 @@ def _shown(value: Any) -> str:
 
 
 def whole(least: int, most: int = INT_MAX, *, advice: str) -> Form:
-    """Return the form of whole numbers from `least` to `most`."""
+    """Return the form of whole numbers from `least` to `most`; errors give the `advice`."""
 
     def read(value: Any) -> int:
         if type(value) is not int or not least <= value <= most:
@@ -152,7 +153,7 @@ def whole(least: int, most: int = INT_MAX, *, advice: str) -> Form:
 
 
 def many(item: Form, *, most: int | None = None) -> Form:
-    """Return the form of tuples of `item`s, any number or at most `most`. JSON holds a list."""
+    """Return the form of tuples of `item`s: any number, or at most `most`. JSON holds a list."""
     advice = "use a list" if most is None else f"use a list of at most {most}"
 
     def read(value: Any) -> tuple[Any, ...]:
@@ -242,7 +243,7 @@ def _write_words(value: Any) -> dict[str, Any]:
 
 
 def _word(value: Any, left: int) -> Any:
-    """Return a value of a trainer's own as JSON holds it, with at most `left` levels in it."""
+    """Return a value from a trainer as JSON holds it, nested at most `left` levels deep."""
     if isinstance(value, float):
         return _write_float(value)
     if isinstance(value, int):
@@ -280,7 +281,7 @@ FORMS: Mapping[str, Form] = {
     "float": Form(_read_float, _write_float),
     "str": Form(_read_text, _read_text),
 }
-# A mapping of any JSON values, such as a trainer's own notes.
+# A mapping with any JSON values, such as a trainer's own notes.
 WORDS = Form(_read_words, _write_words)
 # For a dataclass that validates its fields itself.
 UNCHECKED: Mapping[str, Form] = dict.fromkeys(FORMS, Form(lambda value: value))

@@ -1,20 +1,20 @@
-"""Every exception this package raises on purpose.
+"""Every exception that this package raises on purpose.
 
     EntrenarError
-    ├── ContractError        a contract file is wrong (carries every problem found)    exit 2
-    ├── UsageError           the command line or a scenario asks for the impossible    exit 2
+    ├── ContractError        a contract file is wrong (carries every problem)           exit 2
+    ├── UsageError           the command line or a scenario requests the impossible    exit 2
     │   ├── RowsError        rows to learn from can't be used (a line for each)         exit 2
     │   └── TraceError       a stored trace or replay file can't be trusted            exit 2
-    │       └── ForeignTrace a file that is no trace, or of another version            exit 2
-    ├── CheckpointError      a checkpoint is missing, damaged or of another run
+    │       └── ForeignTrace a file is not a trace, or is of a different version       exit 2
+    ├── CheckpointError      a checkpoint is missing, damaged or of a different run
     ├── ProtocolError        a peer broke the protocol: only its connection ends
     ├── BackendUnavailable   a device is absent, failed, or gave a non-finite result
     ├── SystemFailure        a trainer could not finish its run                        inconclusive
-    └── WatchFinding         a training that is watched broke a clause, and stops
+    └── WatchFinding         a watched training run broke a clause, and stops
 
-Findings are results, never exceptions: a falsified invariant raises nothing. The one exception is
-the watch in production, which raises to stop the training. A message says what was given
-(name = value), where, what is allowed, and what to do.
+Findings are results, not exceptions: a falsified invariant raises nothing. The only exception to
+this is the watch in production, which raises to stop the training run. A message says what was
+given (name = value), where, what is allowed, and what to do.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Self
 
-# No suggestions for a shorter name, which resembles too many others, or for a longer one, which
-# would take long to compare and is no typing error.
+# No suggestions for a shorter name, which resembles too many others. None for a longer name, which
+# would take long to compare and is not a typing error.
 _NAME_CHARS_MIN, _NAME_CHARS_MAX = 2, 64
 
 
 class EntrenarError(Exception):
-    """Root of the tree: no result is possible."""
+    """The base class of these errors: no result is possible."""
 
 
 class UsageError(EntrenarError):
     """Raised when a request can't be carried out; nothing was run.
 
-    `field` names the wrong option, key or field, as Python spells it (`world_size`). It is "" where
+    `field` names the wrong option, key or field, as spelled in Python (`world_size`). It is "" if
     no single field is wrong. Code that read the value from a file uses it to find the line.
     """
 
@@ -45,7 +45,7 @@ class UsageError(EntrenarError):
 
     @classmethod
     def of(cls, field: str, value: object, advice: str) -> Self:
-        """Return the error of one field: `field=value: advice`."""
+        """Return the error for one field: `field=value: advice`."""
         return cls(f"{field}={value!r}: {advice}", field=field)
 
 
@@ -54,15 +54,15 @@ class RowsError(UsageError):
 
 
 class TraceError(UsageError):
-    """A stored trace or replay file is of another version, truncated, reordered or edited."""
+    """Raised when a trace or replay file is of another version, truncated, reordered or edited."""
 
 
 class ForeignTrace(TraceError):
-    """A file that is no trace of this version, so that nothing shows whether it was edited."""
+    """Raised when a file is not a trace of this version, so that edits can't be detected."""
 
 
 class ContractError(EntrenarError):
-    """A contract is invalid.
+    """Raised when a contract is invalid.
 
     `problems` holds one line per problem, each starting with `file:line:column: error: `. The
     message is these lines joined.
@@ -74,23 +74,23 @@ class ContractError(EntrenarError):
 
 
 class CheckpointError(EntrenarError):
-    """A checkpoint can't be resumed from."""
+    """Raised when a run can't be resumed from a checkpoint."""
 
 
 class ProtocolError(EntrenarError):
-    """A peer sent bytes that are no message, or a message that is not legal now."""
+    """Raised when a peer sent bytes that are not a message, or a message that is not legal now."""
 
 
 class BackendUnavailable(EntrenarError):
-    """A backend is absent, failed to start, is out of memory, or gave a non-finite result."""
+    """Raised when a backend is absent, can't start, lacks memory, or gave a non-finite result."""
 
 
 class SystemFailure(EntrenarError):
-    """A system could not run a scenario to its end."""
+    """Raised when a system could not run a scenario to its end."""
 
 
 class WatchFinding(EntrenarError):
-    """A watched training broke `clause` at `step` on `ranks`, seen first in `tensor`."""
+    """Raised when a watched run broke `clause` at `step` on `ranks`, first seen in `tensor`."""
 
     def __init__(
         self, message: str, *, clause: str, step: int, ranks: tuple[int, ...], tensor: str
@@ -105,7 +105,7 @@ class WatchFinding(EntrenarError):
 def did_you_mean(name: object, allowed: Collection[str], *, otherwise: str | None = None) -> str:
     """Return the advice on a name that is not allowed, such as `did you mean 'x'?`.
 
-    If no allowed name is similar, return `otherwise`, or if that is None, list all allowed names.
+    If no allowed name is similar, return `otherwise`; if that is None, list all allowed names.
     """
     near = " or ".join(map(repr, _nearest(str(name), allowed)))
     if near:
@@ -118,5 +118,5 @@ def _nearest(name: str, allowed: Collection[str]) -> list[str]:
         return []
     longer = [
         candidate for candidate in allowed if name in candidate
-    ]  # steps: num_steps rather than stops
+    ]  # for `steps`, num_steps is better than stops
     return longer if 1 <= len(longer) <= 2 else get_close_matches(name, allowed, n=1)

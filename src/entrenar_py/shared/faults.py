@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from entrenar_py.shared.codec import UNCHECKED, Schema
 from entrenar_py.shared.errors import UsageError, did_you_mean
 
-# kind -> what it does. The docs, the validation and the systems read this table.
-# `rank` and `shard` restrict a planted value to these shards; without them all shards get it.
+# Kind -> its effect. The docs, the validation and the systems read this table.
+# `rank` and `shard` restrict a planted value to these shards. Without them, all shards get it.
 KINDS: dict[str, str] = {
     "non_finite_gradient": "one element of a shard's gradient becomes `value` (nan, inf, -inf)",
     "non_finite_loss": "a shard's loss becomes `value` (nan, inf, -inf), its gradient stays",
@@ -59,7 +59,7 @@ KINDS: dict[str, str] = {
     "shader_rejected": "backend wgpu gives its adapter, really, a shader that is cut short",
 }
 
-# kind -> its required fields: a fault without one of them would silently never happen.
+# Kind -> its required fields: a fault without one of them would silently never happen.
 NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("non_finite_gradient", "non_finite_loss", "huge_gradient"), ("step", "value")),
     "corrupt_gradient": ("step", "rank", "shard", "value"),
@@ -80,7 +80,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("device_lost", "too_large", "shader_rejected"), ("backend",)),
 }
 
-# kind -> its optional fields. `tensor` and `element` default to the first ones.
+# Kind -> its optional fields. `tensor` and `element` default to the first tensor and element.
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "non_finite_gradient": ("rank", "shard", "tensor", "element"),
     "non_finite_loss": ("rank", "shard"),
@@ -90,15 +90,15 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "stranger": ("rank",),
     "non_finite_output": ("element",),
 }
-# The kinds that replace a number by `value`.
+# The kinds that replace a number with `value`.
 PLANTED = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 # Finite corruptions that the worker's own records don't show: only an audit detects them.
 SILENT = ("corrupt_gradient", "corrupt_worker")
 
-# In a user's script only: what rounding makes of the training is measured by it.
+# In a user's script only: measures the effect of rounding on the training.
 NUDGED = "nudged_weights"
-# In a user's script only: what rightly differs between runs on other numbers of workers is made
-# alike, to compare the rest.
+# In a user's script only: these remove differences that are right between runs on different numbers
+# of workers, so that the rest can be compared.
 COMMON, ORDERED, MIRRORED, REPEATED = CONTROLLED = (
     *("common_numbers", "common_order"),
     *("mirrored_ranks", "repeated_share"),
@@ -106,9 +106,9 @@ COMMON, ORDERED, MIRRORED, REPEATED = CONTROLLED = (
 
 # In a user's script only: the end of an epoch comes within a few steps.
 SHORTENED = "shortened_epochs"
-# In a user's script only: one worker has the batches of several, though its script has one's size.
+# In a user's script only: one worker has the batches of several, though its script is set for one.
 MERGED = "merged_batches"
-# The same where no loader can be told to: the script's own draws are replaced.
+# The same if no loader can be changed: the batches that the script draws are replaced.
 REPLAYED, IN_TURN = OF_RECORDS = "replayed_batches", "replayed_in_turn"
 JOINED = (MERGED, *OF_RECORDS)
 OF_LOADERS = (SHORTENED, MERGED)
@@ -116,9 +116,9 @@ OF_LOADERS = (SHORTENED, MERGED)
 LONGER = "more_steps"
 # In a user's script only: a step must not depend on the order of the parameters.
 REORDERED = "reordered_groups"
-# What holds for a whole run.
+# Faults that last for a whole run.
 LASTING = (*CONTROLLED, *OF_LOADERS, *OF_RECORDS, LONGER, REORDERED)
-# Runs with these only show how others can be compared, or what these are too short for.
+# Runs with these show only whether other runs can be compared, or what others are too short for.
 OF_WITNESSES = (NUDGED, *LASTING)
 
 # Failures that a real adapter is made to report itself.
@@ -131,11 +131,11 @@ ON_THE_WAY = (
 )
 # The messages of a step at which these faults can strike (protocol.messages).
 PLACES = ("Assign", "TreeNode", "Computed", "Average", "Staged", "Commit", "Applied")
-# A ring sends partial sums in place of tree nodes.
+# A ring sends partial sums instead of tree nodes.
 RING_PLACES = tuple("Partial" if place == "TreeNode" else place for place in PLACES)
-# A star with a server that makes the update sends new weights in place of averages.
+# A star with a server that makes the update sends new weights instead of averages.
 SERVED_PLACES = tuple("Weights" if place == "Average" else place for place in PLACES)
-# Stages of a pipeline send each other hidden states and their gradients.
+# Stages of a pipeline send each other hidden states and the gradients of these.
 PIPELINE_PLACES = (
     *("Assign", "Activation", "ActivationGradient", "Summed", "TreeNode"),
     *("Weights", "Staged", "Commit", "Applied"),
@@ -177,11 +177,11 @@ SURVIVED = (*MOVING, "stranger")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One planned fault. `step` counts from 0. `value` is a number as text ("nan"), so that JSON
-    can hold it, or one of LIES or STRANGERS.
+    """One planned fault. `step` counts from 0.
 
+    `value` is a number as text ("nan"), so that JSON can hold it, or one of LIES or STRANGERS.
     Raises UsageError for an unknown kind, for a field of the wrong type, for a required field that
-    is not set, and for a set field that the kind does not use.
+    is None, and for a given field that the kind does not use.
     """
 
     kind: str
@@ -238,7 +238,7 @@ class Fault:
             places = ", ".join(LIE_PLACES[self.value])
             self._refuse("at", f"use one of {places} with value={self.value}")
         if self.value == "old_step" and self.step == 0:
-            self._refuse("step", "there is no step before; use 1 or more")
+            self._refuse("step", "there is no previous step; use 1 or more")
 
     def _check_stranger(self) -> None:
         if self.value not in STRANGERS:
@@ -259,12 +259,12 @@ class Fault:
         raise UsageError(f"fault {self.kind} {name}={getattr(self, name)!r}: {advice}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that are set, as JSON can hold them."""
+        """Return the fields that are not None, as JSON can hold them."""
         return _SCHEMA.dump(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Fault:
-        """Return the fault that `record` describes; UsageError names an unknown key."""
+        """Return the fault that `record` describes. Raises UsageError, naming an unknown key."""
         return _SCHEMA.load(record)
 
 
@@ -274,12 +274,12 @@ def has_kind(planned: Iterable[Fault], *kinds: str) -> bool:
 
 
 def are_of_witnesses(planned: Iterable[Fault]) -> bool:
-    """Return whether a run with these faults is no run to be judged by itself: see OF_WITNESSES."""
+    """Return whether a run with these faults serves only to judge other runs: see OF_WITNESSES."""
     return has_kind(planned, *OF_WITNESSES)
 
 
 def steps_of(planned: Iterable[Fault]) -> int | None:
-    """Return after how many steps a run with these faults is ended, None if as usual."""
+    """Return the number of steps after which these faults end a run, or None if they don't."""
     return next((int(fault.value or 0) for fault in planned if fault.kind == LONGER), None)
 
 

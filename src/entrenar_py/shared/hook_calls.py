@@ -1,8 +1,9 @@
-"""Lets calls of our hooks count, but not in compiled code, nor in a step within a step.
+"""Calls of the harness's hooks: ignored in compiled code and in steps within a step.
 
-A compiled script calls hooks in two ways. Where torch calls a hook from Python, dynamo would
-compile the hook's frame: it is told to run it as it is. Where dynamo traces the call of a module,
-the hook is a part of what it traces: there it does nothing, and the graphs are the script's own.
+A compiled script calls hooks in two ways. If torch calls a hook from Python, dynamo would compile
+the hook's frame. It is therefore instructed to run that frame as it is. If dynamo traces the call
+of a module, its hooks are part of the trace. There they do nothing, so that the graphs are the
+script's own.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# The code that torch wraps around the `step` of each class of optimizers, to call its hooks.
+# The code that torch wraps around the `step` of each optimizer class to call its hooks.
 STEPPING = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
 
 
-# Dynamo's own names, which another torch may lack.
+# Dynamo's own names, which a different version of torch may lack.
 _NAMES = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
 LACKING = [name for name in _NAMES if not hasattr(torch._C._dynamo.eval_frame, name)]
 
 
 def notes() -> dict[str, str]:
-    """Return by subject what can't be kept from scripts that compile, nothing with most torches."""
+    """Return notes on what a compiling script may do to hooks, by subject; {} for most torches."""
     if not LACKING:
         return {}
     lacking = ", ".join(LACKING)
@@ -39,9 +40,9 @@ def notes() -> dict[str, str]:
 
 
 def leave(code: CodeType, *, with_calls: bool) -> None:
-    """Have dynamo run the frames of `code` as they are, and what they call if `with_calls`.
+    """Have dynamo run frames of `code`, and their callees if `with_calls`, without compiling them.
 
-    Does nothing where torch lacks what that takes; `notes` says so.
+    Does nothing if torch lacks the functions for that; `notes` then says so.
     """
     if LACKING:
         return
@@ -51,24 +52,25 @@ def leave(code: CodeType, *, with_calls: bool) -> None:
 
 
 def leave_steps() -> None:
-    """Have the hooks of optimizers called in scripts that compile their steps.
+    """Have torch call the hooks of optimizers even in scripts that compile their steps.
 
-    Dynamo would trace the hooks. The code around the step has no operations; the step itself is
-    compiled as ever, since torch breaks the graph at its begin.
+    Otherwise dynamo would trace the hooks. The code around the step has no operations. The step
+    itself is compiled as before, since torch breaks the graph at its beginning.
     """
     leave(STEPPING, with_calls=False)
 
 
 def ours(function: _Function) -> _Function:
-    """Return `function`, marked: dynamo runs it, and all that it calls, as it is."""
+    """Return `function`, marked so that dynamo runs it, and all that it calls, uncompiled."""
     leave(function.__code__, with_calls=True)
     return function
 
 
 def outside(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
-    """Return `function` for use as a hook: it isn't compiled, and does nothing where it is traced.
+    """Return `function` as a hook that is never compiled, and does nothing when it is traced.
 
-    So nothing is seen of what compiled code calls, but of the code itself if that is a module.
+    So the hooks see no calls within compiled code. They see the call of the compiled code itself if
+    it is a module.
     """
 
     @wraps(function)
@@ -81,7 +83,7 @@ def outside(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | N
 
 
 def is_traced() -> bool:
-    """Return whether what runs now is compiled, or transformed by `torch.func` (vmap, grad, jvp).
+    """Return whether the running code is compiled, or transformed by `torch.func` (`vmap`, `grad`).
 
     A transformed function computes with wrappers of tensors, which have no values of their own.
     """
@@ -96,10 +98,10 @@ def has_compiled() -> bool:
 
 
 def is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this runs in a step of `optimizer` that another step of it has called.
+    """Return whether this runs in a step of `optimizer` that was called by another of its steps.
 
-    torch calls an optimizer's hooks in both steps, that of a class and that of its base class: an
-    optimizer that reduces gradients in `step` and then calls `super().step()` has two.
+    torch calls an optimizer's hooks in the step of its class and in that of the base class. An
+    optimizer that reduces gradients in `step` and then calls `super().step()` has both.
     """
     return len([*islice(_steps_of(optimizer), 2)]) > 1
 

@@ -1,4 +1,4 @@
-"""Plant bugs: replace functions by dotted path, and say which clauses must then be falsified.
+"""Planted bugs: functions replaced by dotted path, and the clauses that must then be falsified.
 
 This is the machinery only. The bugs and the benign variants are in the `falsification` folder.
 Product code never asks whether a mutant is planted.
@@ -26,9 +26,11 @@ PACKAGE = "entrenar_py_falsification"
 class Variant:
     """A trainer changed from outside: `plants` maps dotted paths of functions to replacements.
 
-    `invariants` are the clauses that the bug must break. A benign variant has none: the clauses in
-    `tried` must hold on it, and no other clause judging it may be falsified. `place` is what the
-    counterexample must name (step, rank, shard, tensor, ...). `source` says where the bug was seen.
+    - `invariants`: the clauses that the bug must break; empty for a benign variant.
+    - `tried`: the clauses that must hold on a benign variant. No other clause that judges it may be
+      falsified.
+    - `place`: what the counterexample must name (step, rank, shard, tensor, ...).
+    - `source`: where the bug was seen.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Variant:
 
     @property
     def benign(self) -> bool:
-        """Return whether this variant is a correct trainer, which no check may falsify."""
+        """True if this variant is a correct trainer, which no check may falsify."""
         return not self.invariants
 
     def subject(self) -> Scenario:
@@ -52,7 +54,7 @@ class Variant:
 
 @cache
 def catalogue() -> dict[str, Variant]:
-    """Return every variant by name, mutants first; UsageError if they are not installed."""
+    """Return every variant by name, mutants first. Raises UsageError if they aren't installed."""
     folder = package_data.falsification_folder()
     if folder is None:
         raise UsageError("the falsification folder with the mutants was not installed")
@@ -71,10 +73,10 @@ def catalogue() -> dict[str, Variant]:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all planted bugs, which contracts use; benign variants are none.
+    """Return the names of all planted bugs, which contracts use; benign variants are left out.
 
-    The catalogue has them, too, but to load it takes torch and the whole trainer: a call that only
-    reads contracts takes them from a list. Raises UsageError if the bugs are not installed.
+    The catalogue has them, too, but loading it loads torch and the whole trainer. A call that only
+    reads contracts reads the names from a list. Raises UsageError if the bugs are not installed.
     """
     folder = package_data.falsification_folder()
     if folder is None:
@@ -83,9 +85,9 @@ def names() -> tuple[str, ...]:
 
 
 class Planting:
-    """A planted variant. `struck` is True once one of the replaced functions was called.
+    """A planted variant. `struck` becomes True when one of the replaced functions is called.
 
-    It is True from the start for a variant that only has a scenario and replaces no function.
+    It is True from the start if the variant has only a scenario and replaces no function.
     """
 
     def __init__(self, *, struck: bool = False) -> None:
@@ -104,13 +106,13 @@ class Planting:
 
 @contextmanager
 def planted(name: str | None) -> Iterator[Planting]:
-    """Plant the variant `name` for the `with` block (None: nothing); UsageError if unknown."""
+    """Plant the variant `name` in the `with` block (None: nothing). UsageError if unknown."""
     if name is None:
         yield Planting()
         return
     if name not in catalogue():
         raise UsageError(f"mutant={name!r}: known are {', '.join(catalogue())}")
-    from unittest.mock import patch  # brings asyncio
+    from unittest.mock import patch  # imports asyncio
 
     plants = catalogue()[name].plants
     planting = Planting(struck=not plants)

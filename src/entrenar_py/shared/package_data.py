@@ -1,7 +1,7 @@
 """Files of the package: contracts, counterexamples, and the extras of pyproject.toml.
 
-Files are inside an installed package, and at the top of a checkout. Extras are the libraries that
-only some commands need.
+The files are inside an installed package, or at the top of a checkout. Extras are the libraries
+that only some commands need.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from entrenar_py.shared.errors import UsageError, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Either one alone misses bugs that the other finds: a forgotten set_epoch, a sampler that pads.
+# Each of them misses bugs that the other finds: a forgotten set_epoch, a sampler that pads.
 FOR_SCRIPTS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
-# What is never meant when a language model is trained. Where no contract was named, these clauses
-# are looked at, too, and reported if they are broken.
+# Clauses against errors in language models that are never intended. If no contract was named, these
+# clauses are judged, too, and reported if they are broken.
 OF_LANGUAGE, NEVER_MEANT = "language-model-v1.yaml", ("F-LM-001", "F-LM-002", "F-LM-004")
 
 
 def contract_path(name: str) -> Path:
-    """Return the contract file that `name` means: a path that exists, else a shipped contract.
+    """Return the contract file that `name` means: an existing path, or else a shipped contract.
 
     A shipped contract may be named without its `.yaml`. Raises UsageError if `name` is neither, or
     is a folder, or can't be read.
@@ -92,22 +92,22 @@ DISTRIBUTION = "entrenar-py"
 
 
 def extra_requirements(extra: str) -> list[str]:
-    """Return what an extra requires, such as `tensorboard>=2.18`; [] if nothing is installed."""
-    from importlib import metadata  # reads e-mail's modules, which `--help` can do without
+    """Return the requirements of an extra, such as `tensorboard>=2.18`; [] if none are known."""
+    from importlib import metadata  # imports the e-mail modules, which `--help` doesn't need
 
     marked = re.compile(rf"\bextra == ['\"]{re.escape(extra)}['\"]")
     try:
         lines = metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:  # run from a folder of its sources
+    except metadata.PackageNotFoundError:  # run from a source folder without installation
         return []
     pairs = (line.partition(";") for line in lines)
     return [requirement.strip() for requirement, _, marker in pairs if marked.search(marker)]
 
 
 def extra_advice(extra: str) -> str:
-    """Return the command that installs what an extra requires.
+    """Return the command that installs the requirements of an extra.
 
-    The command names the libraries, not this package, which is on no index.
+    The command names the libraries instead of this package, which is not on a package index.
     """
     named = " ".join(f"'{one}'" for one in extra_requirements(extra))
     return f"pip install {named}" if named else f"pip install '.[{extra}]' in the checkout"

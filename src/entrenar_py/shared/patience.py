@@ -1,13 +1,13 @@
-"""Measures how long a run makes no progress, on a machine that may be overloaded.
+"""A measure of how long a run makes no progress, on a machine that may be overloaded.
 
-A clock on the wall says little about a run: on an overloaded machine an import of seconds takes
-minutes. So what is counted is time without progress, and of that only what the run had of the
-machine. Where processes wait, all seconds count. Where they compute, only the seconds that they
-really computed do: an overloaded machine may give them one in ten. And between two looks never more
-than their distance counts, since a watcher that was frozen has seen nothing.
+Wall time says little about a run: on an overloaded machine, an import of seconds takes minutes. So
+only time without progress counts, and only the part of it in which the run could work. While its
+processes wait, all seconds count. While they compute, only their CPU seconds count, since an
+overloaded machine may give them one second in ten. Between two checks, never more than their
+distance counts, since a frozen watcher has seen nothing.
 
-Progress is whatever calls `mark` (an event that is recorded, an action in virtual time), and a
-module that is loaded.
+Progress is any call of `mark` (for a recorded event, or an action in virtual time), and any module
+that is loaded.
 """
 
 from __future__ import annotations
@@ -22,36 +22,39 @@ from types import SimpleNamespace
 from typing import Any
 
 LOOK_S = 5.0
-LOOKS_MIN = 4  # before patience runs out, even if it is short
-IDLE_SHARE = 0.01  # of a core; heartbeats of a process that waits take less
+LOOKS_MIN = 4  # checks before patience runs out, even if it is short
+IDLE_SHARE = 0.01  # of a core; the heartbeats of a waiting process take less
 _PROC = Path("/proc")
 
 _marks: Any = SimpleNamespace(value=0)
 
 
 def mark() -> None:
-    """Note that a run in this process made progress."""
+    """Record that a run in this process made progress."""
     _marks.value += 1
 
 
 def share(counter: Any) -> None:
-    """From now on count the progress of this process in `counter.value`, which others may read."""
+    """Count the progress of this process in `counter.value`, which other processes may read."""
     global _marks
     _marks = counter
 
 
 def of_this_process() -> tuple[int, int]:
-    """Return what changes whenever a run in this process makes progress."""
+    """Return a value that changes whenever a run in this process makes progress."""
     return _marks.value, len(sys.modules)
 
 
 def interval_s(seconds: float) -> float:
-    """Return the seconds between two looks of a patience of this many `seconds`."""
+    """Return the seconds between two checks of a patience of this many `seconds`."""
     return min(LOOK_S, seconds / LOOKS_MIN)
 
 
 class Patience:
-    """Runs out after `seconds` in which `sign()` stays the same. Call `look` every `interval_s`."""
+    """Patience that ends after `seconds` with an unchanged `sign()`; see `look`.
+
+    `look` must be called every `interval_s` seconds.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Patience:
         sign: Callable[[], object] = lambda: None,
         cpu_s: Callable[[], float] | None = None,
     ) -> None:
-        """By default the time that this process and its descendants computed is `cpu_s`."""
+        """`cpu_s` returns the CPU seconds of the run, by default those of `family_cpu_s`."""
         self.interval_s = interval_s(seconds)
         self._seconds, self._sign, self._cpu_s = seconds, sign, cpu_s or family_cpu_s
         self._stalled_s = 0.0
@@ -68,7 +71,7 @@ class Patience:
         self._now_s, self._computed_s = time.monotonic(), self._cpu_s()
 
     def look(self) -> bool:
-        """Return whether patience has run out."""
+        """Return whether patience has run out; call this every `interval_s` seconds."""
         now_s, computed_s, seen = time.monotonic(), self._cpu_s(), self._sign()
         busy_s = computed_s - self._computed_s
         is_idle = busy_s < IDLE_SHARE * (now_s - self._now_s)
@@ -80,9 +83,9 @@ class Patience:
 
 
 def family_cpu_s() -> float:
-    """Return the seconds that this process and all its descendants computed, those ended included.
+    """Return the CPU seconds of this process and all its descendants, including ended ones.
 
-    Without /proc, the seconds of this process and of those children that have ended.
+    Without /proc, return those of this process and of its children that have ended.
     """
     by_parent: dict[int, list[tuple[int, float]]] = {}
     for pid, parent, computed_s in _processes():
@@ -96,7 +99,7 @@ def family_cpu_s() -> float:
 
 
 def _processes() -> Iterable[tuple[int, int, float]]:
-    """Yield the id of each process, its parent's, and the seconds of it and its ended children."""
+    """Yield each process's id, its parent's id, and its CPU seconds, ended children included."""
     if not _PROC.exists():
         return
     ticks = os.sysconf("SC_CLK_TCK")

@@ -1,7 +1,8 @@
-"""The process of a command: how it begins and ends, defers Ctrl-C, and what it runs on.
+"""The process of a command: its beginning and end, deferred Ctrl-C, and its environment.
 
 An interrupt at an arbitrary place can be swallowed (by an import, by a callback of the garbage
-collector) and leave modules half loaded. So the first one is only noted, until a safe point.
+collector) and can leave modules half loaded. So the first interrupt is only noted, until a safe
+point.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ _NEW_OBJECTS = 10_000
 
 
 def begin() -> None:
-    """Prepare the process of a command; not for a command within another program."""
+    """Prepare the process of a command; not for a command that runs within a different program."""
     collect_seldom()
-    if sys.stderr is not None:  # closed by whoever started it
+    if sys.stderr is not None:  # None if the parent process closed it
         faulthandler.enable()  # says which signal, and where, if native code kills it
     atexit.register(_skip_last_collection)
 
 
 def collect_seldom() -> None:
-    """Search for garbage after every 10,000 new objects, instead of 700.
+    """Collect garbage after every 10,000 new objects, instead of every 700.
 
-    Importing torch and transformers makes a million that stay. To search among them again and again
-    took a fifth of that time.
+    Importing torch and transformers creates a million objects that stay. Scanning them again and
+    again took a fifth of that time.
     """
     gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def _skip_last_collection() -> None:
-    """Save the half second that the last collection takes, of all of torch.
+    """Save the half second of the last collection, which would scan all of torch.
 
-    Not if Triton is loaded, which reports what is not collected in a hundred lines.
+    Does nothing if Triton is loaded, which reports uncollected objects in a hundred lines.
     """
     if "triton" not in sys.modules:
         gc.freeze()
@@ -55,10 +56,11 @@ _noted = threading.Event()
 def deferred_interrupts(
     *, numbers: Sequence[signal.Signals] = (signal.SIGINT,), for_good: bool = False
 ) -> Iterator[None]:
-    """In the body, the first of the signals waits for `check()`; a second interrupts at once.
+    """In the body, the first of the signals waits for `check_interrupts`; a second one interrupts.
 
-    Afterwards the old handlers are back, or with `for_good` the signals are ignored, because the
-    process is about to exit. Does nothing outside the main thread, and for signals already ignored.
+    Afterwards the old handlers are restored. With `for_good` the signals are ignored instead,
+    because the process is about to exit. Does nothing outside the main thread, and for signals that
+    are already ignored.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers if main}
@@ -91,7 +93,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def environment() -> dict[str, str]:
     """Return versions and platform of this process, and the wgpu adapters that it has opened."""
-    from importlib import metadata  # reads e-mail's modules, which `--help` can do without
+    from importlib import metadata  # imports the e-mail modules, which `--help` doesn't need
 
     import numpy as np
     import torch

@@ -1,14 +1,14 @@
-"""The complete description of one run: equal plans, and equal scenarios, give equal runs.
+"""The complete description of one run: equal plans, or equal scenarios, give equal runs.
 
 A TrainingPlan holds every number that a trainer needs, and is the only source of randomness
-(`TrainingPlan.rng`). Its streams have names, which say what is drawn and not which worker draws it.
-So the draws don't change with the number of workers, and a run on one worker is a baseline for one
-on eight. A Scenario is a plan that the harness tries on one of its systems, with faults and planted
-bugs; no trainer reads those. What a run turned out to be stands in the traits of its trace.
+(`TrainingPlan.rng`). Its streams have names, which say what is drawn but not which worker draws it.
+So the draws don't depend on the number of workers, and a run on one worker is a baseline for a run
+on eight. A Scenario is a plan that the harness tests on one of its systems, with faults and planted
+bugs, which no trainer reads. Facts that only the run itself shows are in the traits of its trace.
 
-Both records are frozen, validate themselves, and have a digest: a run is known by it, in memory, as
-the name of its file, and in a saved counterexample. They name backends (`cuda`, `wgpu`, `cpu`, and
-`wgpu:1` for the second device of a kind); `entrenar_py.compute` opens them.
+Both records are frozen, validate themselves, and have a digest. The digest identifies a run in
+memory, in the name of its file, and in a saved counterexample. The records name backends (`cuda`,
+`wgpu`, `cpu`, and `wgpu:1` for the second device of a kind); `entrenar_py.compute` opens them.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def backends_in_words(kinds: Iterable[str]) -> str:
 
 
 OBSERVED = "command"  # the system of a user's script, if `observe` has recorded its runs
-# Workloads that are made of a user's files or script: a scenario alone can't be run with them.
+# Workloads made from a user's files or script: a scenario alone isn't enough to run them.
 OF_USERS = ("finetune", "own")
-# The values of each field that is a choice: validation, docs and Hypothesis read this table.
+# The values of each field with a fixed choice: validation, docs and Hypothesis read this table.
 CHOICES: dict[str, tuple[str, ...]] = {
     # finetune: a checkpoint and rows; own: the run of a user's own trainer, stored as a trace
     "workload": ("linear", "mlp", "decoder", "decoder_full", "vectors", *OF_USERS),
@@ -67,20 +67,23 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """One training, as a trainer needs to know it.
+    """One training run, as described to a trainer.
 
-    `trainer` shares the work among workers: `parameter_server`, `mesh`, `ring`, or a strategy of
-    torchrun's ranks. A global batch of `batch_size` samples is cut into `num_shards` logical
-    shards. A worker owns consecutive shards and computes each in `accumulation` micro-batches.
-    `num_samples` is the size of the data set. Each epoch is a permutation of it, and the last batch
-    of an epoch is short rather than dropped or padded. `clip_norm` is the largest L2 norm of the
-    averaged gradient (None: no clipping). `warmup_steps` of linear warm-up come before `schedule`
-    decays over `num_steps`. `width` is the hidden width of `mlp`, and the length of `vectors`.
-    `backends` are assigned to the workers in turn; `auto` is the first of the fallback chain that
-    works when the run starts. `detail="values"` records tensors in addition to their digests.
-    `options` belong to the trainer.
+    - `trainer`: how work is shared among workers: `parameter_server`, `mesh`, `ring`, or a strategy
+      of torchrun's ranks.
+    - `batch_size`: the samples of a global batch, which is split into `num_shards` logical shards.
+      A worker owns consecutive shards and computes each in `accumulation` micro-batches.
+    - `num_samples`: the size of the data set. Each epoch is a permutation of it. The last batch of
+      an epoch is short rather than dropped or padded.
+    - `clip_norm`: the largest L2 norm of the averaged gradient (None: no clipping).
+    - `warmup_steps`: steps of linear warm-up, before `schedule` decays over `num_steps`.
+    - `width`: the hidden width of `mlp`, and the length of `vectors`.
+    - `backends`: assigned to the workers in turn; `auto` is the first backend of the fallback chain
+      that works when the run starts.
+    - `detail`: "values" records tensors in addition to their digests.
+    - `options`: settings of the trainer.
 
-    Raises UsageError when a value is out of range.
+    Raises UsageError if a value is out of range.
     """
 
     trainer: str
@@ -167,7 +170,7 @@ class TrainingPlan:
             ) from error
 
     def with_(self, **changes: Any) -> Self:
-        """Return a copy with `changes`; UsageError if the result is not valid."""
+        """Return a copy with `changes`. Raises UsageError if the result is not valid."""
         return replace(self, **changes)
 
     def backend_of(self, rank: int) -> str:
@@ -177,7 +180,7 @@ class TrainingPlan:
     def rng(self, *stream: str | int) -> np.random.Generator:
         """Return the random stream named `stream`, e.g. `rng("dropout", step, shard)`.
 
-        It depends on the seed and the name alone, never on the rank, the world size or earlier
+        It depends only on the seed and the name, never on the rank, the world size or earlier
         draws. The generator is Philox, keyed with the BLAKE3 digest of seed and name.
         """
         import numpy as np
@@ -192,7 +195,7 @@ class TrainingPlan:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Return the plan that `record` describes; UsageError names a wrong key."""
+        """Return the plan that `record` describes. Raises UsageError, which names a wrong key."""
         return cast(Self, _PLAN.load(plan_record(record)))
 
     @cached_property
@@ -210,14 +213,15 @@ _SIMULATED = "_simulated"  # the end of a system's name
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario(TrainingPlan):
-    """A plan that the harness tries on `system`, which a trainer of the same name may be.
+    """A plan that the harness tests on `system`; a trainer may have the same name.
 
-    Before each step in `stops` the run is checkpointed, thrown away and resumed. `repeat` tells two
-    runs of one scenario apart; nothing in a run depends on it. `mutant` is a planted bug. `options`
-    belong to the system (the shape of a matrix product, say). What a run turned out to be is in the
-    traits of its trace. `systems.require_possible` refuses what a system can't do.
+    Before each step in `stops` the run is checkpointed, discarded and resumed. `repeat`
+    distinguishes two runs of one scenario; nothing in a run depends on it. `mutant` is a planted
+    bug. `options` belong to the system (such as the shape of a matrix product). Facts that only the
+    run shows are in the traits of its trace. `systems.require_possible` refuses what a system can't
+    do.
 
-    Raises UsageError when a value is out of range.
+    Raises UsageError if a value is out of range.
     """
 
     trainer: str = field(init=False, repr=False)  # the system, simulated or not
@@ -270,12 +274,12 @@ class Scenario(TrainingPlan):
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Return the scenario that `record` describes; UsageError names a wrong key."""
+        """Return the scenario that `record` describes. Raises UsageError, naming a wrong key."""
         return cast(Self, _SCHEMA.load(record))
 
     @classmethod
     def of(cls, plan: TrainingPlan) -> Scenario:
-        """Return `plan` as a system of its trainer's name would run it, without faults."""
+        """Return `plan` as the scenario, without faults, of the system with its trainer's name."""
         if isinstance(plan, Scenario):
             return plan
         record = plan.to_dict()
@@ -284,7 +288,7 @@ class Scenario(TrainingPlan):
     __hash__ = TrainingPlan.__hash__  # a dataclass would hash its fields, and options can't be
 
 
-_OPTIONS_DEPTH = json_text.DEPTH_MAX // 2  # files have them within other objects
+_OPTIONS_DEPTH = json_text.DEPTH_MAX // 2  # files contain them within other objects
 # The largest number of shards of a batch, and of micro-batches of a shard.
 PARTS_MAX = 2**16
 _POSITIVE = (
@@ -298,12 +302,12 @@ _SCHEMA = Schema(
     what="scenario",
     forms={**_FORMS, "Fault": Form(Fault.from_dict, Fault.to_dict)},
 )
-# What earlier releases wrote of a run that had none of it.
+# Fields that earlier releases wrote for a run without these, and their values.
 _UNUSED: Mapping[str, Any] = {"faults": [], "stops": [], "repeat": 0, "mutant": None}
 
 
 def plan_record(record: Any) -> Any:
-    """Return the record of a plan as this release writes it.
+    """Return the record of a plan in the form that this release writes.
 
     Earlier releases described a production run by a scenario.
     """
@@ -334,7 +338,7 @@ def _is_finite_and_not_negative(value: Any) -> bool:
 
 
 _SEQUENCES = ("faults", "stops", "backends")
-# Defaults in a contract's `scenarios` for the fields that have none in Scenario.
+# Defaults in a contract's `scenarios` for the fields without a default in Scenario.
 DEFAULTS: Mapping[str, Any] = {
     "system": "reference",
     "workload": "linear",
@@ -347,7 +351,7 @@ def expand(record: Mapping[str, Any]) -> Iterator[Scenario]:
     """Yield every scenario that an entry of a contract's `scenarios` stands for.
 
     DEFAULTS are used for fields that the entry leaves out. A list for a field that takes one value
-    means each in turn (`world_size: [1, 2, 4]`). Several lists mean every combination.
+    means each value in turn (`world_size: [1, 2, 4]`). Several lists mean every combination.
     """
     merged = {**DEFAULTS, **record}
     lists = {
@@ -360,6 +364,6 @@ def expand(record: Mapping[str, Any]) -> Iterator[Scenario]:
 
 
 def _blake3(data: bytes) -> Any:
-    from blake3 import blake3  # late: command lines load this module for `--help`
+    from blake3 import blake3  # here, since command lines load this module for `--help`
 
     return blake3(data)

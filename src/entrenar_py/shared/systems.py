@@ -1,7 +1,8 @@
-"""The table of systems: their names, and what a scenario may ask of each.
+"""The table of systems: their names, and what a scenario may request from each.
 
-A system is what the harness runs. This table knows none of their code: `entrenar_py.systems` finds
-the module of a system by its name, so that the harness can plan runs without loading a trainer.
+A system is what the harness runs. This table contains none of their code. `entrenar_py.systems`
+finds the module of a system by its name, so that the harness can plan runs without loading a
+trainer.
 """
 
 from __future__ import annotations
@@ -30,16 +31,20 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One system: its module, its description, and what a scenario may ask of it.
+    """One system: its module, its description, and what a scenario may request from it.
 
-    `room` is its package below `entrenar_py`, or its module if there are two dots in it; `what`
-    describes the system. `faults` lists the fault kinds that it can inject, `places` the messages
-    at which a fault can strike, `options` the options that it accepts. `only` lists the backend
-    names that it accepts, if it does not accept all. `in_step` is False if each worker makes some
-    steps without the others: clauses on steps made by all together then do not apply. `bitwise` is
-    False if the number of workers changes the bits: no clause then requires equal bits. With
-    `powers_of_two` the numbers of workers and of micro-batches must be powers of two. `traits` hold
-    for each run.
+    - `room`: its package below `entrenar_py`, or its module if the name has two dots.
+    - `what`: its description.
+    - `faults`: the kinds of faults that it can inject.
+    - `places`: the messages at which a fault can strike.
+    - `options`: the options that it accepts.
+    - `only`: the names of the backends that it accepts; empty if it accepts all.
+    - `in_step`: false if each worker takes some steps without the others. Clauses on steps that all
+      workers take together then do not apply.
+    - `bitwise`: false if the bits depend on the number of workers. No clause then requires equal
+      bits.
+    - `powers_of_two`: whether the numbers of workers and of micro-batches must be powers of two.
+    - `traits`: the traits of each of its runs.
     """
 
     room: str
@@ -60,7 +65,7 @@ class System:
 
     @property
     def trains(self) -> bool:
-        """True if the system trains the workload that a scenario names, and not one of its own."""
+        """True if the system trains the workload that a scenario names, not its own workload."""
         return not self.is_probe and not self.room.startswith("systems.finetuned")
 
     @property
@@ -84,9 +89,9 @@ TUNED = (
     *("task", "method", "family", "rank", "alpha", "class_weights", "oversample", "blocks"),
     "marks",
 )
-OWN = (*TUNED, "facts", "recompute")  # of what the trainer itself fine-tunes
+OWN = (*TUNED, "facts", "recompute")  # options if the trainer itself fine-tunes
 BY_RANKS = (*TUNED, "strategy")
-# Those that say which part of the model each worker has.
+# Options that say which part of the model each worker has.
 _PARTS = ("cuts",)
 DISTILLED = (*TUNED, "packing", "facts", "top_k", "temperature", "share")
 STAGED = (*OWN, *_PARTS, "network_seed")
@@ -100,7 +105,7 @@ _VALUE_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 _TRAINING_FAULTS = (*_VALUE_FAULTS, "leave", "join")
 _FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart")
 _STAR, _MESH, _RING = (Traits(topology=one, masks="shard") for one in ("star", "mesh", "ring"))
-# A trainer over torch.distributed, by gloo or NCCL.
+# A trainer over torch.distributed, with gloo or NCCL.
 _OVER_TORCH = System(
     room="systems.torch",
     what="",
@@ -320,8 +325,8 @@ def require_possible(plan: TrainingPlan) -> None:
     """Raise UsageError if the system of a scenario, or the trainer of a plan, can't run it.
 
     The error names the first backend, option, number of workers or shards, fault, or place of a
-    fault that is not possible. Whether this machine has the backends is not checked, nor what
-    takes the workload itself: `entrenar_py.systems.require_workload` does that.
+    fault that is impossible. It is not checked whether this machine has the backends. Checks that
+    need the workload itself are in `entrenar_py.systems.require_workload`.
     """
     scenario = Scenario.of(plan)
     require("system", scenario.system, tuple(SYSTEMS))
@@ -360,7 +365,7 @@ def fitted(scenario: Scenario, *, fixed: Collection[str] = ()) -> Scenario:
     """Return `scenario` with sizes rounded up to powers of two, if its system requires these.
 
     If `fixed` contains "world_size", that field is kept, even if the system then refuses it.
-    `num_samples` is raised to the number of workers if it is lower.
+    `num_samples` is raised to the number of workers if it is smaller.
     """
     known = SYSTEMS.get(scenario.system)
     if known is None or not known.powers_of_two:
@@ -377,7 +382,7 @@ def fitted(scenario: Scenario, *, fixed: Collection[str] = ()) -> Scenario:
 
 
 def unplaced(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` for another number of workers than they have places for."""
+    """Return `options` without those that depend on the number of workers."""
     return {name: value for name, value in options.items() if name not in _PARTS}
 
 
@@ -393,7 +398,7 @@ def require(what: str, name: str, names: tuple[str, ...], where: str = "") -> No
 
 
 def missed(result: trace.Trace) -> Fault | None:
-    """Return the first planned fault that never struck though its step was reached, or None."""
+    """Return the first planned fault that never struck although its step was reached, or None."""
     halts = result.of(trace.Halt)
     reached = halts[0].step if halts else result.scenario.num_steps
     struck = [event.fault for event in result.of(trace.Injected)]

@@ -1,13 +1,14 @@
 """The three verdicts (the worst wins), and the finding: a verdict with its evidence.
 
-A judge reports HELD only if it made at least one comparison, all succeeded and none was missing.
-Everything else that is not a broken comparison is INCONCLUSIVE, with its reason: a run that failed,
-a record that is missing, a check that crashed. So a green report is never one that looked at
-nothing. FALSIFIED needs a `Counterexample`, which names the place (step, rank, tensor, element) and
-both values: planted bugs are killed for the right reason only if that is the planted place.
+A judge reports HELD only if it made at least one comparison, if all comparisons succeeded, and if
+none was missing. Everything else that is not a broken comparison is INCONCLUSIVE, with its reason:
+a failed run, a missing record, a crashed check. So a green report never means that nothing was
+compared. FALSIFIED needs a `Counterexample`, which names the place (step, rank, tensor, element)
+and both values. A planted bug is killed for the right reason only if that is the planted place.
 
-A judge adds its comparisons to a `Tally`, and asks it for the finding at the end. Of several breaks
-the tally keeps that of the lowest step, since later ones may be its consequences.
+A judge adds its comparisons to a `Tally`, which returns the finding at the end. If several
+comparisons break, the tally keeps the one with the lowest step, since later ones may follow from
+it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Verdict(StrEnum):
 
     @property
     def badness(self) -> int:
-        """Return 0 for held, 1 for inconclusive, 2 for falsified."""
+        """The rank of the verdict: 0 for held, 1 for inconclusive, 2 for falsified."""
         return _ORDER.index(self)
 
 
 _ORDER = (Verdict.HELD, Verdict.INCONCLUSIVE, Verdict.FALSIFIED)
-_SHOWN = 3  # reasons, or files: enough to begin with
-MEANING = "which could mean: "  # what a reason says of its cause
+_SHOWN = 3  # reasons or files that are listed
+MEANING = "which could mean: "  # in a reason: the beginning of its possible causes
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -47,12 +48,13 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Counterexample:
-    """The first place at which an invariant broke. A field that does not apply is None.
+    """The first place at which an invariant broke. A field that does not apply is None or empty.
 
-    `step` counts optimizer steps from 0; -1 is the state before the first step. `expected` and
-    `got` are digests or numbers, as text. `scenario` is the scenario of the run that broke.
-    `element` counts the tensor's elements in C order, and `index` is its place along each axis.
-    `or_rank` is another rank that may be the one that broke the invariant, rather than `rank`.
+    - `step`: counts optimizer steps from 0; -1 is the state before the first step.
+    - `expected`, `got`: digests or numbers, as text.
+    - `scenario`: the scenario of the run that broke.
+    - `element`: an index into the tensor's elements in C order; `index` has one for each axis.
+    - `or_rank`: a second rank, if it is unknown which of the two broke the invariant.
     """
 
     message: str
@@ -71,7 +73,8 @@ class Counterexample:
     def place(self) -> str:
         """Return the known fields in words, such as `step 3, rank 1, shard 2, tensor w[7]`.
 
-        A script's shards are micro-batches of a rank, named only if it has several a step.
+        The shards of a script are the micro-batches of its ranks. They are named only if a rank has
+        several per step.
         """
         ranks = self.rank if self.or_rank is None else f"{self.rank} or {self.or_rank}"
         parts = [
@@ -100,11 +103,12 @@ class Counterexample:
 class Finding:
     """The verdict on one invariant: how many comparisons were made, and what broke or is missing.
 
-    `reason` is empty only for HELD. `notes` are facts to print with any verdict (a software
-    adapter, a skipped backend). `vacuous` is True if the verdict is INCONCLUSIVE because there was
-    nothing to compare, False if a comparison lacked a fact that it needed. If `applies` is False,
-    the runs showed that they don't have what the invariant is about, and `reason` says how: the
-    finding then counts neither as held nor as inconclusive.
+    - `reason`: empty only for HELD.
+    - `notes`: facts to print with any verdict (a software adapter, a skipped backend).
+    - `vacuous`: true if the verdict is INCONCLUSIVE because there was nothing to compare; false if
+      a comparison lacked a fact that it needed.
+    - `applies`: false if the runs showed that they lack what the invariant is about. `reason` then
+      says what they lack, and the finding counts neither as held nor as inconclusive.
     """
 
     invariant: str
@@ -122,7 +126,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Finding:
-        """Return the finding that `to_dict` wrote as `record`; UsageError if it is malformed."""
+        """Return the finding that `to_dict` wrote as `record`. UsageError if it is malformed."""
         return _SCHEMA.load(record)
 
 
@@ -144,19 +148,19 @@ _SCHEMA = Schema(
 
 
 def micro_batch(shard: int, *, accumulation: int) -> tuple[str, int | None]:
-    """Return "micro-batch" and a shard's index within its rank; None if a rank has one a step."""
+    """Return "micro-batch", and a shard's index in its rank (None if a rank has one per step)."""
     return "micro-batch", shard % accumulation if accumulation > 1 else None
 
 
 def inconclusive(invariant: str, reason: str, compared: int = 0) -> Finding:
-    """Return a finding that says why nothing can be concluded."""
+    """Return an INCONCLUSIVE finding with this reason."""
     return Finding(
         invariant=invariant, verdict=Verdict.INCONCLUSIVE, compared=compared, reason=reason
     )
 
 
 def not_applied(invariant: str, reason: str) -> Finding:
-    """Return a finding that says which part of the invariant's subject the runs don't have."""
+    """Return a finding that the invariant does not apply, with what the runs lack as `reason`."""
     return Finding(
         invariant=invariant,
         verdict=Verdict.INCONCLUSIVE,
@@ -167,7 +171,7 @@ def not_applied(invariant: str, reason: str) -> Finding:
 
 
 def first_few(texts: Sequence[str], *, separator: str = "; ") -> str:
-    """Return the first three of `texts` joined, and how many more there are."""
+    """Return the first three of `texts` joined, and the number of the remaining ones."""
     more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
     return separator.join([*texts[:_SHOWN], *more])
 
@@ -177,9 +181,9 @@ class Tally:
     """The comparisons that a judge has made so far, to be turned into a finding at the end.
 
     It is mutable, since a judge adds comparisons one by one. If several fail, it keeps the one with
-    the lowest step, and of several in that step the one that was added first. `observed` says that
-    the runs are of a script with the line `observe`: reasons then name calls of the script, not
-    records of a trace (`checks.missing`).
+    the lowest step, and within that step the one that was added first. `observed` is true if the
+    runs are of a script with the line `observe`: reasons then name calls of the script, not records
+    of a trace (`checks.missing`).
     """
 
     invariant: str
@@ -190,11 +194,10 @@ class Tally:
     notes: list[str] = field(default_factory=list)
 
     def check(self, holds: bool, message: str, **place: Any) -> bool:
-        """Count one comparison, and return `holds`. If that is False, keep a counterexample with
-        the fields in `place`.
+        """Count one comparison, and return `holds`.
 
-        A `scenario` among them is given as a Scenario, and `shapes` are those of the run's tensors,
-        by name.
+        If `holds` is false, a counterexample with the fields in `place` is kept. A `scenario` in
+        `place` is a Scenario. `shapes` in it are the shapes of the run's tensors, by name.
         """
         self.compared += 1
         shapes: Mapping[str, Sequence[int]] = place.pop("shapes", {})
@@ -209,9 +212,10 @@ class Tally:
         return holds
 
     def equal(self, expected: object, got: object, message: str, **place: Any) -> bool:
-        """Count one comparison of `expected` with `got` by `==`, and show both if they differ.
+        """Count one comparison of `expected` and `got` with `==`, and show both if they differ.
 
-        NaN equals NaN here: two runs that both recorded NaN do not differ.
+        NaN equals NaN here: two runs that both recorded NaN do not differ. Return whether they are
+        equal.
         """
         if expected == got or (expected != expected and got != got):
             self.compared += 1
@@ -237,11 +241,11 @@ class Tally:
         return self.check(near, message, **shown, **place)
 
     def would_keep(self, step: int) -> bool:
-        """Return whether a comparison that fails in `step` would be the counterexample."""
+        """Return whether a comparison that fails in `step` would become the counterexample."""
         return self.broken is None or step < _step(self.broken)
 
     def take(self, other: Tally) -> None:
-        """Add the comparisons that `other` has made, and not what it lacked."""
+        """Add the comparisons that `other` has made, but not those that it lacked."""
         self.compared += other.compared
         broken = other.broken
         if broken is not None and (self.broken is None or _step(broken) < _step(self.broken)):
@@ -278,7 +282,7 @@ class Tally:
 
 
 def _index(element: int | None, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the place along each axis of element `element`, in C order; () if it has none."""
+    """Return the index of `element` along each axis, in C order; () if it has none."""
     if element is None or not 0 <= element < prod(shape):
         return ()
     index = []

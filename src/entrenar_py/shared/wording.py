@@ -17,12 +17,12 @@ def named(noun: str, numbers: Iterable[int], *, most: int = 8) -> str:
 
 
 def spanned(noun: str, numbers: range) -> str:
-    """Return `block 3` or `blocks 0 to 2` for numbers one after another."""
+    """Return `block 3` or `blocks 0 to 2` for consecutive numbers."""
     last = numbers.stop - 1
     return f"{noun} {last}" if len(numbers) == 1 else f"{noun}s {numbers.start} to {last}"
 
 
 def listed(names: Sequence[object], *, most: int) -> str:
-    """Return `a, b and 3 more`: the first `most` names, and the number of the others."""
+    """Return `a, b and 3 more`: the first `most` names, and the number of the remaining ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(map(str, names[:most]))}{more}"

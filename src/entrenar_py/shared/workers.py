@@ -1,8 +1,8 @@
-"""The workers of a scenario: which take part in each step, and which side makes it.
+"""The workers of a scenario: which ones take part in each step, and which side takes it.
 
-Faults decide which are present. By the option `updates` a star's steps are made by every worker, or
-by the server for all. `Outer` has the settings and the schedule of the outer step, which
-synchronises workers that have stepped alone.
+Faults decide which workers are present. The option `updates` decides whether every worker of a star
+takes the steps, or the server takes them for all. `Outer` has the settings and the schedule of the
+outer step, which synchronises workers that have stepped alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from entrenar_py.shared.faults import MOVING, SERVED_PLACES, Fault
 from entrenar_py.shared.scenario import Scenario, TrainingPlan
 
 _FREE = "use an earlier step"
-_ORDER = ("join", "leave")  # joins come first in a step, then leaves, then all other faults
+_ORDER = ("join", "leave")  # in a step, joins come first, then leaves, then all other faults
 
 
 def initial_ranks(world_size: int, faults: Sequence[Fault]) -> list[int]:
-    """Return the ranks present at the start: all but those that first join."""
+    """Return the ranks that are present at the start: all except those that join later."""
     first: dict[int | None, str] = {}
     for fault in _in_order(faults):
         if fault.kind in _ORDER:
@@ -32,7 +32,7 @@ def initial_ranks(world_size: int, faults: Sequence[Fault]) -> list[int]:
 def require_possible(scenario: Scenario) -> None:
     """Raise UsageError for the first fault that is impossible with the workers in its step.
 
-    A worker that joins must be absent, and one that leaves or is struck must be present. At least
+    A worker that joins must be absent. A worker that leaves or is struck must be present. At least
     one worker must always remain.
     """
     _require_nobody_moved(scenario)
@@ -85,12 +85,12 @@ def _in_order(faults: Sequence[Fault]) -> list[Fault]:
 
 OPTION = "updates"
 WORKERS, SERVER = "workers", "server"
-# The optimizer of workers if the server makes the steps: plain SGD, which has no state.
+# The optimizer of workers if the server takes the steps: plain SGD, which has no state.
 _STATELESS = "sgd"
 
 
 def by_server(plan: TrainingPlan) -> bool:
-    """Return whether the server makes the steps; by default the workers do."""
+    """Return whether the server takes the steps; by default the workers do."""
     who = plan.options.get(OPTION, WORKERS)
     if who not in (WORKERS, SERVER):
         raise UsageError.of(OPTION, who, f"use {WORKERS} or {SERVER}")
@@ -98,20 +98,20 @@ def by_server(plan: TrainingPlan) -> bool:
 
 
 def optimizer_of_workers(plan: TrainingPlan) -> str:
-    """Return the name of the optimizer that workers have: `sgd` if the server steps."""
+    """Return the name of the workers' optimizer: `sgd` if the server takes the steps."""
     return _STATELESS if by_server(plan) else plan.optimizer
 
 
 def places_of_faults(scenario: Scenario, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a step's messages at which a fault can strike: `usual` if workers make the step."""
+    """Return the messages at which a fault can strike: `usual` if workers take the steps."""
     return SERVED_PLACES if by_server(scenario) else usual
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """DiLoCo's settings: each worker makes `inner_steps` locally, then all make one Nesterov step.
+    """DiLoCo's settings: `inner_steps` local steps of each worker, then one common Nesterov step.
 
-    The defaults are the paper's. Raises UsageError when a value is out of range.
+    The defaults are the paper's. Raises UsageError if a value is out of range.
     Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
     """
 
@@ -130,12 +130,12 @@ class Outer:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Outer:
-        """Return the settings in a scenario's `options`, with defaults for those not given."""
+        """Return the settings in a scenario's `options`, with defaults for missing ones."""
         names = cls.__dataclass_fields__
         return cls(**{name: value for name, value in options.items() if name in names})
 
     def round_end(self, step: int, num_steps: int) -> int:
-        """Return the first step after the round that `step` is in. The last round may be short."""
+        """Return the first step after the round of `step`. The last round may be short."""
         return min((step // self.inner_steps + 1) * self.inner_steps, num_steps)
 
     def ends_round(self, step: int, num_steps: int) -> bool:

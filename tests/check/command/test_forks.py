@@ -231,7 +231,7 @@ def test_packages_that_can_not_be_imported_ahead(
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(("TZ=UTC",), "TZ is set otherwise for ranks"), (("-X", "dev"), "ranks are started by")],
+    [(("TZ=UTC",), "TZ is set differently for ranks"), (("-X", "dev"), "ranks are started by")],
 )
 def test_ranks_that_would_differ_are_not_forked(
     words: tuple[str, ...], why: str, folder: Folder

@@ -293,7 +293,7 @@ def test_a_rank_that_never_enters_the_collective(
     assert "steps made: rank 0 2, rank 1 2" in reason
     assert f"rank 0 in all_reduce ({script}:{waits})" in reason
     assert f"rank 1 in no collective ({script}:{asleep})" in reason
-    assert "rank 1 never came to all_reduce" in reason
+    assert "rank 1 never reached all_reduce" in reason
 
 
 def test_another_number_of_workers_than_was_asked_for(tmp_path: Path) -> None:

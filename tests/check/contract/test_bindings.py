@@ -173,11 +173,13 @@ def test_an_edited_sentence_makes_its_binding_stale(tmp_path: Path) -> None:
     assert not _warnings(_load(tmp_path, bindings, text=broken_over_lines))
     edited = _load(tmp_path, bindings, text=CONTRACT.replace("t < 1 s", "t < 2 s"))
     (warning,) = _warnings(edited)
-    assert ":4:33: warning: binding of fast: its binding was made for another wording" in warning
+    assert (
+        ":4:33: warning: binding of fast: its binding was made for a different wording" in warning
+    )
     clause = next(one for one in edited.invariants if one.name == "fast")
     assert checks.bind(clause) is None
     assert (
-        "another wording (574edaa3, now "
+        "different wording (574edaa3, now "
         in plan.Task(invariant=clause, check=None).untried().reason
     )
 

@@ -244,7 +244,9 @@ def test_asked_for_by_its_id() -> None:
     """A clause that the command line names is tried although it is excluded."""
     found = standing(EXCLUDED, LAST, asked=(CLAUSE.id,))
     assert found.selected == (OTHER, CLAUSE)
-    assert found.notes == {CLAUSE.id: "tried as --only asks, though pyproject.toml:9:3 excludes it"}
+    assert found.notes == {
+        CLAUSE.id: "tried because --only names it, although pyproject.toml:9:3 excludes it"
+    }
 
 
 def test_not_applicable() -> None:

@@ -109,7 +109,7 @@ def test_workers(line: str, made: str, world_size: int | None) -> None:
 
 
 def test_a_check_fills_in_what_init_does() -> None:
-    """The command behind `--` gets {world_size} by the function that `init` uses."""
+    """The command after `--` gets {world_size} by the function that `init` uses."""
     line = "OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 train.py --nproc_per_node 3"
     found = commands.of(line.split())
     assert " ".join(found.command) == (
@@ -187,7 +187,7 @@ def test_no_script() -> None:
     """For a module elsewhere, or a file that isn't Python, nothing is guessed."""
     Path("broken.py").write_text("print 1")
     for line, told in (
-        ("torchrun -m trl.sft", "no script (*.py)"),
+        ("torchrun -m trl.sft", "no local script (*.py)"),
         ("torchrun broken.py", "broken"),
     ):
         assert any(one.startswith(told) for one in guess(line).look)

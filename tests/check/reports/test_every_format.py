@@ -146,7 +146,7 @@ def test_a_gate_that_demands_an_excluded_clause_is_undecided(excluding: Report) 
 # --- not applying ---------------------------------------------------------------------------------
 
 REASON = "every scenario is with leave, which ddp_canonical can't do"
-ALONE = "it compares steps that all workers make together"
+ALONE = "it compares steps that all workers take together"
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ INIT = "init"
 EXIT_INVALID = 2
 EXIT_HARNESS = 3
 EXIT_INTERRUPTED = 4
-# These signals interrupt a job, so that it can end the processes that it launched.
+# These signals interrupt a call, so that it can end the processes that it launched.
 ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -74,7 +74,7 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
 
                 options.parents = warm.of(options)
                 opened.callback(options.parents.close)
-            from entrenar_py.check.cli import session  # brings checks, reports and the search
+            from entrenar_py.check.cli import session  # imports checks, reports and the search
 
             job = session.prepare(options, arguments)
         except UsageError as error:
@@ -92,14 +92,14 @@ def _say(message: object) -> None:
     printing.warn(f"{PROG}: {message}")
 
 
-# --- what options and ids of contracts tell, before checks and reports are imported --------------
+# --- checks of options and ids that need neither checks nor reports -------------------------------
 
 
 def require_possible(options: argparse.Namespace) -> None:
     """Raise UsageError for an unknown system, backend, contract or id.
 
     An invalid contract is reported later, with all its problems at once. A contract from a pipe is
-    not read here, as it can be read only once.
+    not read here, since it can be read only once.
     """
     from entrenar_py.check import contract
     from entrenar_py.shared.systems import require_trainer
@@ -119,7 +119,7 @@ def require_possible(options: argparse.Namespace) -> None:
 
 
 def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:
-    """Return the ids in all contracts; raise UsageError if an id of the options is in none."""
+    """Return the ids in all contracts; raise UsageError if an id in the options is in none."""
     from entrenar_py.check.contract import records
 
     ids = {name: None for loaded in contracts for name in records.ids_of(loaded)}
@@ -132,7 +132,7 @@ def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> d
 def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
     """Return the options of each contract, with its own bindings.
 
-    Raises UsageError if there is no contract, and if several would read bindings from one pipe.
+    Raises UsageError if there is no contract, or if several would read bindings from one pipe.
     """
     from entrenar_py.check.contract import bindings
 
@@ -156,5 +156,5 @@ def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def names_no_contract(options: argparse.Namespace) -> bool:
-    """Return whether a command is checked by the contracts that are for any script."""
+    """Return whether no contract was named, so that the contracts for any script are used."""
     return "contract" not in (*options.typed, *options.used)

@@ -33,7 +33,7 @@ FINITENESS = "finiteness"  # the check of F-DP-003
 class Shared:
     """The runs of a command that the contracts of one call share, and the folder of these runs.
 
-    Closing `stack` removes the folder if nobody needs it, and says where it is if somebody does.
+    Closing `stack` removes a temporary folder, or prints its path if a finding needs it.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Shared:
         self.stack = ExitStack()
 
     def folder(self, named: Path | None) -> folders.RunFolder:
-        """Return the folder `named` by the user, or the temporary one of all contracts."""
+        """Return the folder `named` by the user, or the temporary folder of all contracts."""
         kept = folders.RunFolder(named) if named is not None else self._temporary
         if kept is None:
             kept = self._temporary = self.stack.enter_context(folders.temporary())
@@ -53,11 +53,12 @@ class Shared:
 
 
 def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Work:
-    """Return the work on the command of `options`; its runs are taken from `shared`, or added.
+    """Return the work on the command of `options`. Its runs come from `shared`, or are added to it.
 
-    Clauses that are decided by probes of the harness don't apply, and are left out. Those that the
-    configuration declares not to apply are judged by the runs that others need: a verdict on one
-    contradicts the declaration, and is reported. Raises UsageError if the command can't be run.
+    Clauses that are decided by probes of the harness don't apply, and are left out. Clauses that
+    the configuration declares not to apply are judged by runs that other clauses need. A verdict on
+    such a clause contradicts the declaration, and is reported. Raises UsageError if the command
+    can't be run.
     """
     tasks = judging.tasks(standing.selected)
     probed = {PROBED} if cli.names_no_contract(options) else set()
@@ -106,7 +107,7 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
     def entries(show: Progress, judged: Listener) -> Iterator[Entry]:
         kept = shared.folder(options.trace_dir)
         recorded: Iterable[tuple[Path, Run]] = ()
-        if any(task.check is not None for task in tasks):  # else no run would be judged
+        if any(task.check is not None for task in tasks):  # otherwise no run would be judged
             recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
         known = judging.verdicts_as_known(tasks, recorded, runs_by_file, on_judged=judged)
         yield from (_advised(kept.see(entry), unnamed) for entry in known)
@@ -156,7 +157,7 @@ def stored_work(options: argparse.Namespace, standing: Standing, kept: Mapping[P
 
 
 def _unnamed(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, Check]:
-    """Return by id the checks of clauses that neither contract nor id named."""
+    """Return by id the checks of clauses if neither a contract nor the clause's id was named."""
     if not cli.names_no_contract(options):
         return {}
     return {
@@ -175,12 +176,12 @@ def _advised(entry: Entry, unnamed: Mapping[str, Check]) -> Entry:
 def _expected(options: argparse.Namespace) -> list[str]:
     path = _script(options)
     told = commands.without_a_test_for_nan(path) if path is not None else ""
-    told, _, _ = told.partition(": ")  # the finding says what to add
+    told, _, _ = told.partition(": ")  # the finding itself says what to add
     return [f"expected: {told}"] if told else []
 
 
 def _likely(options: argparse.Namespace) -> Traits:
-    """Return the traits of the first run on which others depend, as far as the texts show them."""
+    """Return the likely traits of the first run, as far as the command and the script show them."""
     path, command = _script(options), options.command
     known = commands.read_script(path) if path is not None else None
     starts_again = judging.restarts(command) or not commands.is_torchs(command)
@@ -198,7 +199,7 @@ def _script(options: argparse.Namespace) -> Path | None:
 
 
 def _beginning(options: argparse.Namespace) -> dict[str, Position]:
-    """Return the script's first line, where a report points to if no other line is known."""
+    """Return the script's first line, for a report with no better line to point to."""
     path = _script(options)
     return {} if path is None else {"step": Position(str(path), 1, 1)}
 

@@ -1,4 +1,4 @@
-"""Do the work of one call, contract by contract, and report it in every requested format."""
+"""The work of one call, done contract by contract and reported in every requested format."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ CHECKOUT = "GITHUB_WORKSPACE"  # a variable of GitHub's runners: the folder of t
 class Work:
     """The source of a report's entries, and the facts that the report states about them.
 
-    A later entry of a clause replaces an earlier one. `environment` is called after `entries`, as
-    only then the opened devices are known, and so are `places`, the lines of the script that was
-    run. `runs` are the names of the runs to come, and `foreseen` lines about them. After the runs
-    `doubts` has, by id, what speaks against the claim that a clause does not apply. With `streams`
-    verdicts are shown as they come, since runs take long.
+    - `entries`: a later entry of a clause replaces an earlier one.
+    - `environment`: called after `entries`, since only then the opened devices are known.
+    - `places`: the lines of the script that was run, also called after `entries`.
+    - `runs`, `foreseen`: the names of the planned runs, and lines about them.
+    - `doubts`: after the runs, by id, the evidence against a claim that a clause does not apply.
+    - `streams`: whether verdicts are shown as soon as they are known, since runs take long.
     """
 
     entries: Callable[[Progress, Listener], Iterable[Entry]]
@@ -56,9 +57,9 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The work on one contract, with the options that are its own.
+    """The work on one contract, with its own options.
 
-    What is looked at `is_aside` is reported only if something of it is broken.
+    A job that `is_aside` is reported only if a clause in it is falsified.
     """
 
     options: argparse.Namespace
@@ -73,8 +74,8 @@ def run_all(
 ) -> int:
     """Do the work on all contracts, report it in every format, and return the exit code.
 
-    No job is started after an interrupted one. If a job raises, those before it are reported.
-    `runs` is closed before the report is printed: what that says doesn't follow the last line.
+    No job is started after an interrupted one. If a job raises, the jobs before it are reported.
+    `runs` is closed before the report is printed, so that its messages don't follow the last line.
     """
     options = jobs[0].options
     style = terminal.Style(quiet=options.quiet and not options.verbose, verbose=options.verbose)
@@ -141,7 +142,7 @@ def _begun(job: Job, command: str) -> Report:
 
 
 def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report:
-    """Do the work of a job and return its report; with `rows`, print each verdict as it comes."""
+    """Do the work of a job and return its report. With `rows`, print each verdict as it comes."""
     started = time.monotonic()
     work, standing = job.work, job.standing
     entries: dict[str, Entry] = {}  # by id
@@ -152,7 +153,7 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
     with terminal.Progress(output) as progress:
         try:
             for entry in work.entries(progress.show, seen.see if seen else ignore):
-                # One by one: an interrupt keeps what is known so far.
+                # One by one, so that an interrupt keeps what is known so far.
                 if shown is not None:
                     shown.show(entry)
                 if not (entry.finding.applies or _is_named(entry, job.options)):
@@ -180,7 +181,7 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
 
 
 def _is_named(entry: Entry, options: argparse.Namespace) -> bool:
-    # Of a named clause it is reported that nothing was decided.
+    # If the user named the clause, the report must say that nothing was decided.
     return bool({entry.invariant.id, entry.invariant.item} & {*options.only})
 
 
@@ -196,7 +197,7 @@ def _named(entry: Entry) -> Entry:
 
 
 def _noted(entry: Entry, standing: configuration.Standing) -> Entry:
-    """Return `entry` with notes on its clause added, and whether its falsification is accepted."""
+    """Return `entry` with the notes on its clause, and with the reason if it is accepted."""
     binding = entry.invariant.binding
     notes = [f"its binding: {one}" for one in (binding.departures if binding else ())]
     if (note := standing.notes.get(entry.invariant.id)) is not None:
@@ -234,7 +235,7 @@ def _curves(options: argparse.Namespace) -> Curves | None:
 
 
 def _write(report: Report, options: argparse.Namespace, output: Console) -> None:
-    """Write what was requested. Formats are imported here: most calls print to a terminal alone."""
+    """Write what was requested. Formats are imported here, since most calls print only text."""
     if not options.github and all(getattr(options, name) is None for name in FILES):
         return
     from entrenar_py.check.reports import github, html, json_format, junit, sarif

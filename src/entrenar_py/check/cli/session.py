@@ -1,6 +1,6 @@
 """One call of `entrenar-check`: validate everything that a user can get wrong, then run.
 
-This module decides which functions of the harness a command line calls, and what its report has.
+This module decides which functions of the harness a call uses, and what its report contains.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from entrenar_py.shared.wording import counted
 
 Maker = Callable[[argparse.Namespace, configuration.Standing], Work]
 
-_WARNINGS_MAX = 5  # of a contract, printed by a run; --validate prints all
+_WARNINGS_MAX = 5  # that a run prints for a contract; --validate prints all
 
 
 def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
-    """Validate everything, then return the job of this call, which returns the exit code.
+    """Validate everything, then return the job of this call. The job returns the exit code.
 
-    Raises ContractError and UsageError; a later failure is the harness's own.
+    Raises ContractError and UsageError. A later failure is a failure of the harness itself.
     """
     output = console.standard_output(color=not options.no_color)
     if options.mode == "mutants":
@@ -77,7 +77,7 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
 
 
 def _look(options: argparse.Namespace) -> None:
-    """Raise UsageError for a call that is invalid, whatever its contracts contain."""
+    """Raise UsageError for a call that is invalid whatever its contracts contain."""
     if options.mode in (None, "judge"):
         _plan(options)
     elif options.mode == "command":
@@ -89,7 +89,7 @@ def _look(options: argparse.Namespace) -> None:
 
 
 def _fill_in_workers(options: argparse.Namespace) -> None:
-    """Put {world_size} where the command's launcher has its number of workers."""
+    """Put {world_size} in place of the number of workers of the command's launcher."""
     from entrenar_py.check.project import commands
 
     commands.require_one_machine(options.command)
@@ -109,7 +109,7 @@ def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
 
 
 def _standing(options: argparse.Namespace, loaded: Contract) -> configuration.Standing:
-    """Return which clauses of a contract are selected, and what the configuration leaves out."""
+    """Return which clauses of a contract are selected, and which the configuration leaves out."""
     selected = plan.select(
         loaded, only=options.only, exclude=options.exclude, severities=options.severity
     )
@@ -138,10 +138,10 @@ def _work(options: argparse.Namespace, loaded: Contract) -> Maker:
 def _of_command(
     options: argparse.Namespace, chosen: Sequence[tuple[argparse.Namespace, Contract]]
 ) -> tuple[list[reporting.Job], ExitStack]:
-    """Return the jobs on a command, which share its runs, and what closes these.
+    """Return the jobs on a command, which share its runs, and the stack that closes the runs.
 
-    Where no contract was named, the last job looks at what a language model learns, in the runs of
-    the others.
+    If no contract was named, a last job checks what a language model learns, in the runs of the
+    other jobs.
     """
     from entrenar_py.check.cli import command_work
 
@@ -159,7 +159,7 @@ def _of_command(
 
 
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
-    """Return each contract with its own options; raises the problems of all contracts at once."""
+    """Return each contract with its own options. Raises the problems of all contracts at once."""
     contracts, problems = [], []
     for own in cli.each_contract(options):
         try:
@@ -207,9 +207,9 @@ def _load(options: argparse.Namespace) -> Contract:
 
 
 def _told(loaded: Contract) -> Iterator[str]:
-    """Yield the first warnings about the file, and how to see all.
+    """Yield the first warnings about the file, and a line on how to see all of them.
 
-    A contract that was written for another tool may cause hundreds of them.
+    A contract that was written for a different tool may cause hundreds.
     """
     yield from loaded.warnings[:_WARNINGS_MAX]
     left = ((len(loaded.warnings[_WARNINGS_MAX:]), "more warning"), (len(loaded.notes), "note"))
@@ -220,7 +220,7 @@ def _told(loaded: Contract) -> Iterator[str]:
 
 
 def vocabulary() -> contract.Vocabulary:
-    """Return the names that a contract may use: those of checks and of planted bugs."""
+    """Return the names that a contract may use: the names of checks and of planted bugs."""
     return contract.Vocabulary(checks=checks.terms(), mutants=_planted_bugs)
 
 
@@ -239,7 +239,7 @@ def _suggested(loaded: Contract) -> int:
 
 
 def _list(standing: configuration.Standing, output: Console) -> int:
-    """Print a line per clause, in columns, then the clauses left out; no line is wrapped."""
+    """Print one unwrapped line per clause, in columns, then the clauses that are left out."""
     selected = standing.selected
     rows: list[tuple[str, ...]] = [("id", "name", "severity", "check", "place")]
     for clause in selected:
@@ -353,7 +353,7 @@ def _environment() -> dict[str, str]:
     from entrenar_py.shared import process
 
     described = process.environment()
-    for name in ("cpu", "cuda"):  # wgpu is described if it was opened, which takes its time
+    for name in ("cpu", "cuda"):  # wgpu is described only if a run opened it, which is slow
         try:
             described[name] = backends.open_backend(name).device
         except BackendUnavailable:

@@ -29,8 +29,8 @@ def prepare(
 ) -> Callable[[], int]:
     """Return the job of the validation. Its exit code is 0 if all contracts are valid, else 2.
 
-    `contracts` are paths, each with its files of bindings. Raises UsageError for unknown rules,
-    and for files that can't be written.
+    `contracts` maps each path to its files of bindings. Raises UsageError for unknown rules, and
+    for files that can't be written.
     """
     validation.require_suppressible(options.suppress)
     reporting.require_writable(options, FILES)

@@ -1,4 +1,4 @@
-"""`entrenar watch -- COMMAND`: become the command, with its training watched in every rank."""
+"""`entrenar watch -- COMMAND`: this process becomes the command, and each rank is watched."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from entrenar_py.shared.untrusted import escaping
 
 
 def run(options: argparse.Namespace) -> NoReturn:
-    """Replace this process by the command, so that signals and the exit code are the command's own.
+    """Replace this process by the command, which then gets all signals and sets the exit code.
 
     Raises UsageError if the command can't be started or the contract has no clause to watch, and
-    ContractError if it is no contract.
+    ContractError if the contract is invalid.
     """
     judge.select_clauses(options.contract)
     contract = options.contract and str(package_data.contract_path(options.contract).absolute())

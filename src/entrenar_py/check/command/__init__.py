@@ -1,1 +1,1 @@
-"""Launch a user's own trainer, read the files of its ranks, and judge its runs."""
+"""Launching of a user's own trainer, reading of its ranks' files, and judging of its runs."""

@@ -1,8 +1,7 @@
-"""The folder of a command's runs, and the working folder of each: the user's folder as it was.
+"""The folder of a command's runs, and the working folder of each run, a copy of the user's folder.
 
-A run alone writes in its working folder. Otherwise it would find the checkpoint that another has
-left, and go on from there. The folder of all runs is kept if the user named it, or if a finding
-needs it.
+Each run has its own working folder. Without it, a run would find the checkpoint of an earlier run
+and resume from it. The folder of all runs is kept if the user named it or if a finding needs it.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.verdict import Verdict
 
 FOLDER = observing.COPY
-ENTRIES_MAX = 4000  # of a run's folder; what is past it is linked, a folder at a time
-FOLDER_ENTRIES_MAX = 1000  # a folder with more is data, and linked as one
+ENTRIES_MAX = 4000  # copied for one run; each folder beyond that is linked as a whole
+FOLDER_ENTRIES_MAX = 1000  # a larger folder is taken for data, and linked as a whole
 ABOVE_ENTRIES_MAX = 200  # a folder further above than the parent is left empty if it has more
 FILE_BYTES_MAX = 2**26  # a larger file is linked
 BYTES_MAX = 2**28  # copied for one run
-# Folders that are linked as one: compiled code and installed packages. So are hidden ones.
+# Folders that are linked as a whole: compiled code, installed packages. Hidden folders are, too.
 _AS_ONE = ("__pycache__", "node_modules", "site-packages")
 _ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
 # Programs that run a command where links to this machine's files, or a temporary folder, may not
@@ -41,16 +40,16 @@ _ELSEWHERE = (
 
 
 def runs_elsewhere(command: Sequence[str]) -> bool:
-    """Return whether a command runs in a container or on other machines, as far as it shows."""
+    """Return whether the first word of a command runs it in a container or on other machines."""
     return any(Path(word).name in _ELSEWHERE for word in command[:1])
 
 
 @contextmanager
 def own_folder(source: Path | None, root: Path) -> Iterator[OwnFolder | None]:
-    """Make a copy of the folder `source` below `root`, and clear it in the end.
+    """Copy the folder `source` below `root`, yield the copy, and clear it at the end.
 
-    Yields None if `source` is None, or if no copy can be made: then the command runs in the
-    launcher's folder, and a warning says so.
+    Yields None if `source` is None. If no copy can be made, prints a warning and yields None: the
+    command then runs in the launcher's folder.
     """
     if source is None:
         yield None
@@ -75,9 +74,10 @@ def own_folder(source: Path | None, root: Path) -> Iterator[OwnFolder | None]:
 class OwnFolder:
     """A copy of the folder `source` below `root`, at `path`.
 
-    Files are copied, with their times and modes. Large files, hidden folders, virtual environments
-    and folders with very many files are links to the user's. The folders above `source` exist,
-    too, with links to what they hold, so that `..` leads where it leads from `source`.
+    Files are copied with their times and modes. Large files, hidden folders, virtual environments
+    and folders with very many files are links to the user's files. The parents of `source` are
+    created as well, with links to their contents, so that `..` leads to the same files as from
+    `source`.
     """
 
     source: Path
@@ -91,9 +91,9 @@ class OwnFolder:
         return self.root.joinpath(*self.source.parts[1:])
 
     def make(self) -> None:
-        """Make the folder. What is above `root` is left out of it.
+        """Create the folder. A folder that contains `root` is left out of it.
 
-        Raises OSError if links or files can't be made.
+        Raises OSError if links or files can't be created.
         """
         self._make_ancestors()
         budget = _Budget(self.source.stat().st_dev)
@@ -111,9 +111,9 @@ class OwnFolder:
                     self._link(entry.path, place)
 
     def clear(self) -> None:
-        """Remove all links, and the files that are still as they were copied.
+        """Remove all links, and the copied files that the command has not changed.
 
-        Files that the command has made or changed stay.
+        Files that the command has created or changed stay.
         """
         for place in self._made:
             with suppress(OSError):
@@ -124,7 +124,7 @@ class OwnFolder:
                 Path(folder).rmdir()  # fails if something is left in it
 
     def launched(self, launch: Callable[..., Ended]) -> Callable[..., Ended]:
-        """Return `launch`, for commands that run in this folder."""
+        """Return a version of `launch` that runs commands in this folder."""
 
         def launch_here(
             command: Sequence[str], *, variables: Mapping[str, str], **settings: Any
@@ -150,7 +150,7 @@ class OwnFolder:
         self._made.append(place)
 
     def _copy(self, source: str, place: Path) -> bool:
-        """Copy a file; return False if it can't be read, or is gone."""
+        """Copy a file. Return False if it can't be read or no longer exists."""
         try:
             shutil.copy2(source, place)
         except OSError:
@@ -170,7 +170,7 @@ class _Budget:
     bytes: int = BYTES_MAX
 
     def has_room_for(self, folder: os.DirEntry[str]) -> bool:
-        """Return whether a folder is copied entry by entry; if it is, count its entries."""
+        """Return whether a folder is copied entry by entry; if so, count its entries."""
         if folder.name.startswith(".") or folder.name in _AS_ONE:
             return False
         inside = _entries(Path(folder.path))
@@ -182,7 +182,7 @@ class _Budget:
         return True
 
     def may_copy(self, entry: os.DirEntry[str]) -> bool:
-        """Return whether an entry is a file to copy; if it is, count its bytes."""
+        """Return whether an entry is a file to copy; if so, count its bytes."""
         if not entry.is_file(follow_symlinks=False):
             return False
         size = entry.stat(follow_symlinks=False).st_size
@@ -207,15 +207,17 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 @dataclass
 class RunFolder:
-    """The folder `path`; `is_needed` is set by a finding that is falsified, or that names the
-    folder or one of the runs in it.
+    """The folder at `path`, with the files of a command's runs.
+
+    `is_needed` is set by a finding that is falsified, and by one that names the folder or a run in
+    it.
     """
 
     path: Path
     is_needed: bool = False
 
     def see(self, entry: Entry) -> Entry:
-        """Note whether the folder must be kept because of `entry`, and return `entry`."""
+        """Set `is_needed` if the folder must be kept because of `entry`, and return `entry`."""
         finding = entry.finding
         text = " ".join((finding.reason, *finding.notes))
         names = [str(self.path), *(file.stem for file in self.path.glob("*.jsonl"))]
@@ -226,7 +228,7 @@ class RunFolder:
 
 @contextmanager
 def temporary() -> Iterator[RunFolder]:
-    """Yield a new folder. It is removed again, unless it `is_needed`: then its path is printed."""
+    """Yield a new folder. At the end it is removed, or its path is printed if it `is_needed`."""
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="entrenar-")))
     try:
         yield folder

@@ -7,8 +7,8 @@ if __name__ == "__main__":
     from forks import parent, processes  # type: ignore[import-not-found]
     from subreaper import main  # type: ignore[import-not-found]
 
-    _self = sys.modules["__main__"]  # kept when a script becomes it
-    for _name in [*sys.modules]:  # which a script may have modules of
+    _self = sys.modules["__main__"]  # keeps the module alive when a script replaces it
+    for _name in [*sys.modules]:  # a script may have modules with these names
         if _name.partition(".")[0] in ("forks", "subreaper"):
             del sys.modules[_name]
     if not sys.flags.safe_path:

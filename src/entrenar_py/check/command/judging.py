@@ -1,7 +1,7 @@
-"""Judge the runs of a user's own trainer, each by the checks that apply to it.
+"""Judgement of the runs of a user's own trainer, each by the checks that apply to it.
 
-Verdicts come as soon as they are known, while later runs are still to be made. What the runs show
-against a declaration that a clause does not apply is reported, too.
+Verdicts are reported as soon as they are known, while later runs are still to come. A clause that
+was declared not to apply is reported, too, if the runs contradict the declaration.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BY_PROBES = "decided by a probe that the harness runs itself, not by a script's
 
 
 def tasks(selected: Sequence[Invariant]) -> list[Task]:
-    """Return a task for each clause that applies to a user's trainer: all but `elsewhere`."""
+    """Return a task for each clause that applies to a user's trainer (see `elsewhere`)."""
     others = {left_out.invariant.id for left_out in elsewhere(selected)}
     clauses = [clause for clause in selected if clause.id not in others]
     planned, _ = plan.divide(clauses, plan.Plan(is_run=False))
@@ -58,8 +58,8 @@ def tasks(selected: Sequence[Invariant]) -> list[Task]:
 def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
     """Return the clauses that don't apply to a user's trainer, each with the reason.
 
-    They are bound to systems of the harness, decided by its probes, or about a promise that no
-    script makes.
+    They are bound to systems of the harness, are decided by its probes, or are about a promise that
+    no script makes.
     """
     reasons = ((clause, _why_elsewhere(clause)) for clause in selected)
     return tuple(
@@ -68,7 +68,7 @@ def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
 
 
 def _why_elsewhere(clause: Invariant) -> str:
-    """Return why a clause doesn't apply to a user's trainer; "" if it does."""
+    """Return why a clause doesn't apply to a user's trainer, or "" if it does."""
     if clause.binding is not None and clause.binding.systems:
         return f"its binding is for {', '.join(clause.binding.systems)} only"
     check = checks.bind(clause)
@@ -91,9 +91,10 @@ def judge(
     having: Path | None = None,
     on_judged: Listener = ignore,
 ) -> Iterator[Entry]:
-    """Yield an entry per task without a check, or with one that judges any of `runs` (by file).
+    """Yield an entry for each task without a check, or with a check that judges any of `runs`.
 
-    If `having` is given, only judgements in which the run in that file takes part are made.
+    `runs` are given by file. If `having` is given, only judgements that involve the run in that
+    file are made.
     """
     for task in tasks:
         check = task.check
@@ -150,7 +151,7 @@ def _is_for(check: Check, run: Run) -> bool:
 
 
 def _spared(check: Check, runs: Mapping[Path, Run]) -> list[Path]:
-    # This check judges them, too, but its verdict stands without them.
+    # This check judges these runs, too, but its verdict does not depend on them.
     failed = [file for file, run in runs.items() if _failed(run)]
     most = max(run.settings.world_size for run in runs.values())
     spare = [file for file in failed if _is_spare(check, runs[file].settings, most)]
@@ -162,9 +163,9 @@ def _failed(run: Run) -> bool:
 
 
 def _is_base_lost(runs: Collection[Run]) -> bool:
-    """Return whether a run failed after which others would be stopped, or a worker be killed.
+    """Return whether a run failed on which a stopped run or one with a killed worker is based.
 
-    Then those were not launched, whatever the command could say.
+    Such runs were then not launched, whichever placeholders the command has.
     """
     most = max(run.settings.world_size for run in runs)
     failed = [run.settings for run in runs if _failed(run) and run.settings.world_size == most]
@@ -175,7 +176,7 @@ def _is_base_lost(runs: Collection[Run]) -> bool:
 
 
 def _is_spare(check: Check, settings: RunSettings, most: int) -> bool:
-    """Return whether a run is none of those that the check needs, or that were requested."""
+    """Return whether a run was neither needed by the check nor requested by the user."""
     if settings.stops:
         return not {RESUMED, SAVED}.intersection(check.needs)
     if settings.turn is not None:
@@ -192,7 +193,7 @@ def _not_judged(run: Run) -> str:
 def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
     """Return the files of the run in `file` and of the runs that it is compared with.
 
-    A run on one worker that trained on other batches isn't compared: it is only put in `near`.
+    A run on one worker that trained on different batches isn't compared: it is only put in `near`.
     """
     files = {run.settings: file for file, run in runs.items()}
     chosen = run_settings.beside(check.needs, runs[file].settings).chosen(files.get)
@@ -214,9 +215,10 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
 
 
 def _is_replaced(check: Check, file: Path, groups: Mapping[Path, Runs[Path]]) -> bool:
-    """Return whether a run on one worker is compared with no other, since another takes its place.
+    """Return whether a run on one worker is not compared, because a different one replaces it.
 
-    It had the batches of one of several workers, the other one those of all.
+    This run had the batches of one of several workers. The run that replaces it had the batches of
+    all of them.
     """
     used = {alone for of in groups.values() for alone in of.of(ALONE)}
     is_own = {*groups[file].of(ALONE)} <= {file}
@@ -226,7 +228,7 @@ def _is_replaced(check: Check, file: Path, groups: Mapping[Path, Runs[Path]]) ->
 def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
     """Return the file of the run on one worker that had the batches of all workers of `base`.
 
-    A fault of one of the `kinds` gave it these batches.
+    A fault of one of the `kinds` gave it these batches. Return None if there is no such run.
     """
     meant = companions.plain(base.scenario, world_size=1)
     due = {*companions.free(ALONE), "faults"}
@@ -240,11 +242,14 @@ def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
 
 
 def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
-    """Return the files of the runs that show whether others can be compared, if there are any.
+    """Return by need the files of the runs that show whether others can be compared, if any.
 
-    REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
-    same run with nudged weights. REORDERED: the like, with parameters in another order. CONTROLLED:
-    all runs with equal random numbers or shares. SHORTENED: those with short epochs, or more steps.
+    - REPEATED: two runs that should be equal.
+    - ALONE: the run on one worker.
+    - NUDGED: a run, and the same run with nudged weights.
+    - REORDERED: a run, and the same run with its parameters in a different order.
+    - CONTROLLED: all runs with equal random numbers or shares.
+    - SHORTENED: the runs with short epochs or with more steps.
     """
     plain = {run.settings: file for file, run in runs.items() if run.settings.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
@@ -279,7 +284,7 @@ def _untried(check: Check, settings: Sequence[RunSettings]) -> tuple[str, ...]:
 
 
 def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:
-    """Return a note if a run was stopped between epochs only, as with {epochs} and no {steps}."""
+    """Return a note if the run was stopped between epochs only, as with {epochs} and no {steps}."""
     stopped = [run.trace.scenario for run in runs if run.settings.stops]
     within = any(
         stop % math.ceil(scenario.num_samples / scenario.batch_size)
@@ -324,12 +329,13 @@ def verdicts_as_known(
     *,
     on_judged: Listener = ignore,
 ) -> Iterator[Entry]:
-    """Yield an entry per task that applies, and add each recorded run to `runs`, by its file.
+    """Yield an entry for each task that applies, and add each recorded run to `runs`, by its file.
 
-    A clause is judged once all runs that it needs were made. If a run falsifies it earlier, it has
-    an entry at once. At the end it has another, of all its runs, which replaces the first. A run
-    that is only tried is dropped if it falsifies nothing: it may lack what others have. After an
-    interrupt the clauses that are falsified by then have an entry, and KeyboardInterrupt is raised.
+    A clause is judged once all runs that it needs were recorded. If a run falsifies it earlier, an
+    entry is yielded at once, and a second one at the end, on all runs, replaces it. A run with
+    `is_tried` is dropped if it falsifies nothing: the script may not support its number of workers.
+    After an interrupt, entries are yielded for the clauses that are falsified so far, and
+    KeyboardInterrupt is raised.
     """
     waiting = _Waiting([task for task in tasks if task.check is not None])
     yield from judge([task for task in tasks if task.check is None], runs)
@@ -343,7 +349,7 @@ def verdicts_as_known(
                 continue
             yield from judge(waiting.decided(run), runs, on_judged=on_judged)
             yield from waiting.broken(runs, file)
-    except KeyboardInterrupt:  # only what is falsified: the rest needs all runs
+    except KeyboardInterrupt:  # only falsified clauses: the others need all runs
         known = judge(waiting.tasks, runs, on_judged=on_judged)
         yield from (entry for entry in known if entry.verdict is Verdict.FALSIFIED)
         raise
@@ -352,13 +358,13 @@ def verdicts_as_known(
 
 @dataclass
 class _Waiting:
-    """The tasks that are not decided yet; `told` are the ids of those that broke."""
+    """The tasks that are not decided yet; `told` are the ids of those reported as falsified."""
 
     tasks: list[Task]
     told: set[str] = field(default_factory=set)
 
     def decided(self, run: Run) -> list[Task]:
-        """Return, and no longer keep, the tasks that no run after `run` can change."""
+        """Return and remove the tasks that no run after `run` can change."""
         done = [task for task in self.tasks if not _is_awaited(task, run)]
         self.tasks = [task for task in self.tasks if task not in done]
         return done
@@ -369,10 +375,10 @@ class _Waiting:
         return any(entry.verdict is Verdict.FALSIFIED for entry in entries)
 
     def broken(self, runs: MutableMapping[Path, Run], file: Path) -> Iterator[Entry]:
-        """Yield an entry for each task that the run in `file` has falsified, the first time.
+        """Yield an entry for each task that the run in `file` is the first to falsify.
 
-        Runs on which it depends whether others may be compared are made first: the plain ones, and
-        a nudged one.
+        Nothing is yielded before all witnesses (the plain runs and a nudged one) are recorded: they
+        decide whether runs may be compared.
         """
         if any(ahead.is_witness for ahead in runs[file].ahead):
             return
@@ -391,15 +397,15 @@ def _is_awaited(task: Task, run: Run) -> bool:
 
 
 _RESTARTS = ("--max-restarts", "--max_restarts")  # of torchrun
-_NAMED_MAX = 3  # files of a checkpoint
+_NAMED_MAX = 3  # files of a checkpoint that a message names
 
 
 def refuted(
     declared: Sequence[Task], runs: Mapping[Path, Run], reasons: Mapping[str, str]
 ) -> Iterator[Entry]:
-    """Yield an entry for each clause that was declared not to apply, and that `runs` decide.
+    """Yield an entry for each clause that was declared not to apply, but that `runs` decide.
 
-    No run is made for these clauses. `reasons` has, by id, why they are said not to apply.
+    No run is launched for these clauses. `reasons` has the declared reason for each clause id.
     """
     for entry in judge([task for task in declared if task.check is not None], runs):
         if entry.verdict is not Verdict.INCONCLUSIVE:
@@ -412,9 +418,9 @@ def refuted(
 def doubts(
     declared: Sequence[Task], command: Sequence[str], folders: Collection[Path]
 ) -> dict[str, str]:
-    """Return by id what speaks against a declaration about a run that was therefore not made.
+    """Return by clause id the evidence against a declaration that a clause does not apply.
 
-    `folders` have the folders of the runs that were made.
+    No run was launched for these clauses. `folders` hold the runs that were launched.
     """
     works = [work for folder in folders for work in folder.glob("*/work")]
     saved = sorted({path.name for work in works for path in work.iterdir()})
@@ -431,7 +437,7 @@ def doubts(
 
 
 def restarts(command: Sequence[str]) -> str:
-    """Return the option by which the launcher starts workers again, with its value; else ""."""
+    """Return the option with which the launcher restarts workers and its value, or ""."""
     for at, word in enumerate(command):
         name, _, value = word.partition("=")
         value = value or "".join(command[at + 1 : at + 2])

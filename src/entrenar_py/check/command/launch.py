@@ -1,8 +1,8 @@
-"""Run a command to its end or its deadline, and end every process that it started.
+"""Running of a command to its end or its deadline, and ending of all processes that it started.
 
-A subreaper stands in front of the command, so that none of its processes stays behind. If the
-command hangs, each rank that observes answers SIGUSR1 with its stack, even while it waits inside a
-call to torch (`observing.recording`): the stacks show at which lines of the script ranks stand.
+The command is a child of a subreaper, so that none of its processes stays behind. If the command
+hangs, each rank that is observed answers SIGUSR1 with its stack, even while it waits inside a
+call to torch (`observing.recording`). The stacks show at which lines of the script the ranks stand.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PATIENCE_S = 3.0
 _HEADER_BYTES_MAX = _STACK_BYTES_MAX = 2**20
 _POLL_S = 0.05
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
-# A rank waits for the others in a collective (this file has them all), or in the autograd engine,
-# which runs the hooks of DistributedDataParallel.
+# A rank waits for other ranks in a collective (all of them are in this file), or in the autograd
+# engine, which runs the hooks of DistributedDataParallel.
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _BACKWARD = "_engine_run_backward"
 _NOT_THE_SCRIPT = ("/torch/", "/entrenar_py/", "/lib/python", "<")
@@ -47,7 +47,7 @@ _NOT_THE_SCRIPT = ("/torch/", "/entrenar_py/", "/lib/python", "<")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The line of the script where a rank stands, and the collective it waits in ("": none)."""
+    """The line of the script where a rank stands, and the collective it waits in ("" if none)."""
 
     file: str
     line: int
@@ -58,9 +58,9 @@ class Place:
 
 
 def ask_for_stacks(folder: Path, alive: Collection[int]) -> None:
-    """Ask the ranks that record to `folder` for their stacks, and wait up to PATIENCE_S for them.
+    """Request the stacks of the ranks that record to `folder`; wait up to PATIENCE_S for them.
 
-    `alive` are the process ids of the run; no other process is sent a signal.
+    `alive` are the process ids of the run: no signal is sent to any other process.
     """
     waiting = []
     for path in folder.glob(f"*{SUFFIX}"):
@@ -86,7 +86,7 @@ def _text(path: Path) -> str:
 
 
 def places_of_ranks(folder: Path) -> dict[int, Place]:
-    """Return the place of each rank that answered."""
+    """Return the place of each rank that has written its stack, by rank."""
     places = {}
     for path in sorted(folder.glob(f"*{STACK_SUFFIX}")):
         place = _place(_text(path))
@@ -96,7 +96,7 @@ def places_of_ranks(folder: Path) -> dict[int, Place]:
 
 
 def _place(text: str) -> Place | None:
-    """Return the place in the main thread's stack, which is the last stack in `text`."""
+    """Return the place in the main thread's stack, which is the last one in `text`, or None."""
     main = text.rpartition("hread 0x")[2]
     frames = [frame for line in main.splitlines() if (frame := _FRAME.fullmatch(line))]
     own = next((f for f in frames if not any(s in f["file"] for s in _NOT_THE_SCRIPT)), None)
@@ -117,12 +117,12 @@ def places_in_words(where: Mapping[int, Place], world_size: int) -> str:
     absent = [rank for rank in range(world_size) if rank not in where or not where[rank].call]
     if waiting and absent:
         calls = " or ".join(sorted(waiting))
-        stood.append(f"{named('rank', absent)} never came to {calls}")
+        stood.append(f"{named('rank', absent)} never reached {calls}")
     return "; ".join(stood)
 
 
 MERCY_S = 5.0  # after SIGTERM: torchrun ends its workers itself
-GRACE_S = 1.0  # after SIGTERM, for processes that the command has left behind
+GRACE_S = 1.0  # after SIGTERM, for processes that outlive the command
 _STARTING_S = 60.0
 _STATUS_BYTES_MAX = 4096
 
@@ -130,9 +130,11 @@ _STATUS_BYTES_MAX = 4096
 class Leash:
     """A command that runs until it ends or `end` is called, and prints to `output`.
 
-    `is_forked` tells whether `parents` forked it, `was_over` whether the command ended by itself,
-    `peak_bytes` the most memory that one of its processes had. If this process dies, by any signal,
-    the subreaper ends the command and all its descendants.
+    - `is_forked`: whether one of `parents` forked it.
+    - `was_over`: whether the command ended before `end` was called, as far as `wait` has seen.
+    - `peak_bytes`: the largest amount of memory that one of its processes used.
+
+    If this process dies, by any signal, the subreaper ends the command and all its descendants.
 
     Raises UsageError if the command can't be started.
     """
@@ -168,13 +170,14 @@ class Leash:
 
     @property
     def pid(self) -> int:
-        """The subreaper's process id."""
+        """The process id of the subreaper."""
         return self._process.pid
 
     def wait(self, seconds: float) -> int | None:
-        """Return the command's exit code (negative: the signal); None if it hasn't ended in time.
+        """Return the command's exit code, or None if it hasn't ended within `seconds`.
 
-        If the subreaper was killed, its own exit code is returned, as the command's is unknown.
+        A negative code is the number of the signal that ended it. If the subreaper was killed, its
+        own exit code is returned, since the command's is unknown.
         """
         line = self._next("exit", seconds)
         if line is None and self._process.poll() is None:
@@ -222,9 +225,9 @@ class Leash:
         )
 
     def _next(self, word: str, seconds: float) -> str | None:
-        """Return the text after `word` in a line of the subreaper; None if none comes in time."""
+        """Return what follows `word` in a line of the subreaper, or None if none comes in time."""
         deadline = time.monotonic() + seconds
-        ready = select.poll()  # select.select knows no descriptor past 1023
+        ready = select.poll()  # select.select can't take descriptors above 1023
         ready.register(self._status, select.POLLIN)
         while True:
             for line in self._lines:
@@ -282,19 +285,19 @@ OUTPUT_BYTES_MAX = 2**24  # kept of a run's output
 TAIL_LINES = 20
 PIECE_BYTES = 2**16
 LOOK_EVERY_S = 1.0
-LEAVING_S = 15.0  # from the end of training to that of the process: some hang there for ever
+LEAVING_S = 15.0  # from the end of training to the end of the process: some never end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     """The end of a command.
 
-    - `code`: its exit code (negative: the signal), None if the deadline ended it.
+    - `code`: its exit code (negative: the number of a signal), or None if the deadline ended it.
     - `tail`: the last lines that it printed.
-    - `output`: the file with all of them, up to OUTPUT_BYTES_MAX.
-    - `num_left`: how many processes it left behind, which were killed.
-    - `is_forked`: its launcher was forked from a process with torch.
-    - `peak_bytes`: the most memory that one of its processes had.
+    - `output`: the file with its output, up to OUTPUT_BYTES_MAX.
+    - `num_left`: the number of processes that it left behind; they were killed.
+    - `is_forked`: whether its launcher was forked from a process that had imported torch.
+    - `peak_bytes`: the largest amount of memory that one of its processes used.
     """
 
     code: int | None
@@ -316,11 +319,11 @@ class Ended:
 
 
 def require_program(word: str, cwd: Path | None = None) -> None:
-    """Check that the program `word` can be started in `cwd`, as far as is known.
+    """Check that the program `word` can be started in `cwd`, unless it has a placeholder.
 
-    Raises UsageError, with what to do, if there is no such program.
+    Raises UsageError if there is no such program.
     """
-    # Absolute: a relative Path drops the ./ of ./train.sh, which is then sought on PATH.
+    # Absolute: a relative Path drops the ./ of ./train.sh, which would then be sought on PATH.
     program = str((cwd or Path()).absolute() / word) if os.sep in word else word
     if "{" not in word and shutil.which(program) is None:
         raise UsageError(
@@ -343,13 +346,13 @@ def launch(
     parents: warm.Parents | None = None,
     is_called_off: Callable[[], bool] = lambda: False,
 ) -> Ended:
-    """Run `command` with `variables` added to this process's environment, and return how it ended.
+    """Run `command` with `variables` added to this process's environment; return how it ended.
 
-    The variables in `usual` are added where the environment lacks them.
-    The command runs in the folder `cwd`, by default in the current one. Its ranks record to
-    `folder`, and its output goes to OUTPUT there. It has `deadline_s` seconds, and at most
-    LEAVING_S once `is_over()` says that training is over; it is ended when it `is_called_off`. Its
-    processes are forked by `parents`, where these can.
+    The variables in `usual` are added only if the environment lacks them.
+    The command runs in the folder `cwd`, by default the current one. Its ranks record to `folder`,
+    and its output is written to the file OUTPUT in it. The command has `deadline_s` seconds, and
+    at most LEAVING_S once `is_over()` reports the end of training. It is ended as soon as
+    `is_called_off()` is true. Its processes are forked by `parents` if possible.
 
     Raises UsageError if the command can't be started. Raises KeyboardInterrupt, after ending the
     command, if an interrupt was noted (`process.deferred_interrupts`).
@@ -371,7 +374,7 @@ def launch(
             ask_for_stacks(folder, set(processes()))
     finally:
         num_left = _end(leash, processes)
-        keeper.join(MERCY_S)  # not for ever: another user's process may hold the pipe
+        keeper.join(MERCY_S)  # limited: a process of a different user may hold the pipe
     return Ended(
         code=code,
         seconds=seconds,
@@ -389,7 +392,7 @@ def _wait(
     is_over: Callable[[], bool],
     is_called_off: Callable[[], bool],
 ) -> int | None:
-    """Return the exit code, or None if the command did not end in time."""
+    """Return the exit code, or None if the command did not end in time or was called off."""
     deadline, leaving = time.monotonic() + deadline_s, False
     while (remaining_s := deadline - time.monotonic()) > 0 and not is_called_off():
         process.check_interrupts()
@@ -405,24 +408,24 @@ def _end(leash: Leash, processes: Callable[[], Iterator[int]]) -> int:
     try:
         num_left = leash.end()
     finally:  # also if an interrupt ends the waiting
-        others = set(processes())  # those that are no descendants, or all without a subreaper
+        others = set(processes())  # those that don't descend from it; all if the subreaper died
         subreaper.kill(others, signal.SIGKILL)
     return num_left + (len(others) if leash.was_over else 0)
 
 
 def _processes(folder: Path, *, session: int, pipe: int, leash: int) -> Iterator[int]:
-    """Yield the ids of a run's remaining processes, the command itself among them.
+    """Yield the ids of a run's remaining processes, including the command itself.
 
-    A process belongs to the run if it descends from the subreaper (its id is `leash`) in front of
-    the command, if its environment names `folder`, if it is in `session`, or if it can write to the
-    command's output, the pipe with inode `pipe`. The subreaper itself is left out.
+    A process belongs to the run if it descends from the subreaper (process id `leash`), if its
+    environment names `folder`, if it is in `session`, or if it can write to the command's output,
+    the pipe with inode `pipe`. The subreaper itself is left out.
     """
     mark = os.fsencode(f"{FOLDER}={folder}")
     below = set(subreaper.descendants(leash))
     for entry in Path("/proc").glob("[0-9]*"):
         if int(entry.name) in (os.getpid(), leash):
             continue  # this process may be the command of another run
-        with suppress(OSError):  # it has ended meanwhile, or is another user's
+        with suppress(OSError):  # it has ended meanwhile, or belongs to a different user
             known = int(entry.name) in below
             known |= mark in (entry / "environ").read_bytes().split(b"\0")
             if known or _is_in_session(entry, session) or _can_print(entry, pipe):
@@ -444,7 +447,7 @@ def _can_print(entry: Path, pipe: int) -> bool:
 
 
 class _OutputKeeper(threading.Thread):
-    """Writes a command's output to `file`, up to OUTPUT_BYTES_MAX, and keeps the last lines."""
+    """A thread that writes a command's output, up to OUTPUT_BYTES_MAX, and keeps the last lines."""
 
     def __init__(self, source: IO[bytes], file: IO[bytes]) -> None:
         super().__init__(daemon=True)
@@ -454,7 +457,7 @@ class _OutputKeeper(threading.Thread):
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines that are not empty; a long line is cut in its middle."""
+        """The last non-empty lines; a long line is shortened in the middle."""
         lines = (line.decode(errors="replace").rstrip() for line in [*self._lines])
         return tuple(escaping.shortened(line) for line in lines if line)[-TAIL_LINES:]
 
@@ -463,7 +466,7 @@ class _OutputKeeper(threading.Thread):
         kept, rest = 0, b""
         with self._source, self._file as file:
             while piece := self._source.read1(PIECE_BYTES):  # type: ignore[attr-defined]
-                with suppress(OSError):  # a full disk is no reason for the command to die
+                with suppress(OSError):  # a full disk must not end the command
                     file.write(piece[: max(0, OUTPUT_BYTES_MAX - kept)])
                 kept += len(piece)
                 *lines, rest = (rest + piece).split(b"\n")

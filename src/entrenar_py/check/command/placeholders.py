@@ -1,4 +1,4 @@
-"""The placeholders of a command: which there are, and what each run fills in for them."""
+"""The placeholders of a command, and the text that each run fills in for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACEHOLDERS = {
     **{name: knob.says for name, knob in KNOBS.items()},
 }
 _NAME = re.compile(r"(?<!\$)\{(\w+)\}")  # not a shell's ${...}
-RESUME = "resume:"  # the beginning of one that is always followed by something
+RESUME = "resume:"  # the beginning of a placeholder that options always follow
 _RESUME = re.compile(r"(?<!\$)\{resume:([^{}]*)\}")
 _SHARE = re.compile(r"(?<!\$)\{share(?::([^{}]*))?\}")
 
@@ -61,15 +61,16 @@ def require_known(command: Sequence[str]) -> None:
 
 
 def can_share(command: Sequence[str], workers: int) -> bool:
-    """Return whether each global batch in `command` can be divided among `workers`."""
+    """Return whether each global batch in `command` can be divided evenly among `workers`."""
     shares = (share for word in command for share in _SHARE.finditer(word))
     return not any(int(share[1]) % workers for share in shares)
 
 
 def require_shares(command: Sequence[str], cuts: Iterable[tuple[int, int]]) -> None:
-    """Raise UsageError if a global batch in `command` can't be cut as one of the runs needs.
+    """Check that each global batch in `command` can be divided as all runs need it.
 
-    `cuts` has for each run the numbers of workers and of micro-batches.
+    `cuts` has the numbers of workers and of micro-batches of each run. Raises UsageError if one
+    can't.
     """
     by_parts = {math.prod(cut): cut for cut in cuts}
     for samples in sorted({int(share[1]) for word in command for share in _SHARE.finditer(word)}):
@@ -93,10 +94,10 @@ def fill(
 ) -> list[str]:
     """Return `command` with its placeholders filled in.
 
-    `spelled` has, by knob and value, the text that is filled in instead of the value. A word that
-    is only the placeholder of a knob is left out if the text for its value is "". The options in
-    {resume:...} are left out of a first launch; `resumes_in` is the folder of a later one. Without
-    values of other knobs a share is that of a plain run.
+    `spelled` has, by knob and value, the text that is filled in instead of the value. If that text
+    is "", a word that is only the knob's placeholder is left out. The options in {resume:...} are
+    left out of a first launch; `resumes_in` is the folder of a later launch. A share is computed
+    for the usual value of `accumulation` if `values` has none.
     """
     texts = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
     empty = {"{" + name + "}" for name in spelled if texts[name] == ""}
@@ -122,7 +123,7 @@ def _with_resume(word: str, folder: Path | None) -> list[str]:
 
 
 def _newest(word: str, folder: Path) -> str:
-    """Return a word, or the newest file in `folder` that fits it if it is a pattern."""
+    """Return `word`, or the newest file in `folder` that matches it if it is a pattern."""
     if "*" not in word:
         return word
     option, equals, pattern = word.rpartition("=")

@@ -1,4 +1,4 @@
-"""The runs of a user's command: which ones the checks need, and with which settings each."""
+"""The runs of a user's command that the checks need, and the settings of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from entrenar_py.shared.faults import REORDERED as REORDERED_GROUPS
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Start, Trace, Traits
 
-WORLD_SIZES = (2,)  # and 1, where a check compares with one worker
+WORLD_SIZES = (2,)  # and 1, if a check compares with one worker
 WIDER = 4  # ranks of two axes with two ranks each
 DEADLINE_S = 300.0
 NUM_STEPS = 8
@@ -51,15 +51,19 @@ Launcher = Callable[..., Ended]  # takes what `launch.launch` takes
 class Plan:
     """The runs of a command for checks with these `needs`, recorded below `folder`.
 
-    With `auto` the script is observed without a line. `spelled` has, by knob and value, the text
-    that is filled in instead of the value. Each run has a copy of the folder `source` to work in.
-    If that is None, all run in the launcher's folder. Runs in `made` are not launched again; those
-    that are launched are added to it. `arrangements` says by number of workers how ranks share the
-    model, as far as runs have shown it.
+    - `auto`: the script is observed without a line in it.
+    - `spelled`: by knob and value, the text that is filled in instead of the value.
+    - `source`: each run gets a copy of this folder to work in. If it is None, all runs work in the
+      launcher's folder.
+    - `made`: the runs that are not launched again. Runs that are launched are added to it.
+    - `arrangements`: how ranks share the model, by number of workers, as far as runs have shown it.
 
-    Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
-    doesn't have, for a seed or a number of workers, steps or epochs without a placeholder to put it
-    in, and for a global batch (`{share:N}`) that can't be divided as a run needs.
+    Raises UsageError for
+
+    - an unknown placeholder,
+    - a knob or value in `spelled` that the command doesn't have,
+    - a seed, or a number of workers, steps or epochs, that the command has no placeholder for,
+    - a global batch (`{share:N}`) that can't be divided as a run needs it.
     """
 
     command: tuple[str, ...]
@@ -96,7 +100,7 @@ class Plan:
                 )
 
     def _require_workers(self) -> None:
-        """Check that the command can be told its number of workers, if its runs differ in it."""
+        """Check that the command has {world_size}, if its runs have different sizes."""
         sizes = [settings.world_size for settings in self.plain().values()]
         if len(sizes) > 1 and not self.can_say("world_size"):
             raise UsageError(
@@ -108,7 +112,7 @@ class Plan:
             )
 
     def _require_spelled(self) -> None:
-        """Check that the command can turn each knob in `spelled`, and that each value exists."""
+        """Check that the command has each knob in `spelled`, and that each value exists."""
         for name, values in self.spelled.items():
             if name not in KNOBS:
                 raise UsageError.of("knobs", name, f"no knob; {did_you_mean(name, KNOBS)}")
@@ -129,14 +133,14 @@ class Plan:
 
     @property
     def is_apart(self) -> bool:
-        """True if two runs have folders and ports of their own; torchrun's usual port is fixed."""
+        """True if two runs have separate folders and ports; torchrun's default port is fixed."""
         return self.source is not None and "--standalone" in self.command
 
     def foreseen(self, likely: Traits) -> tuple[tuple[str, ...], list[str]]:
-        """Return the names of the runs to come, and in lines what they need of the global batch.
+        """Return the names of the planned runs, and lines that say what they need.
 
-        What depends on the first run (the stops, the value of a limit) is taken from a stand-in
-        with the traits that are `likely`.
+        Such a line is about the global batch. What depends on the first run (the stops, the value
+        of a limit) is taken from a stand-in with the traits `likely`.
         """
         steps = self.num_steps if self.can_say("steps") else NUM_STEPS * self.num_epochs
         stand_in = Scenario(
@@ -157,12 +161,12 @@ class Plan:
         return tuple(dict.fromkeys(shown)), lines
 
     def _limited(self, knob: str, usual: Trace) -> list[Turn]:
-        """Return the turns of a knob if its value depends on the first run."""
+        """Return the turns of a knob if its value depends on the first run, else an empty list."""
         return self._turns(knob, usual) if KNOBS[knob].limit else []
 
     @property
     def cuts(self) -> list[tuple[int, int]]:
-        """The numbers of workers, and of micro-batches a step, of all runs, the largest last."""
+        """The numbers of workers and of micro-batches per step of all runs, the largest last."""
         sizes = [settings.world_size for settings in self.plain().values()]
         needed = {need.knob for need in self.needs}
         turns = self._turns("accumulation")
@@ -172,11 +176,12 @@ class Plan:
         return sorted([*cuts, *((self.most, int(turn.value)) for turn in turns)])
 
     def observing(self, planned: Collection[Fault] = ()) -> dict[str, str]:
-        """Return the environment variables that say how a script is observed with these faults.
+        """Return the environment variables for observing a script with the `planned` faults.
 
-        Without a line, it is ended after the last step if the command can say neither {steps} nor
-        {epochs}. After a resume it makes as many again, since nobody knows how old its checkpoint
-        is. What it doesn't seed itself is seeded, if the command has no {seed}.
+        A script without a line is ended after its last step if the command has neither {steps} nor
+        {epochs}. After a resume it takes the full number of steps again, since the age of its
+        checkpoint is unknown. If the command has no {seed}, what the script doesn't seed itself is
+        seeded.
         """
         tokens = {TOKENS: "1"} if PROBED in self.needs else {}
         seed = None if self.can_say("seed") else self.seed
@@ -185,9 +190,9 @@ class Plan:
 
     @property
     def _is_cut(self) -> bool:
-        """True if runs are ended from outside, since nothing tells the script when to end.
+        """True if runs are ended from outside, since the command has no number of steps or epochs.
 
-        A script that gets its number of epochs is not: what comes at their ends has to be seen.
+        A script that gets its number of epochs is not ended: the ends of its epochs must be seen.
         """
         return self.auto and not (self.can_say("steps") or self.can_say("epochs"))
 
@@ -205,8 +210,8 @@ class Plan:
     def wider(self, layout: Layout | None) -> dict[str, RunSettings]:
         """Return by name a run on four workers, if data are split along two axes of the ranks.
 
-        With two workers one of the axes has a single rank, so that it doesn't show whether samples
-        are split along both. None is made where the user says the numbers of workers.
+        With two workers, one of the axes has a single rank, so that the run can't show whether
+        samples are split along both. Return none if the user chose the numbers of workers.
         """
         axes = [] if layout is None else [axis for axis in layout.axes if axis in DATA]
         is_free = self.world_sizes == WORLD_SIZES and self.can_say("world_size")
@@ -215,10 +220,10 @@ class Plan:
         return {_name(WIDER): RunSettings(world_size=WIDER, seed=self.seed)}
 
     def longer(self, usual: Trace) -> dict[str, RunSettings]:
-        """Return by name a run that goes on after some epochs' ends, if that is to be tried.
+        """Return by name a run with more steps, past the end of an epoch, if it is needed.
 
-        The first run, `usual`, wrote no checkpoint, and a line of the script may write one later;
-        or it wrote one in the end only.
+        It is needed if the first run, `usual`, wrote no checkpoint although a line of the script
+        may write one later, or if it wrote one only after its last step.
         """
         like, traits = usual.scenario, usual.traits
         wanted = {RESUMED, SAVED}.intersection(self.needs) and self._is_cut
@@ -242,7 +247,7 @@ class Plan:
     ) -> dict[str, RunSettings]:
         """Return by name a run of some epochs, if a resume may have lost the schedule's place.
 
-        A schedule by epochs shows it when the next one begins.
+        A schedule by epochs shows such a loss only when the next epoch begins.
         """
         if straight is None or settings.faults or settings.turn is not None or not self._is_cut:
             return {}
@@ -256,7 +261,7 @@ class Plan:
         return {f"{_name(self.most)}-longer": replace(settings.unstopped, faults=(fault,))}
 
     def stopped(self, settings: RunSettings, recorded: Trace) -> dict[str, RunSettings]:
-        """Return by name the run `settings`, which goes on longer, stopped after its checkpoint."""
+        """Return by name the longer run `settings`, stopped after its checkpoint; else none."""
         if steps_of(settings.faults) is None or settings.stops or not recorded.traits.saved_after:
             return {}
         stops = _stops(recorded, recorded.traits.saved_after)
@@ -267,7 +272,7 @@ class Plan:
     def others(self, usual: Trace) -> dict[str, RunSettings]:
         """Return by name the repeated, faulted and stopped runs that checks need.
 
-        `usual` is the first run. No worker is killed where it says that none is started again.
+        `usual` is the first run. No worker is killed if its traits say that none is restarted.
         """
         like, restarts = usual.scenario, usual.traits.restarts != "nothing"
         name, middle, rank = _name(self.most), like.num_steps // 2, self.most - 1
@@ -288,8 +293,8 @@ class Plan:
             others[f"{_name(few.world_size)}-reordered"] = replace(few, faults=(reordered,))
         interrupted = self._cuts_off(like) or not self.can_say("workdir")
         if {RESUMED, SAVED}.intersection(self.needs) and stops:
-            # With several micro-batches a step, if possible: only then does a place in the data
-            # that is counted in micro-batches differ from one that is counted in steps.
+            # With several micro-batches per step, if possible: only then does a position in the
+            # data that is counted in micro-batches differ from one that is counted in steps.
             turned = next(iter(self._turns("accumulation")), None)
             if turned is not None:
                 others[_name(self.most, turned)] = replace(settings, turn=turned)
@@ -299,10 +304,11 @@ class Plan:
         return others
 
     def _stops(self, usual: Trace) -> tuple[int, ...]:
-        """Return the steps to stop before: after each epoch by {epochs}, else within epochs, too.
+        """Return the steps to stop before: within epochs, too, unless only {epochs} stops the run.
 
-        Without {workdir} a run is stopped where the first one wrote a checkpoint, in a folder of
-        its own, if the script may load it; or if the command says how to ({resume:...}).
+        Without {workdir}, the run must have a copy of the folder to work in. It is stopped after
+        the first run wrote a checkpoint, if the script may load it or the command says how to
+        resume ({resume:...}).
         """
         like, is_told = usual.scenario, self.can_say("workdir")
         says_how = self.can_say(placeholders.RESUME) and not usual.traits.unreached
@@ -310,13 +316,13 @@ class Plan:
             return ()
         if is_told and not (self.can_say("steps") or self._cuts_off(like)):
             return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
-        # A run that ends at a smaller {steps} may save then what a longer one doesn't.
+        # A run with a smaller {steps} may save at its end, where a longer run doesn't save.
         return _stops(usual, () if is_told else usual.traits.saved_after)
 
     def _option(self, usual: Trace) -> str:
-        """Return the script's own way to resume, if nobody says how it does; else "".
+        """Return the script's own way to resume, or "" if the command already says how.
 
-        That is an option, `--resume PATH`, or an environment variable, `INIT=resume`.
+        The way is an option, `--resume PATH`, or an environment variable, `INIT=resume`.
         """
         option = usual.traits.resume_option
         name, variable = option.partition(" ")[0], option.partition("=")[0]
@@ -327,15 +333,15 @@ class Plan:
         return "" if is_told or is_given or not is_resume else option
 
     def _cuts_off(self, like: Scenario) -> bool:
-        """Return whether runs can be stopped only from inside: neither {steps} nor {epochs} does.
+        """Return whether runs can be stopped only from inside, not by {steps} or {epochs}.
 
-        {epochs} doesn't if the epochs of `like` have unequal lengths.
+        {epochs} can't stop them if the epochs of `like` have unequal lengths.
         """
         by_epochs = self.can_say("epochs") and like.num_steps % self.num_epochs == 0
         return not (self.can_say("steps") or by_epochs)
 
     def lengths(self, settings: RunSettings) -> list[tuple[int, int]]:
-        """Return the numbers of steps and of epochs to launch the command for, stop by stop."""
+        """Return the numbers of steps and of epochs of each launch: one more than the stops."""
         steps = (*settings.stops, self.num_steps)
         if settings.interrupted:
             return [(self.num_steps, self.num_epochs) for _ in steps]
@@ -345,7 +351,7 @@ class Plan:
         return [(self.num_steps, num_epochs) for num_epochs in epochs]
 
     def _turns(self, knob: str, usual: Trace | None = None) -> list[Turn]:
-        """Return a Turn for each value of `knob` to try; none if the command lacks the knob."""
+        """Return a Turn for each value of `knob` to test; none if the command lacks the knob."""
         if not self.can_say(knob):
             return []
         others = filter(self.can_say, KNOBS[knob].companions)
@@ -365,20 +371,20 @@ class Plan:
 
 
 def _resumes(usual: Trace) -> bool:
-    """Return whether a run saved weights, and a line of its script may load them."""
+    """Return whether a run saved weights and a line of its script may load them."""
     return usual.traits.saves == "weights" and usual.traits.loads != "nothing"
 
 
 def _stops(usual: Trace, saved: Sequence[int]) -> tuple[int, ...]:
-    """Return up to three steps to stop before, once a checkpoint was `saved`.
+    """Return up to three steps to stop before, after a checkpoint was `saved`.
 
-    Two are in the middle of an epoch if possible. One is where an epoch ends: there a place in the
-    data is that of the next one.
+    Two are within an epoch if possible. The third is at the end of an epoch, where the position in
+    the data is that of the next epoch.
     """
     like, per_epoch = usual.scenario, _steps_per_epoch(usual)
     steps = range(min(saved, default=1), like.num_steps)
     inside = [step for step in steps if step % max(1, per_epoch)] or [*steps]
-    # Where epochs are unknown, a third stop may be the one at an end.
+    # If the length of an epoch is unknown, the last step may be the one at its end.
     ends = [step for step in steps if per_epoch <= 1 or step % per_epoch == 0]
     places = {inside[len(inside) // 3], inside[2 * len(inside) // 3]} if inside else set()
     return tuple(sorted({*places, *ends[-1:]}))

@@ -1,4 +1,4 @@
-"""The settings that a run of a command is launched with, its trace, and what judges it."""
+"""The settings that a run of a command is launched with, its trace, and the checks on it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from entrenar_py.shared.trace import Trace
 class Turn:
     """A knob of the script, set to a value other than its usual one.
 
-    More knobs are turned with it. They change no result by themselves, but expose a
-    script that applies `knob` too early: it clips each micro-batch's gradient, say, not their sum.
+    Further knobs are turned together with it. They change no result by themselves, but
+    expose a script that applies `knob` too early. For example, it may clip the gradient of each
+    micro-batch instead of their sum.
     """
 
     knob: str
@@ -45,8 +46,9 @@ class Turn:
 class RunSettings:
     """The settings that a run was launched with.
 
-    The run is stopped before each step in `stops` and launched again: by a smaller {steps}, or if
-    it is `interrupted`, from inside. `repeat` distinguishes a second run with the same settings.
+    The run is stopped before each step in `stops` and launched again. It is stopped by a smaller
+    {steps} or, if `interrupted`, from inside. `repeat` distinguishes a second run with the same
+    settings. `option` is the script's own way to resume, or "".
     """
 
     world_size: int
@@ -60,9 +62,9 @@ class RunSettings:
 
     @classmethod
     def of(cls, scenario: Scenario) -> RunSettings:
-        """Return the settings of a run, as the scenario of its trace has them.
+        """Return the settings of a run that are recorded in the scenario of its trace.
 
-        Whether it was `interrupted`, and by which `option` it went on, decides no verdict.
+        `interrupted` and `option` are not recorded, since no verdict depends on them.
         """
         pair = run_names.pair_of(scenario)
         return cls(
@@ -76,17 +78,17 @@ class RunSettings:
 
     @property
     def is_plain(self) -> bool:
-        """True if nothing was made to go wrong and no knob was turned."""
+        """True if the run has no faults or stops, and no knob was turned."""
         return self.is_unstruck and self.turn is None
 
     @property
     def is_unstruck(self) -> bool:
-        """True if nothing was made to go wrong."""
+        """True if the run has no faults or stops."""
         return not (self.faults or self.stops)
 
     @property
     def is_witness(self) -> bool:
-        """True if the run shows whether others can be compared, and how closely."""
+        """True if the run shows whether other runs can be compared, and how closely."""
         return self.is_plain or (are_of_witnesses(self.faults) and not self.stops)
 
     @property
@@ -110,10 +112,10 @@ def judges(check: Check, settings: RunSettings) -> bool:
 
 
 def beside(needs: Collection[Need], settings: RunSettings) -> Runs[RunSettings]:
-    """Return `settings`, and those of the runs that a check with `needs` compares with it.
+    """Return `settings` and the settings of the runs that a check with `needs` compares with it.
 
-    If `settings` are of the killed, resumed or turned run, its base is the same run without that
-    change.
+    If `settings` are those of a killed, resumed or turned run, the base is the same run without
+    that change.
     """
     for need in needs:
         base = settings
@@ -141,9 +143,10 @@ def beside(needs: Collection[Need], settings: RunSettings) -> Runs[RunSettings]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The trace of a run, and the settings of this run and of those that are made after it.
+    """The settings and trace of a run, and `ahead`, the settings of the runs that follow it.
 
-    A run that is `tried` counts only if it shows an error: nobody asked for its number of workers.
+    A run with `is_tried` counts only if it shows an error: the user did not request its number of
+    workers.
     """
 
     settings: RunSettings
@@ -155,9 +158,9 @@ class Run:
 def stored(traces: Mapping[Path, Trace]) -> dict[Path, Run]:
     """Return the runs that one call with a command has left, by the file of each trace.
 
-    Return none if `traces` hold anything else: another system's run, files of single ranks, no run
-    without changes, or two runs with the same settings or name. The runs come in the order in which
-    they were made: verdicts name them in it.
+    Return none if `traces` hold anything else: a run of a different system, files of single ranks,
+    no run without changes, or two runs with the same settings or name. The runs are in the order in
+    which they were launched, which is the order in which verdicts name them.
     """
     pairs = [(file, RunSettings.of(trace.scenario)) for file, trace in traces.items()]
     runs = {

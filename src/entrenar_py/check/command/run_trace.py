@@ -1,15 +1,15 @@
-"""The trace of a run of a command: what its ranks recorded, and how and why it ended.
+"""The trace of a run of a command: what its ranks recorded, and how and why the run ended.
 
-The exit code alone is not enough: a process group may fail or hang while it is taken down, after
-training. A run that hung has completed if all ranks recorded the end of training; one that failed,
-if one rank did and all others made as many steps.
+The exit code alone is not enough: after training, a process group may fail or hang while it is
+shut down. A run that hung has completed if all ranks recorded the end of training. A run that
+failed has completed if one rank recorded that end and all ranks took the same number of steps.
 
-A launcher adds pages of its own to what a script prints: its log, a traceback of itself, advice.
-And when one rank has failed, the others fail, too, since they wait for it in vain: that is not the
-cause.
+A launcher adds lines of its own to what a script prints: its log, a traceback of itself, advice.
+When one rank has failed, the other ranks fail, too, since they wait for it in vain. Their errors
+are not the cause.
 
-The run on one worker shows where pieces of a model lie, and is made after others: these are read
-again then.
+Only the run on one worker shows which pieces of the model the ranks hold. It is launched after
+the others, so the earlier runs are then read again.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import End, Event, Shard, Start, Tensors, Trace, Traits, Update
 from entrenar_py.shared.untrusted import escaping
 
-_Key = frozenset[tuple[str, str]]  # names and digests of all weights that a rank holds
+_Key = frozenset[tuple[str, str]]  # names and digests of all weights of a rank
 
 
 @dataclass
 class Beginnings:
-    """The weights with which runs began, and those that each reached, with run and step."""
+    """The weights that runs began with, and the run and step that reached each set of weights."""
 
     _begun: set[_Key] = field(default_factory=set)
     _reached: dict[_Key, tuple[str, int]] = field(default_factory=dict)
 
     def seen(self, name: str, trace: Trace) -> Trace:
-        """Return `trace`, changed to `failed` if its run began where an earlier run had been.
+        """Return `trace`, changed to `failed` if its run began with an earlier run's weights.
 
-        Then it found a checkpoint that the other had left, and can't be compared with any run.
+        Such a run found a checkpoint of the earlier run, and can't be compared with any run.
         """
         known = [self._reached[key] for key in _first_weights(trace) if key in self._reached]
         others = [place for place in known if place[0] != name]
@@ -62,7 +62,7 @@ class Beginnings:
         other, step = others[0]
         reason = (
             f"it began with the weights that {other} had after step {step}: it found a checkpoint "
-            "that this run had left. Write checkpoints below the folder that the command runs in, "
+            "of that run. Write checkpoints below the folder that the command runs in, "
             "or below {workdir}"
         )
         return replace(trace, events=(*trace.events[:-1], End(status="failed", reason=reason)))
@@ -72,11 +72,11 @@ class Beginnings:
         for update in trace.of(Update):
             self._reached.setdefault(_weights_key(update.weights), (name, update.step))
         for key in self._begun.intersection(self._reached):
-            del self._reached[key]  # the run's weights stay, or come back
+            del self._reached[key]  # weights that stay, or come back, identify no run
 
 
 def first_step(trace: Trace) -> int:
-    """Return the number of steps that were made before the run, as its first start says."""
+    """Return the number of steps before the run's first step, according to its first start."""
     return min((start.step for start in trace.of(Start)), default=0)
 
 
@@ -96,9 +96,9 @@ Made = tuple[str, RunSettings, Ended]
 
 @dataclass
 class Arranging:
-    """Follows the runs of a command, each with its ranks' files in a folder below `folder`.
+    """The runs of a command so far; each has its ranks' files in a folder below `folder`.
 
-    `known` are the arrangements of its ranks, by number of workers, and is added to.
+    `known` has the arrangement of the ranks by number of workers. `after` adds to it.
     """
 
     folder: Path
@@ -108,12 +108,12 @@ class Arranging:
     _seen: set[int] = field(default_factory=set)
 
     def layout(self, name: str) -> Layout | None:
-        """Return the layout that a rank of the run `name` declares, or its meshes show."""
+        """Return the layout that a rank of the run `name` declares or shows, or None."""
         files = sorted((self.folder / name).glob(f"*{SUFFIX}"))
         return rank_file.load(files[0]).layout if files else None
 
     def after(self, name: str, settings: RunSettings, ended: Ended) -> list[Made]:
-        """Return the earlier runs that are to be read again, now that the run `name` is made."""
+        """Return the earlier runs that must be read again, now that the run `name` has ended."""
         before = [*self._made]
         self._made.append((name, settings, ended))
         if settings.is_plain and not settings.repeat:
@@ -141,7 +141,7 @@ _RANK = re.compile(r"\[(?:rank)?\d+\]:\s?|\[default\d+\]:\s?")  # in front of a 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(?::(?:\s.*)?)?")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in .*')
-# Frames within which a checkpoint is read, or is put into a model or an optimizer.
+# Frames in which a checkpoint is read, or loaded into a model or an optimizer.
 _LOADS = re.compile(
     r'torch/serialization\.py", line \d+, in \w*load$|/state_dict_loader\.py"|, in load_state_dict$'
 )
@@ -160,9 +160,9 @@ _OF_PEERS = re.compile(
 
 @dataclass(frozen=True)
 class _Error:
-    """The last line of a traceback, and the innermost place of it that is in the script, or "".
+    """The last line of a traceback, and its innermost place in the script, or "".
 
-    `loads` tells whether it was raised as a checkpoint was loaded.
+    `loads` is true if the error was raised while a checkpoint was loaded.
     """
 
     line: str
@@ -180,14 +180,15 @@ class _Error:
 def script_error(output: Path) -> str:
     """Return the script's last error in the file `output`, with its place, or "" if it has none.
 
-    Errors of launchers are skipped, and those of ranks that lost their peers, if there is another.
+    Errors of launchers are skipped. Errors of ranks that lost their peers are skipped if there is
+    any other error.
     """
     error = _last(output)
     return "" if error is None else str(error)
 
 
 def of_loading(output: Path) -> str:
-    """Return the error that `find` returns, if the script was loading a checkpoint; else ""."""
+    """Return what `script_error` returns if the script was loading a checkpoint, else ""."""
     error = _last(output)
     return str(error) if error is not None and error.loads else ""
 
@@ -199,14 +200,15 @@ def _last(output: Path) -> _Error | None:
 
 
 def is_of_peers(error: str) -> bool:
-    """Return whether a rank has such an error because another has failed."""
+    """Return whether a rank has this error because a different rank has failed."""
     return bool(_OF_PEERS.search(error))
 
 
 def last_printed(output: Path, tail: Sequence[str]) -> str:
-    """Return the last line that the script has printed, in `output` or else in `tail`, or "".
+    """Return the last line that the script has printed to `output`, or "" if there is none.
 
-    The launcher's lines are skipped: its log, and all from its own traceback on.
+    If `output` is empty or can't be read, `tail` is used. The launcher's lines are skipped: its
+    log, its own traceback, and everything after that.
     """
     lines = _output_lines(output) or [*tail]
     words = [line for line in _before_the_launcher(lines) if any(map(str.isalnum, line))]
@@ -214,7 +216,7 @@ def last_printed(output: Path, tail: Sequence[str]) -> str:
 
 
 def _output_lines(output: Path) -> list[str]:
-    """Return the last lines of the file, without the marks that a launcher puts before them."""
+    """Return the last lines of the file, without the prefixes that a launcher adds to them."""
     try:
         with output.open("rb") as file:
             file.seek(max(0, output.stat().st_size - READ_BYTES_MAX))
@@ -228,7 +230,7 @@ def _output_lines(output: Path) -> list[str]:
 
 
 def _errors(lines: Sequence[str]) -> Iterator[_Error]:
-    """Yield each error that a traceback ends with."""
+    """Yield the error at the end of each traceback."""
     within, place, loads = False, "", False
     for printed in lines:
         line = printed.rstrip()
@@ -255,7 +257,7 @@ def _before_the_launcher(lines: Sequence[str]) -> Iterator[str]:
 
 LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
 
-# A report names the run, which is the folder of its output.
+# The folder of the output names the run in a report.
 NOT_RESTARTED = (
     "the launcher restarted no worker, or none that recorded anything: give torchrun "
     "--max-restarts=1, and go on from a checkpoint in {workdir}; or exclude the clause"
@@ -271,8 +273,8 @@ def ending(
 ) -> tuple[str, str]:
     """Return the status of the run and the reason for it.
 
-    The status is `completed`, `halted` (a planted value stopped it) or `failed`. `problems` say
-    what is wrong with the ranks' files.
+    The status is `completed`, `halted` (a planted value stopped it) or `failed`. `problems` are
+    those found in the ranks' files.
     """
     last = LastLives(ranks, events)
     error = script_error(ended.output) if ended.code != 0 else ""
@@ -296,15 +298,15 @@ def ending(
         return "failed", _of_another_size(ranks, world_sizes, settings)
     status, reason = _of_ranks(last, settings, ended, ended_by, how)
     if status == "failed" and (_skip_apart(last, events) or _is_uneven(last, events)):
-        return "completed", ""  # it was ended where only some ranks had made all steps
+        return "completed", ""  # it was ended when only some ranks had taken all steps
     return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
 
 
 def _skip_apart(last: LastLives, events: Iterable[Event]) -> bool:
-    """Return whether ranks that made fewer steps than those that were ended made all their passes.
+    """Return whether some ranks took fewer steps than the ended ranks, but made all their passes.
 
-    They drop batches that others train on. Ranks that have fewer batches make fewer passes, and
-    those that add up more of them in a step make more.
+    These ranks drop batches that others train on. Ranks with fewer batches make fewer passes, and
+    ranks that accumulate more batches per step make more passes: both are not meant here.
     """
     limited = {rank for rank, file in last.ranks.items() if file.is_limited}
     others = last.ranks.keys() - limited
@@ -320,10 +322,10 @@ def _skip_apart(last: LastLives, events: Iterable[Event]) -> bool:
 
 
 def _is_uneven(last: LastLives, events: Iterable[Event]) -> bool:
-    """Return whether ranks that have fewer batches failed only as those with more were ended.
+    """Return whether ranks with fewer batches failed only when those with more were ended.
 
-    They wait for these at the end of an epoch (torch's `Join`), and have made all their own steps.
-    Where samples are known by their rows alone, nothing shows in which epoch a step is.
+    They wait for the others at the end of an epoch (torch's `Join`), after all their own steps.
+    Return False if samples are known by their content alone: the epoch of a step is then unknown.
     """
     if any(file.header.get("samples", "index") != "index" for file in last.ranks.values()):
         return False
@@ -339,9 +341,10 @@ def _is_uneven(last: LastLives, events: Iterable[Event]) -> bool:
 
 
 def by_all(ranks: Sequence[RankTrace], events: Sequence[Event]) -> Sequence[Event]:
-    """Return the events of the steps that all ranks made in one epoch, if their numbers are uneven.
+    """Return the events of the steps that all ranks took in one epoch, if their numbers differ.
 
-    Later steps may have one number and be other steps.
+    Later steps may have equal numbers in different epochs. Return all events if all ranks took the
+    same number of steps.
     """
     if not _is_uneven(LastLives(ranks, events), events):
         return events
@@ -358,11 +361,11 @@ def by_all(ranks: Sequence[RankTrace], events: Sequence[Event]) -> Sequence[Even
 def unresumed(
     ranks: Sequence[RankTrace], settings: RunSettings, ended: Ended, read_only: str
 ) -> str:
-    """Return in words that a run, stopped from inside, was not resumed though it read a checkpoint.
+    """Return a description of a failed resume of a run that was stopped from inside, or "".
 
-    Its last launch ended by an error as it loaded one, or without a step. `read_only` is the line
-    of a process that has loaded weights of a step and trained nothing. A {steps} that stops a run
-    may rightly end or refuse the next launch: "" then.
+    The last launch read a checkpoint, but ended with an error while loading it, or without a step.
+    `read_only` is the line of a process that loaded the weights of a step and trained nothing.
+    Return "" for a run that {steps} stopped: it may rightly end or refuse the next launch.
     """
     stops = settings.stops if settings.interrupted else ()
     lives = len({rank.life for rank in ranks})
@@ -375,7 +378,7 @@ def unresumed(
     if ended.code == 0 and read_only:
         return (
             f"after the stop before step {stop} the script read a checkpoint ({read_only}), and "
-            "ended by itself without a step"
+            "ended without taking a step"
         )
     return ""
 
@@ -383,7 +386,7 @@ def unresumed(
 def _of_another_size(
     ranks: Sequence[RankTrace], sizes: Iterable[int], settings: RunSettings
 ) -> str:
-    """Return the reason of a run that had another number of workers than it was launched for."""
+    """Return why a run failed that ran with a different number of workers than planned."""
     first = sum(rank.header["rank"] == 0 for rank in ranks)
     if first > 1 and first % settings.world_size == 0:
         return (
@@ -412,7 +415,7 @@ def _of_ranks(
     if "leave" in last.struck:
         return "failed", f"after the restart of workers: {how}"
     is_told = ended.code and settings.interrupted and of_loading(ended.output)
-    if is_earlier and not is_told:  # by `unresumed`
+    if is_earlier and not is_told:  # else `unresumed` says so
         return "failed", f"after the stop before step {settings.stops[num_lives - 1]}: {how}"
     if last.all_made_the_same(settings.world_size) and not last.problem:
         return "completed", ""
@@ -420,9 +423,9 @@ def _of_ranks(
     if limited and len(limited) < settings.world_size:
         steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
         return "failed", (
-            f"rank {limited[0]} was ended after its last step (--steps) while others went on; "
+            f"rank {limited[0]} was ended after its last step (--steps) while others continued; "
             f"steps made: {steps}. If ranks make different numbers of steps, put {{steps}} "
-            "into the command, and let the script end after so many"
+            "into the command, and let the script end after that many"
         )
     return "failed", how
 
@@ -456,7 +459,7 @@ def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
 
 
 def _hanging(last: LastLives, settings: RunSettings, ended: Ended) -> str:
-    """Return how many steps each rank made, and where it stands."""
+    """Return how many steps each rank took, and where in the script it stands."""
     where = {
         rank: replace(one, file=_shown_path(Path(one.file.removeprefix(_copied(ended)))))
         for rank, one in launch.places_of_ranks(ended.output.parent).items()
@@ -484,9 +487,12 @@ def of(
     If its ranks hold no DTensors, `arrangement` says how they share the model.
 
     A run may end too early to show its number of steps or its data. These are then taken from
-    `like`, a run without faults or stops. `unclipped`: the command was told to clip nothing.
-    `seeded`: it was told its seed. `starts` is that trait. `says_how`: the command has a way to
-    resume, so that the script is meant to.
+    `like`, a run without faults or stops.
+
+    - `unclipped`: the command got a clipping norm that clips nothing.
+    - `seeded`: the command got its seed.
+    - `starts`: the trait of that name.
+    - `says_how`: the command has a way to resume, so that the script is expected to resume.
     """
     ranks, problems = assembly.load(folder)
     if arrangement is not None and not any(rank.pieces for rank in ranks):
@@ -520,7 +526,7 @@ def of(
 def have_closed(folder: Path, world_size: int, life: int) -> bool:
     """Return whether all ranks have recorded that training ended without an error.
 
-    Each must have done so in the life `life` (0 is the rank's first), or in a later one.
+    Each rank must have done so in the life `life` (0 is its first launch) or in a later life.
     """
     last = {
         path.name.partition("-")[0]: path for path in sorted(folder.glob(f"[0-9]*-[0-9]*{SUFFIX}"))
@@ -530,13 +536,13 @@ def have_closed(folder: Path, world_size: int, life: int) -> bool:
 
 
 def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
-    """Return the trace, changed to `failed` if a fault was planned and never struck."""
+    """Return the trace, changed to `failed` if a planned fault never struck."""
     fault = systems.missed(recorded) if recorded.end.status == "completed" else None
     if fault is None:
         return recorded
     reason = (
         f"the planned fault {fault.kind} (rank {fault.rank}, step {fault.step}) never struck: the "
-        "rank has no gradient in that step, or does not make it"
+        "rank has no gradient in that step, or does not take it"
     )
     end = trace.End(status="failed", reason=reason)
     return replace(recorded, events=(*recorded.events[:-1], end))
@@ -551,7 +557,7 @@ def _scenario(
     unclipped: bool,
 ) -> tuple[Scenario, Traits]:
     """Return scenario and traits as the ranks' files show them, or as in `like` if they can't."""
-    # Whether one worker has merged batches is to be seen: a script may cut its batches itself.
+    # Whether one worker merged batches has to be seen: a script may split its batches itself.
     is_shown = any(fault.kind in (*JOINED, LONGER) for fault in settings.faults)
     disturbed = (settings.faults and not is_shown) or settings.stops or settings.repeat
     if like is not None and (disturbed or not any(isinstance(event, Update) for event in events)):
@@ -564,7 +570,7 @@ def _scenario(
         )
     else:
         scenario, traits = observed_run.scenario_of(ranks, events, settings.world_size)
-        if like is not None:  # the intended rate: a check tells if the run had another
+        if like is not None:  # the intended rate: a check reports it if the run used another
             scenario = scenario.with_(learning_rate=like.scenario.learning_rate)
         if is_shown:
             scenario = scenario.with_(faults=settings.faults)
@@ -582,9 +588,9 @@ def _scenario(
 
 
 def _as_told_to_clip(traits: Traits, settings: RunSettings) -> Traits:
-    """Return the traits of a run of a command that was told its clipping norm.
+    """Return the traits of a run of a command that got its clipping norm from {clip}.
 
-    A script that declares another norm clips to the one that it was told.
+    A norm that the script declares is dropped if it differs, since the script clips to {clip}.
     """
     turn = settings.turn
     if not (turn and turn.knob == "clip"):

@@ -1,4 +1,4 @@
-"""Launch and record the planned runs of a command, which checks compare with each other."""
+"""Launching and recording of the planned runs of a command."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from entrenar_py.shared.faults import JOINED, MIRRORED, REPEATED, steps_of
 from entrenar_py.shared.trace import Ruled, Trace, Update
 from entrenar_py.shared.untrusted import printing
 
-CHANGING = ("betas", "momentum", "weight_decay")  # constants that schedules change, as rates
-SHORT_S = 15.0  # a run that takes less waits for most of it
+CHANGING = ("betas", "momentum", "weight_decay")  # constants that schedules change, like rates
+SHORT_S = 15.0  # a shorter run mostly waits
 _PATH = "PATH"  # at the end of an option that needs one
 
-Likes = Mapping[RunSettings, Trace]  # completed runs that others are like, the first run first
-Show = Callable[[str], None]  # is called with the name of each run before it is launched
+Likes = Mapping[RunSettings, Trace]  # completed runs that later runs resemble, the first run first
+Show = Callable[[str], None]  # called with the name of each run before its launch
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
     """Run the command as often as `plan` requires; yield the file of each trace, and its run.
 
-    Each run has a folder of its own below the plan's, with its output and its ranks' files. If the
-    first run fails, no other is launched, since the others would fail, too. Raises UsageError if
+    Each run has its own folder below the plan's folder, with its output and its ranks' files. If
+    the first run fails, no other run is launched, since it would fail, too. Raises UsageError if
     the command can't be started, and KeyboardInterrupt after an interrupt.
     """
     with _Ahead(plan) as ahead:
@@ -75,15 +75,15 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             plan.made[settings] = _trace(plan, settings, base / name, ended, like)
         recorded = plan.made[settings]
         if like is not None and _was_told_otherwise(settings, like, recorded):
-            # {steps} did more than to stop the run: the script is stopped from inside instead.
+            # {steps} did more than stop the run: the script is stopped from inside instead.
             again = name.replace("-resumed", "-interrupted")
             planned = {again: replace(settings, interrupted=True), **planned}
             continue
         if settings.option and not resume.is_telling(recorded):
-            planned = {name: replace(settings, option=""), **planned}  # it means something else
+            planned = {name: replace(settings, option=""), **planned}  # it doesn't resume
             continue
         if witnesses.source_of(settings) and recorded.end.status == "failed":
-            continue  # the script hands on more than was kept
+            continue  # the script's batches contain more than was kept
         is_tried = settings.world_size not in (1, *plan.world_sizes)
         is_longer = steps_of(settings.faults) is not None and not settings.stops
         if (is_tried or is_longer) and recorded.end.status == "failed":
@@ -126,9 +126,9 @@ def _read_again(
     likes: dict[RunSettings, Trace],
     ahead: tuple[RunSettings, ...],
 ) -> Iterator[tuple[Path, Run]]:
-    """Yield once more the runs `earlier`, read as it is known by now how ranks share the model.
+    """Yield the runs `earlier` once more, read with the new knowledge of how ranks share the model.
 
-    A run that failed as it was read before keeps its trace: it began where another had been.
+    If this reading changes the status of a run, the run keeps its earlier trace and is not yielded.
     """
     for name, settings, ended in earlier:
         recorded = _trace(plan, settings, plan.folder / name, ended, _like(settings, likes))
@@ -142,11 +142,11 @@ def _read_again(
 
 
 class _Ahead:
-    """Launches runs: where they don't disturb each other, each with the one that comes after it.
+    """Launches runs, each together with the next one if they don't disturb each other.
 
-    They don't if each has a folder of its own to write in and its launcher looks for a free port,
-    if there is no GPU, and if the first run was short and took little memory. Nothing is launched
-    together with the first one: if it fails, no other is wanted.
+    They don't if each has its own working folder and its launcher takes a free port, if there is no
+    GPU, and if the first run was short and took little memory. Nothing is launched together with
+    the first run: if it fails, no other run is wanted.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -158,17 +158,17 @@ class _Ahead:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End what was begun and is not wanted any more."""
+        """End the runs that were begun and are no longer wanted."""
         self._called_off.set()
         self._pool.shutdown(cancel_futures=True)
 
     def launched(
         self, name: str, settings: RunSettings, planned: Mapping[str, RunSettings], likes: Likes
     ) -> Ended:
-        """Return how the run `name` ended; begin the next of those that are `planned` after it.
+        """Return how the run `name` ended, and begin the next one of the `planned` runs.
 
-        One that is stopped where the run that it is like saved a checkpoint waits for that run, and
-        so does one that is given the batches of this one.
+        A run waits for `name` instead of starting with it if it gets its batches. A run with stops
+        also waits for the run without them, since its checkpoints decide where to stop.
         """
         running = self._begun.pop(settings, None) or self._begin(name, settings, likes)
         if self._may:
@@ -243,7 +243,7 @@ def _launched(
                 is_called_off=is_called_off,
             )
             if ended.code is None and not closed():
-                break  # else it hung only after training, and can go on
+                break  # otherwise it hung only after training, and the next launch can follow
     assert ended is not None, "it was launched"
     return ended
 
@@ -255,9 +255,9 @@ def _batches(settings: RunSettings, folder: Path) -> dict[str, str]:
 
 
 def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return what tells a script to go on from its newest checkpoint: words, and variables.
+    """Return the words and variables with which a script resumes from its newest checkpoint.
 
-    There is neither if no checkpoint is known and its path is needed.
+    Both are empty if there is no `option`, or if it needs a path and no checkpoint is known.
     """
     needs_path = option.endswith(_PATH)
     newest = notes.newest_checkpoint(folder) if needs_path else None
@@ -270,10 +270,10 @@ def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _rates(settings: RunSettings, folder: Path, like: Trace | None) -> dict[str, str]:
-    """Have a run with the batches of several workers step with the learning rates of those.
+    """Return the variable that has a run use the learning rates of `like`; {} if it shouldn't.
 
-    So do ranks with one share, and the worker they are compared with: a schedule may follow a score
-    of the weights, which are others here.
+    It should if it is compared with several workers and has their batches, or if ranks have equal
+    shares. A schedule may follow a score of the weights, which differ here.
     """
     kinds = (*JOINED, MIRRORED, REPEATED)
     several = {int(fault.value or 1) for fault in settings.faults if fault.kind in kinds}
@@ -300,7 +300,7 @@ def _constants(like: Trace, step: int) -> dict[str, dict[str, Any]]:
 def _trace(
     plan: Plan, settings: RunSettings, folder: Path, ended: Ended, like: Trace | None
 ) -> Trace:
-    """Return one trace of all launches of a run."""
+    """Return the trace of all launches of a run together."""
     return run_trace.of(
         folder.absolute(),
         settings,
@@ -315,7 +315,7 @@ def _trace(
 
 
 def _made_before(settings: RunSettings, life: int, like: Trace | None) -> int:
-    """Return how many steps a life begins with: those of the last checkpoint, if it is known."""
+    """Return the number of steps in a launch's first weights: of the last checkpoint, if known."""
     if not life:
         return 0
     stop = settings.stops[life - 1]
@@ -326,7 +326,7 @@ def _made_before(settings: RunSettings, life: int, like: Trace | None) -> int:
 
 
 def _values(settings: RunSettings, folder: Path, num_steps: int, num_epochs: int) -> dict[str, str]:
-    """Return what stands for each placeholder in a launch of the command."""
+    """Return by placeholder what is filled in for it in a launch of the command."""
     return {
         "world_size": str(settings.world_size),
         "seed": str(settings.seed),
@@ -340,7 +340,7 @@ def _values(settings: RunSettings, folder: Path, num_steps: int, num_epochs: int
 
 
 def _was_told_otherwise(settings: RunSettings, like: Trace, recorded: Trace) -> bool:
-    """Return whether a smaller {steps}, given to stop the run, changed it before the stop."""
+    """Return whether the smaller {steps} that stops a run changed it before the stop."""
     if not settings.stops or settings.interrupted or recorded.end.status == "failed":
         return False
     return resume.differed_before(like, recorded)

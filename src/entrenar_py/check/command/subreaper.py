@@ -1,13 +1,14 @@
-"""Run a command so that all its descendants stay known, and end them with it.
+"""A supervisor that runs a command, keeps track of all its descendants, and ends them with it.
 
-This is a script that needs only the standard library, so that it starts in some 30 ms:
+This script needs only the standard library, so that it starts in about 30 ms:
 `subreaper.py CONTROL STATUS MERCY_S GRACE_S COMMAND...`. It writes lines to the descriptor STATUS:
-`started PID` or `refused ERRNO`, `exit CODE` (negative: the signal), `left COUNT`. It ends all
-processes when the other end of the pipe CONTROL is closed. SIGTERM has it end them at once.
+`started PID` or `refused ERRNO`, `exit CODE` (negative: a signal), `peak BYTES`, `left COUNT`. It
+ends all processes when the other end of the pipe CONTROL is closed. On SIGTERM it ends them at
+once.
 
 A daemon may leave its session, environment and output behind. When its parent dies, Linux makes the
-nearest subreaper, this process, its parent. If the command kills this process with SIGKILL, such a
-daemon stays: no process is left that knows of it.
+nearest subreaper, which is this process, its new parent. If the command kills this process with
+SIGKILL, such a daemon survives: no remaining process knows of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
-KILLING_S = 10.0  # what is still there then can't be killed by this user
+KILLING_S = 10.0  # processes that survive this can't be killed by this user
 _POLL_S = 0.01
 
 
@@ -38,7 +39,7 @@ class Warden:
         self.is_over = False
 
     def reap(self) -> bool:
-        """Reap every process that has ended; return whether others are left."""
+        """Reap every process that has ended; return whether any children remain."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -54,7 +55,7 @@ class Warden:
         """End the command and all its descendants.
 
         After SIGTERM the command has `mercy_s` seconds, in which it may end its own children.
-        Processes that remain then get SIGTERM, too, and have `grace_s` seconds. The rest is killed.
+        Processes that then remain also get SIGTERM, and have `grace_s` seconds. The rest is killed.
         """
         was_over = self.is_over
         if not was_over:
@@ -66,7 +67,7 @@ class Warden:
             self._wait(grace_s, lambda: False)
         deadline = time.monotonic() + KILLING_S
         while self.reap() and time.monotonic() < deadline:
-            kill(self._left(), signal.SIGKILL)  # what these leave behind: in the next round
+            kill(self._left(), signal.SIGKILL)  # their orphans follow in the next round
             time.sleep(_POLL_S)
         peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         tell(self._status, f"peak {peak_kib * 1024}")
@@ -81,11 +82,11 @@ class Warden:
             time.sleep(_POLL_S)
 
 
-hurried: list[int] = []  # signals that had everything end at once
+hurried: list[int] = []  # SIGTERM signals received; if any, everything ends at once
 
 
 def descendants(of: int | None = None) -> list[int]:
-    """Return the ids of all descendants of a process, by default this one, that have not ended."""
+    """Return the ids of the running descendants of process `of`, by default of this process."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):  # it has ended meanwhile
@@ -110,7 +111,7 @@ def kill(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def tell(status: int, line: str) -> None:
-    """Write `line` to the descriptor `status`, if a process still reads there."""
+    """Write `line` to the descriptor `status`, if any process still reads it."""
     with suppress(OSError):
         os.write(status, f"{line}\n".encode())
 
@@ -122,7 +123,7 @@ def become_subreaper() -> None:
 
 
 def started(command: Sequence[str]) -> Any:
-    """Start a command in a session of its own; return its process, which has a `pid`."""
+    """Start a command in its own session; return its process, which has a `pid`."""
     return subprocess.Popen(command, start_new_session=True)
 
 
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str], start: Callable[[Sequence[str]], Any] = start
         return
     tell(status, f"started {command.pid}")
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # else nobody would see the end of the command's output
+    for stream in (0, 1, 2):  # otherwise the pipe of the command's output would stay open
         os.dup2(nothing, stream)
     warden = Warden(command.pid, status)
     ready = select.poll()

@@ -1,10 +1,11 @@
-"""Start a command's launches from processes that have imported torch already (`forks`).
+"""Forking of a command's launches from processes that have already imported torch (`forks`).
 
-A launch of a tiny script spends its time on imports: torchrun and each rank import torch. Here one
-process does so for all runs of a call, and forks the rest. There are two if the runs differ in what
-ranks read at their start: on GPUs, accelerate leaves two ranks to torchrun, and starts one itself.
+A launch of a tiny script spends most of its time on imports: torchrun and each rank import torch.
+Here one process does so for all runs of a call, and forks the rest. Two such processes exist if the
+runs differ in what ranks read at their start. For example, on GPUs accelerate leaves two ranks to
+torchrun, but starts a single rank itself.
 
-Nothing depends on it. Where it can't be used, a launch is made as the command says, and `told` says
+No result depends on this. If it isn't possible, the command is launched as it is, and `told` says
 why.
 """
 
@@ -41,24 +42,24 @@ _ENTRIES = (
     *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
 )
 _WORKERS = ("--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-processes")
-# With these, or with a GPU, accelerate leaves several ranks to torchrun; else it starts one itself.
+# With these, or with a GPU, accelerate leaves several ranks to torchrun; else it starts one rank.
 _TO_TORCHRUN = ("--multi_gpu", "--multi-gpu", "--use_fsdp", "--use-fsdp", "--use_deepspeed")
 _GPUS = Path("/dev/nvidiactl")
 _ON_CPUS = ("--cpu", "--use_cpu", "--use-cpu")
-# What has the launcher start ranks in another way, or elsewhere.
+# Options with which the launcher starts ranks in a different way, or on another machine.
 _NOT_PLAIN = ("--run-path", "--run_path", "--no-python", "--no_python", "--start-method")
 
 
 class _Cold(Exception):
-    """Raised where a launch is made as the command says; the text says why."""
+    """Raised if a launch can't be forked; the text says why."""
 
 
 @dataclass(frozen=True)
 class Interpreter:
     """A Python that runs a launcher: its path, and how it and its ranks are started.
 
-    - `words`: what the launcher's process has as its `sys.orig_argv`.
-    - `workers`: the number of ranks as it stands in the command.
+    - `words`: the `sys.orig_argv` of the launcher's process.
+    - `workers`: the number of ranks as written in the command, or None.
     """
 
     path: str
@@ -67,14 +68,14 @@ class Interpreter:
 
     @property
     def is_unbuffered(self) -> bool:
-        """True if ranks are started with -u, as torchrun does."""
+        """True if ranks are started with -u, as by torchrun."""
         if not self._is_accelerate:
             return True
         is_for_torchrun = _GPUS.exists() or not {*self.words}.isdisjoint(_TO_TORCHRUN)
         return is_for_torchrun and self.workers != "1" and not self._is_on_cpus
 
     def environment(self, launchers: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment that ranks have at their start, without what differs among them.
+        """Return the environment that all ranks have in common at their start.
 
         `launchers` is the environment of the launcher.
         """
@@ -101,7 +102,7 @@ class Interpreter:
 def interpreter(command: Sequence[str], cwd: Path) -> Interpreter:
     """Return the Python that runs the launcher of `command`.
 
-    Raises _Cold if the command is not plainly torchrun, or `accelerate launch`.
+    Raises _Cold unless the command is plainly torchrun or `accelerate launch`.
     """
     program = shutil.which(str(cwd / command[0]) if os.sep in command[0] else command[0])
     if program is None:
@@ -109,8 +110,8 @@ def interpreter(command: Sequence[str], cwd: Path) -> Interpreter:
     if Path(command[0]).name.startswith("python"):
         _, is_module, rest = options_of(command[1:])
         if not is_module or not rest or rest[0] not in _ENTRIES or command[1] != "-m":
-            raise _Cold("the command is no launcher with ranks that can be forked")
-        # The same for each copy of a folder, in which the environment is a link.
+            raise _Cold("the command is not a launcher with ranks that can be forked")
+        # The same path for each copy of the folder, in which the environment is a link.
         path = str(Path(program).parent.resolve() / Path(program).name)
         words = (path, *command[1:])
     else:
@@ -122,7 +123,7 @@ def interpreter(command: Sequence[str], cwd: Path) -> Interpreter:
 
 
 def _interpreter_of(program: Path) -> str:
-    """Return the Python in the first line of torchrun or accelerate, as pip installs it."""
+    """Return the Python in the first line of torchrun or accelerate, as installed by pip."""
     with program.open("rb") as file:
         text = file.read(_SCRIPT_BYTES_MAX).decode(errors="replace")
     first, _, rest = text.partition("\n")
@@ -130,7 +131,7 @@ def _interpreter_of(program: Path) -> str:
     if first[:2] != "#!" or not Path(path).is_file():
         raise _Cold(f"{program.name} isn't a script of Python")
     if not any(f"from {entry} import main" in rest for entry in _ENTRIES):
-        raise _Cold(f"{program.name} is no launcher with ranks that can be forked")
+        raise _Cold(f"{program.name} is not a launcher with ranks that can be forked")
     return path
 
 
@@ -146,8 +147,10 @@ def _num_workers(words: Sequence[str]) -> str | None:
 class Parents:
     """The processes that have imported torch, for all runs of a command that runs `script`.
 
-    `first` are the modules that they import whatever the script does. They end with `close`, or if
-    this process ends.
+    - `first`: the modules that they import for any script.
+    - `reasons`: why launches were not forked.
+
+    The processes end with `close`, or when this process ends.
     """
 
     script: Path | None
@@ -167,7 +170,7 @@ class Parents:
     def prepare(
         self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None
     ) -> None:
-        """Begin to import what a later launch of `command` needs."""
+        """Begin the imports that a later launch of `command` needs."""
         with suppress(_Cold, OSError):
             self._parent(command, environment, cwd or Path.cwd())
 
@@ -179,7 +182,7 @@ class Parents:
         pipes: tuple[int, int],
         seconds: tuple[float, float],
     ) -> Warden | None:
-        """Return the warden of a new launch, which has the `pipes` CONTROL and STATUS.
+        """Return the warden of a new launch that uses the `pipes` CONTROL and STATUS.
 
         Return None if the command has to be launched as it is.
         """
@@ -204,7 +207,7 @@ class Parents:
         self, command: Sequence[str], environment: Mapping[str, str], cwd: Path
     ) -> tuple[_Parent, tuple[str, ...]]:
         if self.script is None:
-            raise _Cold("it can't be told which script the command runs")
+            raise _Cold("it is unknown which script the command runs")
         python = interpreter(command, cwd)
         before = python.environment(environment)
         key = (python.path, python.is_unbuffered, *sorted(before.items()))
@@ -253,7 +256,7 @@ class _Parent:
         pipes: tuple[int, int],
         seconds: tuple[float, float],
     ) -> Warden:
-        """Return a new warden. Raises _Cold if this process can't fork any."""
+        """Return a new warden. Raises _Cold if this process can't fork one."""
         self._await()
         output, theirs = os.pipe()
         report, theirs_of_report = socket.socketpair()
@@ -291,7 +294,10 @@ class _Parent:
 
 
 class Warden:
-    """A forked process that is its parent's child, with what `Leash` needs of a `Popen`."""
+    """A forked process that is a child of its `_Parent`, with the parts of `Popen` a Leash needs.
+
+    Raises _Cold if the parent has ended.
+    """
 
     def __init__(self, report: socket.socket, output: IO[bytes]) -> None:
         self._report, self.stdout = report, output
@@ -312,7 +318,7 @@ class Warden:
         return self._code
 
     def wait(self) -> int:
-        """Return the exit code, once the process has ended."""
+        """Wait until the process has ended, and return its exit code."""
         if self._code is None:
             line = self._lines.readline().split()
             self._code = int(line[1]) if line else -signal.SIGKILL
@@ -336,7 +342,7 @@ class Warden:
 
 
 def of(options: argparse.Namespace) -> Parents:
-    """Return what forks a command's processes, which begins to import torch at once."""
+    """Return the `Parents` for the command in `options`, which begin to import torch at once."""
     if options.launcher == "as-is":
         return Parents(None)
     command = commands.of(options.command).command

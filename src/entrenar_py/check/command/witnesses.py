@@ -1,14 +1,14 @@
-"""The further runs that a run shows to be needed, since they tell how others can be compared.
+"""Further runs that are needed to tell how closely other runs can be compared.
 
-- `Nudging`: once more with the first weights moved by some roundings, if rounding may be why two
-  runs differ.
-- `Shortening`: with short epochs, or for more steps, to see whole epochs. Short ones also show what
-  a script does from some epoch on, if a line of it compares their numbers. A script may fail with
-  epochs of two steps, or its sampler never ends. Then one more run goes on until the second epoch
-  shows how it begins.
-- `Controlling`: on several workers and on one, with random numbers that are alike for all samples.
-  Samples come in one order, or all ranks have the same share of them, too. One worker is given
-  the batches of several if its script draws others.
+- `Nudging`: a run with its first weights moved by a few roundings. It is needed if rounding may be
+  why two runs differ.
+- `Shortening`: a run with short epochs, or with more steps, so that whole epochs are seen. Short
+  epochs also show what a script does from some epoch on, if one of its lines compares the epoch's
+  number. With epochs of two steps a script may fail, or its sampler may never end. Then one more
+  run continues until it shows how the second epoch begins.
+- `Controlling`: runs on several workers and on one, with the same random numbers for all samples.
+  The order of samples is fixed, or all ranks get the same share. One worker is given the batches of
+  several workers if its script draws different ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from entrenar_py.shared.verdict import Tally
 
 
 class Nudging:
-    """Follows the runs of a command for checks with `needs`, until one shows a need to nudge."""
+    """The runs of a command so far, until one shows that a nudged run is needed."""
 
     def __init__(self, needs: Collection[Need]) -> None:
         self._is_wanted = NUDGED in needs
@@ -55,15 +55,15 @@ class Nudging:
         self._plain: dict[int, RunSettings] = {}  # by number of workers
 
     def read_again(self, settings: RunSettings, recorded: Trace) -> None:
-        """Replace the first run's trace, if this is the first run, read in another way."""
+        """Replace the first run's trace, if `settings` are its own, by one that was read again."""
         if self._plain and next(iter(self._plain.values())) == settings:
             self._first = recorded
 
     def after(self, settings: RunSettings, recorded: Trace) -> dict[str, RunSettings]:
-        """Return by name the nudged run, once, if the completed run needs it; else nothing.
+        """Return by name the nudged run if the completed run needs it, else nothing.
 
-        It does if it differs from the first run by so little that rounding may be why. The nudged
-        run is on one worker if any was.
+        It needs the nudged run if it differs from the first run by so little that rounding may be
+        the cause. The nudged run has the smallest number of workers so far, and comes only once.
         """
         if settings.is_plain and not settings.repeat:
             self._plain[settings.world_size] = settings
@@ -89,18 +89,18 @@ def _may_be_rounding(first: Trace, other: Trace) -> bool:
     return trial.broken is not None and rounding_bounds.may_be_rounding(other, first)
 
 
-_STEPS = 2  # of an epoch; whether it is shuffled shows in the second. One, if that is known.
+_STEPS = 2  # of an epoch: the second shows if it is shuffled. One step if that is already known.
 
 
 class Shortening:
-    """Follows the first run of a command for checks with `needs`."""
+    """The first run of a command, and the run that shows whole epochs if that run doesn't."""
 
     def __init__(self, needs: Collection[Need]) -> None:
         self._is_wanted = SHORTENED in needs
         self._usual: Trace | None = None  # the first run
 
     def after(self, settings: RunSettings, recorded: Trace) -> dict[str, RunSettings]:
-        """Return by name the run to make next, if too few epochs' ends were seen by then.
+        """Return by name the next run, if too few ends of epochs were seen so far.
 
         A script that reports its samples doesn't report those that an epoch leaves out.
         """
@@ -123,7 +123,7 @@ class Shortening:
         return {f"{_workers(settings)}-short-epochs": replace(settings, faults=(fault,))}
 
     def _longer(self, short: RunSettings) -> dict[str, RunSettings]:
-        """Return by name the run that goes on into its second epoch, if that is not far."""
+        """Return by name the run that reaches its second epoch, if it needs few enough steps."""
         assert self._usual is not None, "a run with short epochs follows it"
         scenario = self._usual.scenario
         second = math.ceil(randomness.ORDER_LENGTH_MIN / scenario.batch_size) + 1
@@ -156,7 +156,7 @@ def _num_micro_batches(trace: Trace) -> int:
     return max(1, sum((s.step, s.rank) == (first.step, first.rank) for s in shards if first))
 
 
-# Kind of the fault that controls runs -> the end of their names.
+# Kind of the fault that controls a run -> the end of the run's name.
 _ENDS = {
     COMMON: "common",
     ORDERED: "ordered",
@@ -169,13 +169,13 @@ _OF_ANY_SIZE = (COMMON, ORDERED)
 
 
 class Controlling:
-    """Follows the runs of a command for checks with `needs`, and plans the controlled ones."""
+    """The runs of a command so far, and the controlled runs that they need."""
 
     def __init__(self, needs: Collection[Need]) -> None:
         self._is_wanted = CONTROLLED in needs
         self._plain: dict[int, Trace] = {}  # by number of workers
-        # Runs on one worker, by the number of workers that had their batches, and the fault that
-        # gives them.
+        # Runs on one worker with the batches of several workers: the number of these workers ->
+        # the fault that gives the batches, and the trace.
         self._joined: dict[int, tuple[Fault, Trace]] = {}
         self._witnesses: tuple[Trace, ...] = ()
         self._planned: set[RunSettings] = set()
@@ -191,7 +191,7 @@ class Controlling:
             self._joined[int(settings.faults[0].value or 1)] = settings.faults[0], recorded
         else:
             self._witnesses += (recorded,)
-        if settings.world_size != 1:  # the last one of a pair
+        if settings.world_size != 1:  # the run on one worker is the last of a pair
             return {}
         runs: dict[str, RunSettings] = {}
         for size in (size for size in self._plain if size > 1):
@@ -215,11 +215,12 @@ class Controlling:
         return fresh
 
     def _joining(self, size: int) -> Fault | None:
-        """Return how one worker is to have the batches of `size` workers, None if it has them.
+        """Return the fault that gives one worker the batches of `size` workers, or None.
 
-        Its loaders can be told to, if it has the batches of a worker. Batches of other sizes in
-        each step, as many tokens as fit, may be so. Without loaders the batches of others take the
-        place of its own.
+        None means that it has them already, or can't get them. If it has the batches of one of the
+        workers, its loaders can merge them. This is also likely if batch sizes vary by step, as
+        with as many samples as a token limit allows. Without loaders, recorded batches replace its
+        own.
         """
         runs = self._plain[1], self._plain[size]
         if not all(any(shard.ids for shard in run.of(Shard)) for run in runs):
@@ -238,7 +239,7 @@ class Controlling:
         return _fault(MERGED, size) if is_short and not any(by_content) else None
 
     def _next(self, size: int, last: RunSettings) -> list[tuple[int, str]]:
-        """Return the numbers of workers, and the kind of control, of the next runs."""
+        """Return the number of workers and the kind of control of each of the next runs."""
         several = self._plain[size]
         alone = self._joined[size][1] if size in self._joined else self._plain[1]
         runs = Runs(several, {ALONE: (alone,)}, witnesses={CONTROLLED: self._witnesses})
@@ -258,14 +259,14 @@ class Controlling:
 
 
 def source_of(settings: RunSettings) -> str:
-    """Return the name of the run that gives its batches to one worker; "" if that has its own."""
+    """Return the name of the run that gives its batches to one worker; "" if it has its own."""
     size = next((int(fault.value or 1) for fault in settings.faults if fault.kind in OF_RECORDS), 0)
     kinds = [fault.kind for fault in settings.faults if fault.kind not in OF_RECORDS]
     return "-".join([f"{size}-workers", *(_ENDS[kind] for kind in kinds)]) if size else ""
 
 
 def are_kept(settings: RunSettings) -> bool:
-    """Return whether the batches of a run may be given to one worker."""
+    """Return whether the batches of a run may be given to one worker, and are kept for it."""
     kinds = {fault.kind for fault in settings.faults}
     others = settings.repeat or settings.stops or settings.turn is not None
     return settings.world_size > 1 and not others and kinds <= {COMMON}
@@ -286,6 +287,6 @@ def _asked(like: RunSettings, size: int, workers: int, kind: str) -> RunSettings
 
 
 def _name(size: int, workers: int, kind: str) -> str:
-    # With common random numbers, or one order, it is the same run for any size.
+    # With common random numbers, or a fixed order, the run is the same for any size.
     of = f"-of-{size}" if workers == 1 and kind not in _OF_ANY_SIZE else ""
     return f"{workers}-worker{'' if workers == 1 else 's'}-{_ENDS[kind]}{of}"

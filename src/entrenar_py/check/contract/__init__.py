@@ -1,13 +1,14 @@
 """Contracts: load a YAML file into a `Contract` that knows the place of every clause.
 
-This package decides nothing about trainers. It finds the clauses, keeps as plain data the parts
-that it does not know, and reports problems with the file.
+This package decides nothing about trainers. It finds the clauses, keeps unknown parts as plain
+data, and reports problems with the file.
 
-Contracts come from many authors, so that a reader that knows one schema would refuse most of them.
-`layout` therefore says by their content which mappings are clauses, in any block. Each value keeps
-its line and column (`shared.config`), readers go on after an error, and all problems are raised at
-once. `bindings` tie statements that name no check to one, in a file of their own: a contract of
-others stays as it is. `rules` and `validation` judge the contract itself, and stop no run.
+Contracts come from many authors, so a reader for a single schema would refuse most of them.
+`layout` therefore recognizes clauses by their content, in any block. Each value keeps its line and
+column (`shared.config`). Readers continue after an error, and all problems are raised at once.
+`bindings` connect statements that name no check to a check. They are in a separate file, so that a
+contract by someone else need not be changed. `rules` and `validation` judge the contract itself,
+and stop no run.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def load(
 
     `vocabulary` holds the names from outside the file that a clause may use. `bind` are further
     files of bindings, in addition to the shipped one and the one next to the contract. Raises
-    ContractError with all problems at once, each `file:line:column: error: ...`. Under `strict`
-    warnings are errors too.
+    ContractError with all problems at once, each `file:line:column: error: ...`. If `strict`,
+    warnings are errors, too.
     """
     problems = Problems()
     _, loaded = read(path, vocabulary=vocabulary, problems=problems, bind=bind)
@@ -71,10 +72,10 @@ def load(
 def read(
     path: Path, *, vocabulary: Vocabulary, problems: Problems, bind: Sequence[Path] = ()
 ) -> tuple[MapNode | None, Contract | None]:
-    """Return the tree of the file at `path` and its Contract; both None if it is no contract.
+    """Return the tree of the file at `path` and its Contract; both None if it is not a contract.
 
-    Errors, warnings and notes go into `problems`, also for a file that can't be read. If there is
-    an error among them, the contract must not be used.
+    Errors, warnings and notes are added to `problems`, also for a file that can't be read. If there
+    is an error among them, the contract must not be used.
     """
     data = composer.read(path, problems)
     root = None if data is None else composer.compose(data, str(path), problems)

@@ -1,4 +1,4 @@
-"""Bindings: which check tries which statement of a contract that was written for other tools.
+"""Bindings: which check tests which statement of a contract that was written for other tools.
 
 Clauses, falsification tests, proof obligations and equations can be bound. Bindings have three
 sources: the shipped file for the contract's name, the file next to the contract, and the files that
@@ -46,8 +46,10 @@ TESTS, EQUATIONS = "falsification_tests", "equations"
 class Item:
     """A statement of a contract that can be bound.
 
-    `names` are those that a binding or a gate may use; the `digest` is over `texts`. `clause` is
-    the clause that it becomes in a run. If `counts`, it becomes one even without a binding.
+    - `names`: the names that a binding or a gate may use.
+    - `texts`: the texts that the `digest` covers.
+    - `clause`: the clause that the statement becomes in a run.
+    - `counts`: whether it becomes a clause even without a binding.
     """
 
     kind: str
@@ -63,7 +65,7 @@ class Item:
 
     @property
     def digest(self) -> str:
-        """BLAKE3 of the texts, in DIGEST_CHARS hex digits; any whitespace counts as one space."""
+        """BLAKE3 of the texts, as DIGEST_CHARS hex digits; any whitespace counts as one space."""
         said = "\0".join(map(_on_one_line, self.texts))
         return str(blake3(said.encode("utf-8", "backslashreplace")).hexdigest()[:DIGEST_CHARS])
 
@@ -74,8 +76,10 @@ def items(
     obligations: Iterable[Obligation],
     equations: Iterable[Equation],
 ) -> tuple[Item, ...]:
-    """Return every item, the clauses first. Obligations count as clauses if `clauses` holds them;
-    tests count as clauses if `clauses` is empty.
+    """Return every item, the clauses first.
+
+    Obligations count as clauses if `clauses` holds them. Tests count as clauses if `clauses` is
+    empty.
     """
     own = tuple(clauses)
     counting = {clause.id: clause for clause in own if clause.group == OBLIGATIONS}
@@ -169,10 +173,10 @@ ENTRY_KEYS = (*KINDS, "part", "statement", "gate_names", "not_tried", "guess", *
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One binding: the statement (`kind` and `name`), and its `check` or why it is `not_tried`.
+    """One binding: a statement (`kind` and `name`), and its `check` or the reason `not_tried`.
 
     The file's key `options` is merged into each scenario. `record` is the mapping itself, for
-    messages. If `severity` or `tolerance` is None, the statement's own applies.
+    messages. If `severity` or `tolerance` is None, the statement's own value applies.
     """
 
     kind: str
@@ -196,7 +200,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class BindingFile:
-    """The bindings in one file; `contract` is the name of their contract, without its suffix."""
+    """The bindings in one file; `contract` is their contract's file name without its suffix."""
 
     path: Path
     contract: str
@@ -343,7 +347,8 @@ class Bound:
 def bound_clause(item: Item, bound: Bound, terms: Vocabulary, room: Room) -> Invariant:
     """Return the clause that `bound` makes of `item`, or of a part of `item`.
 
-    Errors in the binding, and values that demand less than the contract's, become problems.
+    Errors in the binding are recorded, and a value that demands less than the contract's value is
+    a warning.
     """
     entry = bound.entry
     binding = Binding(
@@ -388,9 +393,10 @@ def _bare(item: Item, entry: Entry, binding: Binding) -> Invariant:
 
 
 def _departures(item: Item, entry: Entry) -> dict[str, str]:
-    """Return key -> description of each value that departs from the contract's.
+    """Return key -> description of each value that departs from the contract's value.
 
-    Reported are a milder severity, a wider tolerance, and another check or kind of tolerance.
+    Reported are a milder severity, a wider tolerance, a different check, and a different kind of
+    tolerance.
     """
     clause, departures = item.clause, {}
     is_milder = SEVERITIES.index(entry.severity or "P0") > SEVERITIES.index(clause.severity)
@@ -407,7 +413,7 @@ def _departures(item: Item, entry: Entry) -> dict[str, str]:
 
 
 def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None:
-    """Require that a tolerance's kind is one of `check`'s, and is stated if `check` has several."""
+    """Require that `check` has the tolerance's kind, and that it is stated if there are several."""
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
     if entry.tolerance_kind not in (None, *check.tolerance_kinds):
         honoured = " or ".join(check.tolerance_kinds)
@@ -420,9 +426,9 @@ def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files of bindings for the contract with this `stem`; None for one that does not exist.
+    """The files of bindings for the contract with this `stem`; None if a file does not exist.
 
-    `shipped` is part of this package, `adjacent` lies next to the contract, `named` are the user's.
+    `shipped` is part of this package, `adjacent` is next to the contract, `named` are the user's.
     """
 
     stem: str
@@ -444,7 +450,7 @@ def files(contract: Path, named: Sequence[Path]) -> Files:
 
 
 def _says_something(path: Path) -> bool:
-    # `--suggest > FILE` first creates it empty. Reading a pipe, a folder or a link to itself
+    # `--suggest > FILE` first creates an empty file. Reading a pipe, a folder or a link to itself
     # reports the error.
     is_empty = path.is_file() and path.stat().st_size == 0
     return os.path.lexists(path) and not is_empty
@@ -471,7 +477,7 @@ def bind(
 def _choose(
     known: Sequence[Item], files: Files, problems: Problems
 ) -> dict[tuple[str, str], list[Bound]]:
-    """Return (kind, id) of an item -> its bindings, from the last source that has some."""
+    """Return (kind, id) of an item -> its bindings, from the last source that has any."""
     chosen = _shipped(known, files, problems)
     for paths in ((files.adjacent,), files.named):
         bindings_by_item: dict[tuple[str, str], list[Bound]] = {}
@@ -499,7 +505,7 @@ def _shipped(
 ) -> dict[tuple[str, str], list[Bound]]:
     """Return the shipped bindings, if they were written for this contract.
 
-    The file's name is not enough: the digest of at least one bound statement has to match too.
+    An equal file name is not enough: the digest of at least one bound statement has to match, too.
     """
     if files.shipped is None:
         return {}
@@ -535,8 +541,8 @@ def _collect(
         item, stale = named[0], ""
         if entry.statement and entry.statement != item.digest:
             stale = (
-                f"its binding was made for another wording ({entry.statement}, now {item.digest}): "
-                "read the statement again, then write the new digest"
+                f"its binding was made for a different wording ({entry.statement}, now "
+                f"{item.digest}): read the statement again, then write the new digest"
             )
             entry.record.warn("statement", stale)
         bound = Bound(entry=entry, stale=stale)

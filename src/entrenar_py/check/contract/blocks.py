@@ -1,7 +1,7 @@
 """The blocks of a contract besides its clauses: metadata, equations, obligations, tests, harnesses.
 
 Each public function returns the content of a block, or checks something across blocks. All of them
-record problems, so that a reader learns of all at once.
+record problems, so that a user sees all of them at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def entries(root: MapNode, name: str, problems: Problems) -> tuple[MapNode, ...]
 def metadata(root: MapNode, problems: Problems) -> dict[str, Any]:
     """Return the metadata as plain data, with `version` and `created` as the text in the file.
 
-    In a file without a `metadata` block the keys may stand at the top level.
+    If a file has no `metadata` block, its top-level keys are used.
     """
     node = block(root, "metadata", problems)
     if node is None:
@@ -99,7 +99,7 @@ def note_blocks(root: MapNode, problems: Problems) -> None:
         problems.note(at, message)
 
 
-# Lists of items with ids -> the published rule against the same id twice in that list.
+# Lists of items with ids -> the published rule against repeated ids in that list.
 _RULES_ON_IDS = {
     "falsification_tests": "SCHEMA-007",
     "proof_obligations": "",
@@ -130,7 +130,7 @@ def unique_ids(root: MapNode, problems: Problems) -> None:
 
 
 def require_scenarios(root: MapNode, problems: Problems) -> None:
-    """Require that the clauses' `scenarios` are valid, and are at most SCENARIOS_MAX together."""
+    """Require valid `scenarios` in all clauses, and at most SCENARIOS_MAX of them in total."""
     room = Room(problems)
     quiet = Problems()  # the reader of clauses reports wrong shapes
     clauses = [(None, node) for _, node in layout.clauses(root)]
@@ -140,11 +140,11 @@ def require_scenarios(root: MapNode, problems: Problems) -> None:
             room.take(node, plain(node), f"clause {name or record.text('id')}")
 
 
-SCENARIOS_MAX = 10_000  # in one contract; running more would take too long
+SCENARIOS_MAX = 10_000  # in one contract; more would take too long to run
 
 
 class Room:
-    """The number of scenarios that a contract may still have: all entries share SCENARIOS_MAX."""
+    """The number of scenarios that a contract may still add; SCENARIOS_MAX is for all entries."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
@@ -169,12 +169,12 @@ class Room:
 
 
 OBLIGATIONS = "proof_obligations"
-# Longest id, in characters, made from the property of an obligation without an id.
+# Maximum length, in characters, of an id that is made from an obligation's property.
 ID_CHARS_MAX = 28
 
 
 def equations(root: MapNode, problems: Problems) -> tuple[Equation, ...]:
-    """Return the equations in the file's order. A bare text is a formula.
+    """Return the equations in the file's order. A plain text is a formula.
 
     The file has a mapping from names to equations, or a list of mappings with `id` or `name`.
     """
@@ -226,7 +226,7 @@ def _either(record: Record, key: str, other: str, *, rule: str) -> str:
 
 
 def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
-    """Return the proof obligations in the file's order. One without an id gets one."""
+    """Return the proof obligations in the file's order. An id is made for those without one."""
     nodes = entries(root, OBLIGATIONS, problems)
     known = layout.OBLIGATION_KEYS
     records = [
@@ -254,7 +254,7 @@ def _obligation(record: Record, taken: dict[str, int]) -> Obligation:
 def _id_from(property_text: str, taken: dict[str, int]) -> str:
     """Return an id from the first words of a property, and add it to `taken`.
 
-    If that id is taken, a number is added to it, from `-2` on.
+    If that id is taken, a number is appended, beginning with `-2`.
     """
     spaced = "".join(char if char.isalnum() else " " for char in property_text.lower())
     first, *words = spaced.split() or ["obligation"]
@@ -301,11 +301,11 @@ def _harness(node: MapNode, problems: Problems) -> Harness:
 
 
 _FIRST_WORD = re.compile(r"[\w.\-]+")
-_ID = re.compile(r"[A-Za-z][\w.]*-[\w.\-]*\d")  # a whole rule of this form is meant as an id
+_ID = re.compile(r"[A-Za-z][\w.]*-[\w.\-]*\d")  # a rule that is only such a word is meant as an id
 
 
 class Targets:
-    """The targets that a test may attack, found by id or name."""
+    """The targets that a test may attack, by id or name."""
 
     def __init__(
         self,
@@ -317,11 +317,11 @@ class Targets:
         named = [(clause.name, clause.id) for clause in invariants]
         named += [(equation.name, equation.name) for equation in equations]
         named += [(obligation.property, obligation.id) for obligation in obligations]
-        # If several have the same name, the first is the target.
+        # If several targets have the same name, the first one is used.
         self._names = {_normal(name): target for name, target in reversed(named)}
 
     def resolve(self, rule: str) -> str:
-        """Return the target of `rule`: an id or an equation's name; "" if there is none."""
+        """Return the target of `rule`: an id or the name of an equation, or "" if none matches."""
         if rule in self.ids:
             return rule
         named = self._names.get(_normal(rule))
@@ -376,7 +376,7 @@ def _test(node: MapNode, targets: Targets, problems: Problems) -> FalsificationT
 def warn_unexercised(
     invariants: Iterable[Invariant], tests: Iterable[FalsificationTest], problems: Problems
 ) -> None:
-    """Warn of every P0 clause that no test attacks."""
+    """Warn about every P0 clause that no test attacks."""
     attacked = {test.target for test in tests}
     for clause in invariants:
         if clause.severity == "P0" and clause.id not in attacked:
@@ -422,14 +422,14 @@ def _resolve(name: str, folder: Path) -> Path | None:
         try:
             if candidate.is_file():
                 return candidate.resolve()
-        except OSError:  # a name too long for the file system is no file
+        except OSError:  # for example, a name that is too long for the file system
             continue
     found = package_data.shipped_contract(name)
     return None if found is None else found.resolve()
 
 
 def _follow(start: Path, graph: dict[Path, list[Path]]) -> bool:
-    """Add to `graph` the files that `start` leads to; return False if that is no contract."""
+    """Add to `graph` the files that `start` leads to; return False if `start` is not a contract."""
     waiting = [start]
     while waiting:
         path = waiting.pop()
@@ -445,6 +445,6 @@ def _follow(start: Path, graph: dict[Path, list[Path]]) -> bool:
 
 
 def _dependencies(path: Path) -> list[str] | None:
-    quiet = Problems()  # problems of another file are reported when it is loaded itself
+    quiet = Problems()  # the problems of a file are reported when that file itself is loaded
     root = composer.load(path, quiet)
     return None if root is None else [name for name, _ in _dependency_names(root, quiet)]

@@ -22,7 +22,7 @@ from entrenar_py.shared.config.problems import Position, Problems
 from entrenar_py.shared.wording import listed
 
 _PAGE = "docs/contract-format.md"
-_NAMES_MAX = 5  # clauses, or mappings that are none, in one line
+_NAMES_MAX = 5  # clauses, or mappings that are not clauses, named in one line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,9 @@ class CheckTerms:
     """The properties of a check that clauses refer to.
 
     A check decides the clause with the same `id` even if the clause doesn't name the check.
-    `decides` is one line on what it decides, `spoken_of` holds other words for that. It can judge
-    by `tolerance_kinds`; `takes_tolerance` says whether it allows the difference a clause states.
+    `decides` says in one line what it decides; `spoken_of` holds further words for that. It can
+    judge by each of `tolerance_kinds`. `takes_tolerance` is true if it allows the difference that a
+    clause states.
     """
 
     name: str
@@ -85,8 +86,8 @@ def tell_unbound(
 ) -> None:
     """Report in one line the clauses without a check; report at `start` if there are no clauses.
 
-    It is a warning if other clauses have a check. It is a note if none has, as in a contract that
-    was written for other tools.
+    The report is a warning if other clauses have a check. It is a note if none has, as in a
+    contract that was written for other tools.
     """
     if not clauses:
         problems.note(start, f"no clause and no proof obligation: nothing is checked ({_PAGE})")
@@ -121,7 +122,7 @@ def _needs_kind(check: CheckTerms) -> bool:
     return check.takes_tolerance and len(check.tolerance_kinds) > 1
 
 
-# Severity words in contracts of other tools, and the severity that each stands for here.
+# Severity words in contracts for other tools, and the severity that each stands for here.
 SEVERITY_WORDS = {
     **dict.fromkeys(("CRITICAL", "ERROR", "HIGH"), "P0"),
     **dict.fromkeys(("WARNING", "MEDIUM"), "P1"),

@@ -1,6 +1,6 @@
 """A contract's gate: the clauses that must hold for a pass.
 
-A name in `checks` is looked up among clauses, groups and tests, then in the descriptions of the
+A name in `checks` is searched among clauses, groups and tests, then in the descriptions of the
 clauses that the prose of `pass_criteria` names: by id, by severity, or all of them. A name without
 a match is unresolved, and the gate can't pass.
 """
@@ -27,7 +27,7 @@ class Names:
     """The names that a gate may use for a clause: id, name, group, or a test that attacks it.
 
     Names match as written. Names of clauses and rules of tests also match word by word, so that
-    `weight_consistency` finds "Weight consistency".
+    `weight_consistency` matches "Weight consistency".
     """
 
     def __init__(self, contract: Contract) -> None:
@@ -52,7 +52,7 @@ class Names:
         return [clause_id for name in (test.id, test.target) for clause_id in self.of_id(name)]
 
     def of_id(self, given: str) -> list[str]:
-        """Return the ids of the clauses with the id `given`, or made of a statement with it."""
+        """Return the ids of the clauses with `given` as their own or their statement's id."""
         return list(self._parts.get(given, ()))
 
     @property
@@ -61,7 +61,7 @@ class Names:
         return [*self._parts, *self.tests]
 
     def resolve(self, name: str) -> list[str]:
-        """Return the ids of the clauses that `name` stands for; an empty list if none."""
+        """Return the ids of the clauses that `name` stands for, an empty list if none."""
         words = _words(name)
         ids = self._written.get(name) or (self._worded.get(words) if words else None)
         ids = ids or dict.fromkeys(self.tests.get(name, ()))
@@ -69,7 +69,7 @@ class Names:
 
 
 class Described:
-    """Finds a clause by words of its name, group and description."""
+    """An index of clauses by the words of their name, group and description."""
 
     def __init__(self, clauses: Iterable[Invariant]) -> None:
         self._titles: dict[str, set[str]] = {}
@@ -83,7 +83,10 @@ class Described:
                 self._texts.setdefault(word, set()).add(clause.id)
 
     def resolve(self, name: str) -> list[str]:
-        """Return [id] if just one clause has all words of `name` in title (or text), else []."""
+        """Return [id] if exactly one clause has all words of `name`, in its title or else its text.
+
+        Return [] if none or several have them.
+        """
         words = _words(name)
         if not words or len(words) > _WORDS_MAX or not self._tries_left:
             return []
@@ -105,11 +108,11 @@ _IDS = re.compile(
     r"(?:\s*(?:\.{2,3}=?|…|–|—|~|\bto\b|\bthrough\b)\s*(?:(?P=prefix))?(?P<last>\d{1,6})"
     r"|\s+-\s+(?P=prefix)(?P<to>\d{1,6}))?(?!\w)"
 )
-# After an id, a bare number of as many digits continues the list: F-DP-001, 002 and 003.
+# After an id, a bare number with equally many digits continues the list: F-DP-001, 002 and 003.
 _MORE_DIGITS_MIN = 2  # a single digit may be a count of something else
 _MORE = re.compile(r"(?:\s*(?:,\s*(?:and|&)?|/|&|\+|\band\b)\s*)(\d{1,6})(?![\w%.]*\w|%|-)")
 _NUMBERED = re.compile(r"(.*-)\d{1,6}-")
-_IDS_MAX = 1000  # ids read from one text, with each id of a range counted
+_IDS_MAX = 1000  # ids read from one text, counting each id of a range
 _ALL_OF = re.compile(
     r"\b(?:all|every|each)\s+(P[0-2](?:\s*(?:,|/|&|\+|and|or)+\s*P[0-2])*)\b", re.IGNORECASE
 )
@@ -156,7 +159,7 @@ def _by_id(text: str, names: Names) -> tuple[dict[str, None], list[str]]:
 
 
 def _by_severity(text: str, names: Names) -> Iterator[str]:
-    """Yield the ids of the clauses with a severity that `text` names; of all if it demands all."""
+    """Yield the ids of the clauses with a severity in `text`, or of all if it demands all."""
     severities = {
         severity for match in _ALL_OF.findall(text) for severity in _SEVERITY.findall(match.upper())
     }
@@ -172,7 +175,7 @@ def _prefix(text: str) -> str:
 
 
 def _ids(text: str, prefixes: set[str]) -> Iterator[str]:
-    """Yield every id in `text` that has the prefix of a known id; ranges yield each of their ids.
+    """Yield every id in `text` that has the prefix of a known id, and each id of a range.
 
     A range that goes backwards is yielded as written, which matches no clause.
     """
@@ -197,7 +200,7 @@ _OTHER_DEMAND = re.compile(r"(?:min|max|required)_\w+|\w+_threshold")
 
 
 def read(root: MapNode, problems: Problems) -> Gate | None:
-    """Return the gate as written. Without one, warn and return None."""
+    """Return the gate as written. Warn and return None if there is none."""
     node = blocks.block(root, "qa_gate", problems)
     if node is None:
         message = "no qa_gate: say which clauses must hold for a pass"
@@ -226,7 +229,7 @@ def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> No
     """Report the gate's demands that no clause decides. With such a demand, the gate can't pass.
 
     A name in `checks` that looks misspelled is a warning at its place. All other demands share one
-    note, because they may be sentences, or demands on something other than a trainer.
+    note, because they may be sentences, or may be about something other than a trainer.
     """
     gate = contract.gate
     if gate is None:
@@ -248,7 +251,7 @@ def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> No
 
 
 def demands(contract: Contract) -> Demands:
-    """Return the demands of the contract's gate, empty if it has no gate.
+    """Return the demands of the contract's gate, which are empty if it has no gate.
 
     They are its `checks`, its `required_tests` and the clauses that `pass_criteria` names. Without
     any of these, the gate demands every clause that is P0 or critical.

@@ -1,7 +1,7 @@
 """The keys of a contract, and the places at which its clauses stand.
 
 A clause is a mapping with an `id` that states something (`is_clause`), in a list at any depth of
-any block but the reserved ones. Other mappings with an id, such as steps of work, are data.
+any block except the reserved ones. Other mappings with an id, such as steps of work, are data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 
-# Top-level blocks with a meaning of their own, in which no clauses are searched.
+# Top-level blocks that have a fixed meaning, and are not searched for clauses.
 RESERVED = (
     *("metadata", "equations", "proof_obligations"),
     *("falsification_tests", "kani_harnesses", "qa_gate"),
@@ -67,9 +67,9 @@ _NOTHING = object()
 def is_clause(item: MapNode, *, group: str) -> bool:
     """Return whether `item`, a mapping with an id in the list `group`, is a clause.
 
-    It is one if it has a key that only clauses have, or if its list is named for clauses
-    (`invariants`). Without a `status` it is also one if it has a `severity`, or nothing but an id
-    and descriptive keys. All other items describe work, such as a step, a gap or a risk.
+    It is a clause if it has a key that only clauses have, or if its list has a name for clauses
+    (`invariants`). An item without a `status` is also a clause if it has a `severity`, or only
+    an id and descriptive keys. All other items describe work, such as a step, a gap or a risk.
     """
     keys = item.fields.keys()
     if any(key in keys for key in _OF_CLAUSES) or group.rsplit(".", 1)[-1] in _STATING_BLOCKS:
@@ -80,7 +80,7 @@ def is_clause(item: MapNode, *, group: str) -> bool:
 
 
 def clauses(root: MapNode) -> Iterator[tuple[str, MapNode]]:
-    """Yield every clause with its group, the dotted path of its list."""
+    """Yield each clause with its group, which is the dotted path of its list."""
     for group, item in _items(root):
         if is_clause(item, group=group):
             yield group, item
@@ -184,7 +184,7 @@ def _is_listed_clause(item: Node, *, group: str) -> bool:
 
 
 def is_binding_registry(root: MapNode) -> bool:
-    """Return whether the file is a registry, which says what function implements an equation."""
+    """Return whether the file is a registry, which says which function implements an equation."""
     bindings = root.fields.get("bindings")
     if not isinstance(bindings, ListNode) or any(name in root.fields for name in RESERVED):
         return False

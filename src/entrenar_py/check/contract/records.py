@@ -22,12 +22,14 @@ EQUALITY_KINDS = ("bitwise", "exact")
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """The binding of one statement: the check that tries it, or the reason why none does.
+    """The binding of one statement: the check that tests it, or the reason why none does.
 
-    `kind` and `item` name the statement (`test`, `FALSIFY-RING-004`), `position` is the place of
-    the binding. `untried` is the reason why nothing is compared, empty if a check runs.
-    `systems` are the systems that the statement is about, empty for all. `departures` are
-    descriptions of each value that differs from the contract's (`severity P2 in place of P0`).
+    - `kind`, `item`: the statement (`test`, `FALSIFY-RING-004`).
+    - `position`: the place of the binding.
+    - `untried`: the reason why nothing is compared, or "" if a check runs.
+    - `systems`: the systems that the statement is about, empty for all.
+    - `departures`: a description of each value that differs from the contract's value
+      (`severity P2 in place of P0`).
     """
 
     kind: str
@@ -43,12 +45,15 @@ class Binding:
 class Invariant:
     """One clause of a contract.
 
-    `group` is the dotted path of its list (`data_parallel.weight_consistency`). `statement` is the
-    `invariant` text, or else the postcondition or description. `check` names the check that decides
-    it; None means the check with the clause's id. `scenarios` are raw mappings for
-    `scenario.expand`; empty means the check's own. `binding` is None if no file of bindings names
-    the clause. `aliases` are further names that gates may use. A proof obligation that counts as a
-    clause has the group `proof_obligations`, its property as `name`, and the obligation's id.
+    - `group`: the dotted path of its list (`data_parallel.weight_consistency`).
+    - `statement`: the `invariant` text, or else the postcondition or description.
+    - `check`: the check that decides it; None means the check with the clause's id.
+    - `scenarios`: raw mappings for `scenario.expand`; empty means the check's own scenarios.
+    - `binding`: None if no file of bindings names the clause.
+    - `aliases`: further names that gates may use.
+
+    A proof obligation that counts as a clause has the group `proof_obligations`, its property as
+    `name`, and the obligation's id.
     """
 
     id: str
@@ -78,8 +83,9 @@ class Invariant:
 
     @property
     def gate_names(self) -> tuple[str, ...]:
-        """The names by which a gate may call the clause: its id, name, statement's id, aliases, and
-        its groups (each beginning of the dotted path, and its last part).
+        """The names that a gate may use for the clause: its id, name, statement's id and aliases.
+
+        Its groups are names, too: each beginning of the dotted path, and its last part.
         """
         *above, last = self.group.split(".")
         groups = (last, *accumulate([*above, last], "{}.{}".format))
@@ -181,10 +187,11 @@ class Gate:
 class Contract:
     """A loaded contract.
 
-    `invariants` are the clauses: mappings with an id and a statement (if there are none, the proof
-    obligations), and the statements that a file of bindings makes clauses. `blocks` keeps all
-    other parts as plain data, also the raw equations, obligations and harnesses. `problems` are the
-    warnings and notes on the file. `digest` is BLAKE3 of the file's bytes, 32 hex digits.
+    - `invariants`: the clauses. They are the mappings with an id and a statement, or the proof
+      obligations if there are none, and the statements that a file of bindings makes clauses.
+    - `blocks`: all other parts as plain data, including raw equations, obligations and harnesses.
+    - `problems`: the warnings and notes on the file.
+    - `digest`: BLAKE3 of the file's bytes, as 32 hex digits.
     """
 
     path: Path

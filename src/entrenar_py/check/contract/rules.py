@@ -1,8 +1,8 @@
 """The rules of validation: the published ones of the contract format, and a few of this project.
 
 `RULES` is the one table that validation, its reports and docs/contract-rules.md read. A rule takes
-the `Outline` of a contract, its parts in any layout of the format, and yields a `Breach` for every
-place that breaks it. Ids and demands are the published ones, messages are written here.
+the `Outline` of a contract, which has its parts in any layout of the format, and yields a `Breach`
+for every place that breaks it. Ids and demands are the published ones; messages are written here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = (
     *("pretraining-corpus", "training-precondition-gate", "corpus-assembly", "pattern", "schema"),
     *("beat-benchmark", "kaizen"),
 )
-# Kind of a contract that states clauses and names no kind: clauses are tried, nothing is proved.
+# The kind of a contract that states clauses and names no kind: clauses are tested, not proved.
 CLAUSES = "clauses"
 
 _BLOCKS = ("equations", "proof_obligations", "falsification_tests", "kani_harnesses")
@@ -47,7 +47,7 @@ class Item:
     node: Node
 
     def find(self, key: str) -> Node | None:
-        """Return the value of `key` or of its later name; None if it is empty."""
+        """Return the value of `key` or of its later name, or None if it is missing or empty."""
         if not isinstance(self.node, MapNode):
             return None
         for name in (key, *_ALSO.get(key, ())):
@@ -57,12 +57,12 @@ class Item:
         return None
 
     def text(self, key: str) -> str:
-        """Return the text of `key`; "" if it is empty or not text."""
+        """Return the text of `key`, or "" if it is empty or not text."""
         value_node = self.find(key)
         return value_node.text.strip() if isinstance(value_node, ScalarNode) else ""
 
     def at(self, key: str) -> Position:
-        """Return the place of the value of `key`, even if empty; the item's if it lacks the key."""
+        """Return the place of the value of `key`, or of the item if it lacks the key."""
         if isinstance(self.node, MapNode):
             for name in (key, *_ALSO.get(key, ())):
                 if name in self.node.fields:
@@ -74,7 +74,7 @@ class Item:
 class Outline:
     """A contract as the rules see it; `items` are grouped by the names of their blocks.
 
-    `kind` is the kind it is judged as; `declared` says whether the contract itself names a kind.
+    The contract is judged as `kind`; `declared` is true if the contract itself names its kind.
     """
 
     root: MapNode
@@ -85,11 +85,11 @@ class Outline:
 
     @property
     def must_be_proved(self) -> bool:
-        """Return whether the rules for kernels apply to it; they do for an unknown kind too."""
+        """True if the rules for kernels apply, as they also do for an unknown kind."""
         return self.kind not in (*KINDS, CLAUSES) or self.kind in PROVED
 
     def at(self, block: str) -> Position:
-        """Return the place of the value of the key `block`, or the file's beginning without one."""
+        """Return the place of the value of the key `block`, or of the file if it lacks the key."""
         found = self.root.fields.get(block)
         return self.root.at if found is None else found.at
 
@@ -111,7 +111,7 @@ def outline(root: MapNode) -> Outline:
 
 
 def is_filled(node: Node) -> bool:
-    """Return whether `node` has content. A list has some if one of its items has."""
+    """Return whether `node` has content. A list has content if one of its items has."""
     if isinstance(node, ScalarNode):
         return node.value is not None and bool(node.text.strip())
     if isinstance(node, ListNode):
@@ -162,7 +162,7 @@ def _filled(block: str, key: str, advice: str) -> Callable[[Outline], Iterator[B
 
 
 def _distinct(block: str, key: str, what: str) -> Callable[[Outline], Iterator[Breach]]:
-    """Return the rule that no two items of `block` share a `key`, called `what` in messages."""
+    """Return the rule that no two items of `block` share a `key`; messages call it `what`."""
 
     def find(contract: Outline) -> Iterator[Breach]:
         first: dict[str, Node] = {}
@@ -313,7 +313,7 @@ _OBLIGATIONS, _TESTS, _HARNESSES = _BLOCKS[1:]
 _PROVES = _filled(_HARNESSES, "obligation", "name the proof obligation that it proves")
 _ERROR, _WARNING, _INFO = Level.ERROR, Level.WARNING, Level.INFO
 
-# The first seventeen rules, and those with PV, have the ids and levels published by others.
+# The first seventeen rules and the PV rule have published ids and levels.
 RULES: tuple[Rule, ...] = (
     Rule(
         "SCHEMA-001",

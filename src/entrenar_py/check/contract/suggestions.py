@@ -1,7 +1,7 @@
-"""Drafts bindings for a contract: for each statement without a check, the most likely one.
+"""Drafts of bindings for a contract: for each statement without a check, the most likely check.
 
-A draft rests on equal ids, or on words shared by a statement and a check. Each binding in it is
-marked as a guess, and a file with such marks is refused until a person has read and removed them.
+A draft is based on equal ids, or on words shared by a statement and a check. Each binding in it is
+marked as a guess. A file with such marks is refused until a person has read and removed them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from entrenar_py.check.contract.blocks import OBLIGATIONS
 from entrenar_py.check.contract.clauses import CheckTerms
 from entrenar_py.check.contract.records import Contract
 
-# Least number of words that a statement and its check share. On 85 statements bound by hand, this
-# gave 22 right guesses and 5 wrong ones. Asking for only one shared hint gave 36 and 45.
+# Minimum number of words that a statement and its check share. On 85 statements bound by hand, this
+# gave 22 right guesses and 5 wrong ones. Requiring only one shared hint gave 36 and 45.
 SHARED_MIN = 3
 _ENDING = re.compile(
     r"(?<=.{4})(iness(es)?|ness(es)?|istic|ism|ations?|ings?|ers?|ies|ed|es|s|e|y)$"
@@ -64,7 +64,7 @@ def _is_decided(item: Item, contract: Contract, checks: Sequence[CheckTerms]) ->
 
 def _entry(item: Item, checks: Sequence[CheckTerms]) -> Iterator[str]:
     check, reason = guess(item, checks)
-    # JSON strings are what YAML reads as double-quoted scalars.
+    # YAML reads JSON strings as double-quoted scalars.
     fields = {
         f"- {item.kind}": item.names[-1] if item.kind == "obligation" else item.names[0],
         "  statement": item.digest,
@@ -85,8 +85,9 @@ def _entry(item: Item, checks: Sequence[CheckTerms]) -> Iterator[str]:
 def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, str]:
     """Return the check that `item` most likely needs, or None, and the reason for the choice.
 
-    If no ids match, statement and check must share SHARED_MIN words, at least one of them a hint (a
-    word of `CheckTerms.spoken_of`). Hints count twice. A wrong guess is worse than none.
+    If no ids match, statement and check must share SHARED_MIN words, and at least one of them must
+    be a hint (a word of `CheckTerms.spoken_of`). Hints count twice. A wrong guess is worse than
+    none.
     """
     number = item.id.upper().partition("-")[2]  # FALSIFY-DP-001 is F-DP-001
     for check in checks:
@@ -111,11 +112,11 @@ def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, 
 
 
 def words(text: str) -> set[str]:
-    """Return the words of `text` that aren't common ones, each as its stem."""
+    """Return the stems of the words of `text`, without common words."""
     all_words = re.findall(r"[a-z]{3,}", text.lower().replace("-", ""))
     return {_stemmed(word) for word in all_words if word not in _COMMON}
 
 
 def _stemmed(word: str) -> str:
     stem = _ENDING.sub("", word)
-    return word if stem == word else re.sub(r"(.)\1$", r"\1", stem)  # clipped: clip
+    return word if stem == word else re.sub(r"(.)\1$", r"\1", stem)  # clipped -> clip

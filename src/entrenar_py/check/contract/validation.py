@@ -1,6 +1,6 @@
 """Validation: applies the rules to contracts, and says whether these are valid.
 
-It is separate from loading: a finding of a rule stops no run of checks. Nothing is executed.
+It is separate from loading: the findings of a rule don't stop a run of checks. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """The findings in all contracts. If it is `strict`, warnings were made errors."""
+    """The findings in all contracts. If it is `strict`, warnings count as errors."""
 
     contracts: tuple[Judged, ...]
     strict: bool
@@ -67,7 +67,7 @@ class Validation:
 
     @property
     def is_valid(self) -> bool:
-        """Return whether no finding counts as an error."""
+        """True if no finding counts as an error."""
         return not count(self.findings, Level.ERROR)
 
 
@@ -77,7 +77,7 @@ def count(findings: Iterable[RuleFinding], level: Level) -> int:
 
 
 def require_suppressible(rules: Iterable[str]) -> None:
-    """Raise UsageError for a rule that is unknown, or that can't be suppressed."""
+    """Raise UsageError for a rule that is unknown or can't be suppressed."""
     for rule in rules:
         if rule not in BY_ID:
             hint = did_you_mean(rule, BY_ID)
@@ -97,9 +97,9 @@ def validate(
 ) -> Validation:
     """Return the findings of the rules in `contracts`. Nothing is executed.
 
-    `contracts` maps each path to its files of bindings. A file that can't be read is a finding too.
-    Findings of the rules in `suppressed` don't count. Under `strict` every warning is an error.
-    `unrunnable` returns the reason why a clause can't be tried as written, or "".
+    `contracts` maps each path to its files of bindings. A file that can't be read is also a
+    finding. Findings of the rules in `suppressed` don't count. If `strict`, every warning is an
+    error. `unrunnable` returns the reason why a clause can't be tested as written, or "".
     """
     judged = []
     for path, bind in contracts.items():
@@ -146,9 +146,9 @@ def level_of(rule: Rule, *, strict: bool) -> Level:
 def _of_reader(
     problems: Iterable[Problem], by_rules: Sequence[RuleFinding]
 ) -> Iterator[tuple[Rule, Breach]]:
-    """Yield the problems of the reader, except those that a rule reports at the same line.
+    """Yield the problems of the reader, except those that a rule reports on the same line.
 
-    An error is left out only if the rule's finding counts as an error too.
+    An error is left out only if the rule's finding counts as an error, too.
     """
     reported = {(finding.rule.id, finding.at.line) for finding in by_rules}
     reported_as_error = {

@@ -1,7 +1,7 @@
-"""The other runs that a check compares a run with: derived from a scenario, or found among traces.
+"""The runs that a check compares a run with: derived from a scenario, or chosen among traces.
 
-`of` derives the scenarios of the runs that are to be made. `among` infers which stored run answers
-which need: only the runs' scenarios can tell.
+`of` derives the scenarios of the runs to launch. `among` infers from the scenarios of stored runs
+which of them answers which need.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from entrenar_py.shared.faults import SILENT, SURVIVED
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS, unplaced
 
-# A run, and the same run with this fault.
+# Pairs of a run without this fault, and the same run with it.
 PAIRED: Mapping[Need, str] = {NUDGED: faults.NUDGED, REORDERED: faults.REORDERED}
 _WORKERS = (1, 2, 3, 4, 5, 8)
 _POWERS_OF_TWO = (1, 2, 4, 8)
-# Need -> the field of a scenario that makes the run killed or resumed; the base's is empty.
+# Need -> the field of a scenario that makes the run killed or resumed; it is empty in the base.
 _DISTURBANCES: Mapping[Need, str] = {KILLED: "faults", RESUMED: "stops"}
 
 
@@ -48,7 +48,7 @@ def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
     """Return the scenarios of all runs that a check with `needs` compares for `scenario`.
 
     If `scenario` itself answers one of `needs`, by its faults, its stops or a turned knob, the base
-    is the same scenario without those. Otherwise `scenario` is the base.
+    is the same scenario without that change. Otherwise `scenario` is the base.
     """
     pair = run_names.pair_of(scenario)
     for need in needs:
@@ -61,7 +61,7 @@ def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
             return Runs(base, {need: (scenario,)}, undropped=_undropped(needs, scenario))
     if pair is not None:
         return Runs(scenario)
-    runs = {scenario: scenario}  # equal scenarios are one run
+    runs = {scenario: scenario}  # equal scenarios share one run
     beside = {
         need: tuple(
             run
@@ -83,10 +83,10 @@ def plain(scenario: Scenario, **changes: Any) -> Scenario:
 
 
 def _undropped(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario] | None:
-    """Return the runs without dropout if the runs to compare would draw different masks, else None.
+    """Return the same runs without dropout if their dropout masks would differ, else None.
 
-    Masks that each rank draws change with the number of workers and with the loss of a worker.
-    Masks from a trainer's own generators differ from those of any single device.
+    Masks that each rank draws depend on the number of workers, and on the loss of a worker. Masks
+    from a trainer's own generators differ from those of any single device.
     """
     system = SYSTEMS.get(scenario.system)
     if not scenario.dropout or system is None:
@@ -104,12 +104,12 @@ def _oracle(scenario: Scenario) -> list[Scenario]:
 
 
 def _counts(scenario: Scenario) -> list[Scenario]:
-    """Return `scenario` on each number of workers for which it has enough shards and samples."""
+    """Return `scenario` with each number of workers for which it has enough shards and samples."""
     most = min(scenario.num_shards, scenario.num_samples)
     system = SYSTEMS.get(scenario.system)
     counts: tuple[int, ...] = _WORKERS
     if system is not None and system.powers_of_two:
-        # Each worker needs a GPU of its own, so no count above the scenario's is tried.
+        # Each worker needs its own GPU, so no number above the scenario's is used.
         most, counts = min(most, scenario.world_size), _POWERS_OF_TWO
     return [
         plain(scenario, world_size=count, mutant=scenario.mutant)
@@ -126,7 +126,7 @@ def _calm(scenario: Scenario) -> list[Scenario]:
 
 
 def _twin(scenario: Scenario) -> list[Scenario]:
-    """Return the same reduction in one process; for a ring, simulated with another network seed."""
+    """Return the same reduction in one process; for a ring, a simulation with a different seed."""
     system = SYSTEMS.get(scenario.system)
     if system is not None and system.traits.topology == "ring":
         options = _kept(scenario, ("block_bytes", "terms"))
@@ -134,7 +134,7 @@ def _twin(scenario: Scenario) -> list[Scenario]:
         if type(seed) is not int:
             raise UsageError.of("network_seed", seed, "use a whole number")
         options["network_seed"] = seed + 1
-        # The mutant stays: another ring without it would have other bits.
+        # The mutant stays: a ring without it would have different bits.
         changes = {"system": "ring_simulated", "options": options, "mutant": scenario.mutant}
         return [plain(scenario, **changes)]
     options = _kept(scenario, ("terms",))
@@ -142,7 +142,7 @@ def _twin(scenario: Scenario) -> list[Scenario]:
 
 
 def _finetuned(scenario: Scenario, system: str) -> Scenario:
-    """Return the same fine-tuning by another system's one worker, without facts of its own."""
+    """Return the same fine-tuning by one worker of `system`, without that system's own facts."""
     names = {*SYSTEMS[system].options} - {"facts"}
     single = {"system": system, "world_size": 1, "backends": ("cpu",)}
     return plain(scenario, **single, options=_kept(scenario, names))
@@ -167,11 +167,11 @@ _CHANGES: Mapping[Need, Callable[[Scenario], list[Scenario]]] = {
 
 K = TypeVar("K")
 
-# Field -> (the run's value, the value that is needed).
+# Field -> (the value in the run, the value that is needed).
 Differences = Mapping[str, tuple[Any, Any]]
-# A run that differs from the needed one in more fields than this is of another training.
+# A run that differs from the needed run in more fields belongs to a different training run.
 _NEAR_MAX = 3
-# Fields observed in a run of a user's command. A turned knob may change any of them.
+# Fields that are observed in a run of a user's command. A turned knob may change any of them.
 _SHOWN = (
     *("num_shards", "num_samples", "batch_size", "num_steps", "accumulation"),
     *("optimizer", "learning_rate", "weight_decay", "dropout"),
@@ -179,11 +179,11 @@ _SHOWN = (
 
 
 def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs[K]:
-    """Return the run `own` and the other runs that a check with `needs` compares it with.
+    """Return the run `own` and the runs that a check with `needs` compares it with.
 
     Runs are named by their keys in `scenarios`. A run answers a need if its scenario is the one
-    that `companions` derives, apart from `detail` and the fields that the need leaves free. If no
-    run does, `near` holds the nearest one and the fields in which it differs.
+    that `of` derives; `detail` and the fields that the need leaves free may differ. If no run does,
+    `near` holds the nearest run and the fields in which it differs.
     """
     subject = scenarios[own]
     meant = of(needs, subject)
@@ -211,7 +211,7 @@ def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> R
         for need, needed in meant.beside.items()
     }
     base: tuple[K, ...] = (own,)
-    for need in meant.beside:  # the one need that `own` answers if it is not the base itself
+    for need in meant.beside:  # the one need that `own` answers, if `own` is not the base
         if meant.base is not None and meant.base != subject:
             base = runs_of(meant.base, need)
     keys = {scenario: key for key, scenario in scenarios.items()}
@@ -225,13 +225,14 @@ def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> R
 
 
 def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need, tuple[K, ...]]:
-    """Return the runs of a user's trainer that show whether others can be compared, if any.
+    """Return by need the runs of a user's trainer that show whether others can be compared.
 
-    REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
-    same run with nudged weights. REORDERED: the like, with parameters in another order. CONTROLLED:
-    all runs with equal random numbers or shares. SHORTENED: those with short epochs, or more steps.
-
-    A run on one worker is also found if it had another batch.
+    - REPEATED: two runs that should be equal.
+    - ALONE: the run on one worker, even if it had a different batch.
+    - NUDGED: a run, and the same run with nudged weights.
+    - REORDERED: a run, and the same run with its parameters in a different order.
+    - CONTROLLED: all runs with equal random numbers or shares.
+    - SHORTENED: the runs with short epochs or with more steps.
     """
     others = {k: run for k, run in scenarios.items() if not faults.are_of_witnesses(run.faults)}
     undisturbed = plain(run_names.unturned(subject), repeat=0)
@@ -269,8 +270,8 @@ def _nearest(
 ) -> tuple[K, Differences] | None:
     """Return the run nearest to `meant`, and the fields that keep it from answering `need`.
 
-    The run must equal `meant` in every field where `subject` differs from `meant`. It may differ in
-    few other fields, apart from those that `need` leaves free. Return None if no run qualifies.
+    The run must equal `meant` in every field in which `subject` differs from `meant`. Fields that
+    `need` leaves free may differ, and a few others. Return None if no run qualifies.
     """
     crucial = differences(subject, meant).keys()
     candidates = []

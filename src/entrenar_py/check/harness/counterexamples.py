@@ -1,4 +1,4 @@
-"""Counterexamples on disk: saved when found, tried first the next time, replayed on request."""
+"""Counterexamples on disk: saved when found, tested first the next time, replayed on request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ _SCHEMA = Schema(
 
 
 def save(saved: Saved, folder: Path = FOLDER) -> Path:
-    """Write `saved` to a file named after its clause and scenario; OSError if that fails."""
+    """Write `saved` to a file named after its clause and scenario; return the file's path.
+
+    Raises OSError if that fails.
+    """
     record = {"schema": VERSION, **_SCHEMA.dump(saved)}
     record["digest"] = digest_of(record)
     path = folder / f"{_stem(saved.invariant)}-{saved.scenario.digest[:12]}.json"
@@ -53,7 +56,10 @@ def save(saved: Saved, folder: Path = FOLDER) -> Path:
 
 
 def load(path: Path) -> Saved:
-    """Return what `save` wrote; TraceError if the file is something else or was edited."""
+    """Return what `save` wrote to `path`.
+
+    Raises TraceError if the file can't be read, is something else, or was edited.
+    """
     try:
         record = json_text.load(files.read(path, bytes_max=BYTES_MAX))
     except OSError as error:
@@ -84,7 +90,7 @@ def known(invariant: str, own: Path = FOLDER) -> Iterator[tuple[Path, Saved]]:
     for folder in folders:
         for path in sorted(folder.glob(f"{_stem(invariant)}-*.json")):
             saved = load(path)
-            if saved.invariant == invariant:  # F-1's pattern finds the files of F-1-2 too
+            if saved.invariant == invariant:  # the pattern of F-1 also matches files of F-1-2
                 yield path, saved
 
 

@@ -1,4 +1,4 @@
-"""Random scenarios around the planned ones, and the search through them with Hypothesis."""
+"""Random scenarios around the planned ones, and a search through them with Hypothesis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL_CONSTANTS = "hypothesis.internal.conjecture.providers._get_local_constant
 
 
 class _Over(Exception):
-    """Raised to end a search: `visit` has returned True."""
+    """Raised to end a search after `visit` has returned True."""
 
 
 def search(
@@ -33,8 +33,8 @@ def search(
 ) -> None:
     """Call `visit` with up to `num_examples` scenarios around `bases`, until it returns True.
 
-    The same arguments give the same scenarios in the same order. Fields named in `fixed` stay as in
-    the bases.
+    The same arguments give the same scenarios in the same order. Fields named in `fixed` keep the
+    values that they have in the bases.
     """
     over = False
 
@@ -60,10 +60,11 @@ def search(
 
 
 def _whatever_is_imported() -> Any:
-    """Keep Hypothesis from drawing constants of the modules that happen to be loaded.
+    """Keep Hypothesis from drawing constants from the modules that happen to be loaded.
 
-    Those would make a seed's scenarios depend on the checks run before, and write files into the
-    working folder. There is no public switch. Hypothesis without such constants is unaffected.
+    Such constants would make the scenarios of a seed depend on the checks that ran before, and
+    would write files into the working folder. Hypothesis has no public switch for this. A version
+    of it without such constants is unaffected.
     """
 
     def none() -> Any:
@@ -76,7 +77,7 @@ def _whatever_is_imported() -> Any:
 
 @st.composite
 def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = ()) -> Scenario:
-    """Draw a scenario near one of `bases`: other sizes, seed and optimizer; faults and stops moved.
+    """Draw a scenario near one of `bases`, with new sizes, seed, optimizer, fault and stops.
 
     Sizes are fitted to what the base's system accepts.
     """
@@ -111,7 +112,7 @@ def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = 
         changes["faults"] = draw(_moved(base.faults[0], {**vars(base), **changes}))
     try:
         return systems.fitted(base.with_(**changes), fixed=fixed)
-    except UsageError:  # a fault or a fixed field does not fit the sizes drawn
+    except UsageError:  # a fault or a fixed field doesn't fit the drawn sizes
         hypothesis.reject()
 
 
@@ -122,9 +123,9 @@ def _stops(num_steps: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def _moved(draw: st.DrawFn, fault: Fault, sizes: Mapping[str, Any]) -> tuple[Fault, ...]:
-    """Draw `fault` with each of step, rank and shard that it names drawn again, within `sizes`.
+    """Draw `fault` with a new step, rank and shard within `sizes`, as far as it names them.
 
-    A fault that names a shard loses its rank, because another rank may own the new shard.
+    A fault that names a shard loses its rank, because a different rank may own the new shard.
     """
     record = fault.to_dict()
     if "shard" in record:

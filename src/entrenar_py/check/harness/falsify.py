@@ -1,4 +1,4 @@
-"""Tries a contract's clauses: run, judge, explore, shrink, save counterexamples."""
+"""The search for a falsification of a contract's clauses: run, judge, explore, shrink, save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from entrenar_py.shared.verdict import Finding, Verdict, inconclusive
 
 MAX_RUNS = 150
 
-# Field -> values to try, simplest first. Only values before the present one are tried.
+# Field -> values to try, simplest first. Only values before the current one are tried.
 _SIMPLER: dict[str, tuple[Any, ...]] = {
     "workload": ("linear", "mlp"),
     "optimizer": ("sgd", "momentum"),
@@ -44,9 +44,10 @@ def shrink(
 ) -> Iterator[tuple[Scenario, Finding]]:
     """Yield ever simpler scenarios that are still FALSIFIED, with their findings; the last is best.
 
-    Greedy and deterministic, within MAX_RUNS attempts. A caller may stop after any scenario. Fields
-    named in `fixed` stay. The last scenario also records the tensors' values, if it is FALSIFIED
-    with them, too, so that the counterexample names element, expected and got.
+    The search is greedy and deterministic, and makes at most MAX_RUNS attempts. A caller may stop
+    after any scenario. Fields named in `fixed` keep their values. The last scenario also records
+    the tensors' values if it is still FALSIFIED with them, so that the counterexample names the
+    element and both values.
     """
     tried = {scenario}
     improved = True
@@ -99,7 +100,7 @@ def _changes(scenario: Scenario) -> Iterator[dict[str, Any]]:
 
 
 def _earlier(part: Fault | int) -> Iterator[tuple[Fault | int]]:
-    """Yield `part` at half its step, rank or shard, so that sizes can shrink afterwards."""
+    """Yield `part` with its step, rank or shard halved, so that sizes can shrink afterwards."""
     if isinstance(part, int):
         yield (part // 2,)
         return
@@ -109,7 +110,7 @@ def _earlier(part: Fault | int) -> Iterator[tuple[Fault | int]]:
             yield (replace(part, **{name: value // 2}),)
 
 
-# Exploring starts from the runs that are short enough to be made many times.
+# Exploring starts from runs that are short enough to be repeated many times.
 EXPLORED_STEPS_MAX = 20
 
 
@@ -123,8 +124,8 @@ def falsify(
 ) -> Iterator[Entry]:
     """Yield an entry per task, in order; with `stop_early`, stop after the first falsified one.
 
-    When interrupted, yield the current task's entry with the results so far and an entry "not
-    begun" for each later task, then raise KeyboardInterrupt.
+    After an interrupt, yields the entry of the current task with the results so far, and an entry
+    for each later task that says that it was not begun. Then raises KeyboardInterrupt.
     """
     runs = Runner(plan.trace_folder, on_judged=on_judged)
     deadline = None if plan.timeout_s is None else time.monotonic() + plan.timeout_s
@@ -176,7 +177,7 @@ def replay(
 
 
 class _Attempt:
-    """The attempt to break one clause. Its fields hold the results so far at any time."""
+    """The attempt to falsify one clause. Its fields hold the results so far at any time."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class _Attempt:
         self.notes = task.notes
 
     def run(self) -> None:
-        """Try the scenarios, explore around them, and shrink the one that broke the clause."""
+        """Test the scenarios, explore around them, and shrink a scenario that broke the clause."""
         check = self.task.check
         if check is None:
             return
@@ -209,7 +210,7 @@ class _Attempt:
             self._shrink(check, self.broken[0])
 
     def entry(self) -> Entry:
-        """Return the results so far, and save the counterexample, if any."""
+        """Return the results so far, and save the counterexample if there is one."""
         finding, path = self._finding(), None
         if self.broken is not None:
             scenario, shrunk = self.broken
@@ -253,7 +254,7 @@ class _Attempt:
                 return
 
     def _explore(self, check: Check) -> None:
-        from entrenar_py.check.harness import explore  # brings hypothesis
+        from entrenar_py.check.harness import explore  # imports hypothesis
 
         def visit(scenario: Scenario) -> bool:
             if self._is_late():

@@ -1,6 +1,6 @@
-"""Judgements: a check's decision on the traces that it compares, and how several combine.
+"""Judgements: a check's decision on the traces that it compares, and how several are combined.
 
-The traces may have been made just now, or be stored: nothing is run here.
+The traces may be new or stored: nothing is run here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ALONE = (
 )
 
 
-# Called with the traces of each judgement: the judged one, then those it is compared with.
+# Called with the traces of each judgement: the judged trace, then those it is compared with.
 Listener = Callable[[Sequence[Trace]], None]
-# (invariant id, pieces done, pieces planned or 0, what is done now)
+# (invariant id, pieces done, pieces planned or 0, current work)
 Progress = Callable[[str, int, int, str], None]
 
 
@@ -52,7 +52,7 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
     """Return the check's judgement of `runs`.
 
     The judgement is inconclusive, with the reason, if the check crashes or does not apply to one of
-    the runs, or if the clause would be held although the planted bug took no part.
+    the runs. It is also inconclusive if the clause would be held, but the planted bug took no part.
     """
     process.check_interrupts()
     decide: Callable[[Invariant, Traces], Finding] | None = check.judge
@@ -63,7 +63,7 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
         return Judgement(finding=inconclusive(invariant.id, _ALONE), failed=False)
     try:
         finding = decide(invariant, runs)
-    except Exception as error:  # noqa: BLE001  (a checker that crashed knows nothing)
+    except Exception as error:  # noqa: BLE001  (a crashed check decides nothing)
         reason = f"the check {check.name} crashed: {type(error).__name__}: {error}"
         return Judgement(finding=inconclusive(invariant.id, reason), failed=True)
     idle = _idle_mutant(runs)
@@ -74,7 +74,7 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
 
 
 def _idle_mutant(traces: Iterable[Trace]) -> str | None:
-    # A user's own trainer plants its bugs itself: there `mutant` is only a name.
+    # A user's own trainer plants its bugs itself: its `mutant` is only a name.
     ours = [one for one in traces if one.scenario.system in SYSTEMS]
     mutated = [one for one in ours if one.scenario.mutant is not None]
     if not mutated or any(one.of(Planted) for one in mutated):
@@ -83,7 +83,7 @@ def _idle_mutant(traces: Iterable[Trace]) -> str | None:
 
 
 def telling(explored: Sequence[Judgement]) -> list[Finding]:
-    """Return the findings, except inconclusive ones of runs in which nothing went wrong."""
+    """Return the findings without the inconclusive ones of runs in which nothing went wrong."""
     return [
         judgement.finding
         for judgement in explored
@@ -92,7 +92,7 @@ def telling(explored: Sequence[Judgement]) -> list[Finding]:
 
 
 def combine(findings: Sequence[Finding]) -> Finding:
-    """Combine findings: the worst verdict, all comparisons, the first break, every note."""
+    """Return one finding: the worst verdict, all comparisons, the first break, every note."""
     verdict = worst(finding.verdict for finding in findings)
     first = next(finding for finding in findings if finding.verdict is verdict)
     reasons = list(dict.fromkeys(f.reason for f in findings if f.verdict is verdict and f.reason))
@@ -112,8 +112,8 @@ def load_stored(paths: Sequence[Path]) -> dict[Path, Trace]:
     """Return the traces in `paths`, by file. A path is a file, a folder of `*.jsonl`, or a pattern.
 
     The files of one run's ranks (`*.rank.jsonl`) form one trace, under the path of their folder.
-    Raises TraceError for a file that can't be trusted, UsageError for a folder or a pattern without
-    traces.
+    Raises TraceError for a file that can't be trusted, and UsageError for a folder or a pattern
+    without traces.
     """
     from entrenar_py.check.rank_files import observed_run
     from entrenar_py.check.rank_files.rank_file import SUFFIX
@@ -128,7 +128,7 @@ def load_stored(paths: Sequence[Path]) -> dict[Path, Trace]:
 
 
 def _load(file: Path) -> Trace:
-    # Reading a trace does not validate options, because each system defines its own.
+    # Reading a trace does not validate options, because each system defines its own options.
     stored = trace.load(file)
     try:
         companions.of((TWIN,), stored.scenario)
@@ -138,7 +138,7 @@ def _load(file: Path) -> Trace:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files that `path` stands for: a file, a folder, or a pattern left by the shell."""
+    """Return the files that `path` stands for: a file, a folder, or an unexpanded pattern."""
     if path.is_dir():
         files = sorted(path.glob("*.jsonl"))
         if not files:
@@ -165,7 +165,7 @@ def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
 
 
 def places(traces: Iterable[Trace]) -> dict[str, Position]:
-    """Return the lines of the script that the first of the traces with any of them shows."""
+    """Return the lines of the script from the first trace that has any, by purpose (`step`)."""
     for one_trace in traces:
         called = sorted(one_trace.of(Called), key=lambda event: -event.rank)
         if called:
@@ -178,8 +178,8 @@ def judge_stored(
 ) -> Iterator[Entry]:
     """Yield an entry per task from stored traces. Nothing is run.
 
-    Each trace is judged together with those stored traces that answer the check's needs for it.
-    Traces of another kind of system than the clause's scenarios are not judged.
+    Each trace is judged together with the stored traces that answer the check's needs for it. A
+    trace is not judged if it is of a different kind of system than the clause's scenarios.
     """
     scenarios = {file: trace.scenario for file, trace in traces.items()}
     for task in tasks:
@@ -202,10 +202,10 @@ def judge_each(
     on_judged: Listener = ignore,
     form: str = "{files}: {reason}",
 ) -> Entry:
-    """Return the entry of `task`; `runs` maps the file of each trace to judge to the runs compared.
+    """Return the entry of `task`; `runs` maps the file of each judged trace to its compared runs.
 
     In the entry, `num_scenarios` counts the traces judged. No scenario was explored. If there are
-    several traces, `form` puts a reason and its files together.
+    several traces, `form` joins a reason and its files.
     """
     started = time.monotonic()
     check = task.check
@@ -227,9 +227,9 @@ def judge_each(
 
 
 def _applying(task: Task, finding: Finding, traces: Sequence[Trace]) -> Finding:
-    """Return `finding`, or if it is inconclusive, that the clause does not apply to the traces.
+    """Return `finding`, or if it is inconclusive and the clause does not apply, a finding of that.
 
-    What a run lacks that failed by itself may come in the part that is missing.
+    A run that failed by itself decides nothing here: the missing part may have what it lacks.
     """
     if finding.verdict is not Verdict.INCONCLUSIVE or task.check is None or not traces:
         return finding
@@ -245,7 +245,7 @@ def _failed_by_itself(trace: Trace) -> bool:
 
 
 def _unseen(task: Task) -> Finding:
-    """Return the finding for a task that no trace fits; a probe's check makes it, given no runs."""
+    """Return the finding for a task without a matching trace; a probe's check makes it itself."""
     if task.check is None or task.check.explores:
         return task.untried()
     return task.check.judge(task.invariant, Runs())
@@ -253,10 +253,10 @@ def _unseen(task: Task) -> Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class _Judged:
-    """A check's judgement of the trace in the first of `files`, compared with those in the others.
+    """A check's judgement of the trace in the first of `files`; the others were compared with it.
 
-    `recorded` is true if somebody wanted this trace judged: the clause lists its scenario, or it is
-    of a user's own trainer. Other scenarios were tried at random.
+    `recorded` is true if the user wanted this trace judged: the clause lists its scenario, or it is
+    from a user's own trainer. Other scenarios were drawn at random.
     """
 
     files: tuple[Path, ...]
@@ -275,7 +275,7 @@ class _Judged:
 
     @property
     def place(self) -> str:
-        """The files as text, the judged one first."""
+        """The files as text, the judged file first."""
         own, *others = map(str, self.files)
         return f"{own} (with {first_few(others, separator=', ')})" if others else own
 
@@ -315,7 +315,7 @@ def _deciding(judged: Sequence[_Judged]) -> list[_Judged]:
 
 
 def _located(judged: Sequence[_Judged], form: str) -> list[Finding]:
-    """Return the findings, each reason with the files that have it, in the given `form`."""
+    """Return the findings; each reason is joined with the files that have it, in the `form`."""
     places: dict[str, list[str]] = defaultdict(list)
     for candidate in judged:
         places[candidate.finding.reason].append(candidate.place)

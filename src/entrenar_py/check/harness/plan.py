@@ -1,4 +1,4 @@
-"""The plan: which scenarios are tried on each clause. Everything is validated before any run."""
+"""The plan: the scenarios that are tested for each clause, all validated before any run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from entrenar_py.shared.verdict import Finding, inconclusive
 from entrenar_py.shared.wording import counted
 
 _HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
-# Limits of a run in the harness. Larger ones would pass their deadline, or fill the memory.
+# Limits of a run in the harness. Larger runs would miss their deadline or fill the memory.
 SIZES_MAX = {"num_steps": 10**6, "num_samples": 10**7, "width": 2**28}
 PARTS_MAX = 2**20
 
@@ -29,10 +29,13 @@ PARTS_MAX = 2**20
 class Plan:
     """The options of the command line, apart from the contract.
 
-    Where `system` is None, or `world_sizes` or `backends` are empty, scenarios keep their own.
-    `seed` is added to theirs. `is_run` is False where stored traces or a command's runs are judged,
-    and scenarios only say which these are: their workloads are not built. `timeout_s` bounds the
-    whole run; what it cuts short is inconclusive. Counterexamples are kept in `saved_folder`.
+    - `system`, `world_sizes`, `backends`: if None or empty, scenarios keep their own.
+    - `seed`: added to the seeds of the scenarios.
+    - `is_run`: false if stored traces or a command's runs are judged. The scenarios then only tell
+      which these are, and their workloads are not built.
+    - `timeout_s`: a limit for the whole run; clauses that it cuts short are inconclusive.
+    - `trace_folder`: the folder for the traces of all runs, None to keep none.
+    - `saved_folder`: the folder for counterexamples.
 
     Raises UsageError for an unknown system or backend.
     """
@@ -52,7 +55,7 @@ class Plan:
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Scenario fields that neither exploring nor shrinking may change."""
+        """The scenario fields that neither exploring nor shrinking may change."""
         return ("world_size",) if self.world_sizes else ()
 
 
@@ -60,7 +63,7 @@ class Plan:
 class Task:
     """One clause and its scenarios: `known` ones that broke it before, and those `planned` for it.
 
-    `check` is None if no check covers the clause; then nothing is tried. `notes` say which
+    `check` is None if no check covers the clause; then nothing is tested. `notes` say which
     scenarios of the clause are left out or changed, and why.
     """
 
@@ -93,7 +96,7 @@ def select(
     exclude: Collection[str] = (),
     severities: Collection[str] = (),
 ) -> list[Invariant]:
-    """Return the clauses that pass all three filters; UsageError for an unknown id."""
+    """Return the clauses that pass all three filters. Raises UsageError for an unknown id."""
     records.require_ids((*only, *exclude), records.ids_of(contract), contract.name)
     return [
         invariant
@@ -109,10 +112,10 @@ def divide(
 ) -> tuple[tuple[Task, ...], tuple[NotApplying, ...]]:
     """Return a task for each clause that applies to the plan's system, and the clauses that don't.
 
-    A clause doesn't apply if the system lacks what its check presupposes (that workers step
-    together, or equal bits for any number of workers); if the clause is bound to other systems; or
-    if each of its scenarios has a fault that the system can't inject. Raises UsageError, naming the
-    place, if a scenario can't be run.
+    A clause doesn't apply in three cases. The system may lack what its check presupposes (that
+    workers step together, or equal bits for any number of workers). The clause may be bound to
+    other systems. Or each of its scenarios has a fault that the system can't inject. Raises
+    UsageError, naming the place, if a scenario can't be run.
     """
     outcomes = [_task(invariant, plan) for invariant in invariants]
     return (
@@ -127,10 +130,10 @@ def applies(check: Check, system: str | None) -> bool:
 
 
 def _lacking(check: Check, system: str | None) -> str:
-    """Return which precondition of `check` the `system` does not promise, or an empty text."""
+    """Return which precondition of `check` the `system` does not promise, or ""."""
     known = SYSTEMS.get(system or "")
     if known is not None and check.in_step and not known.in_step:
-        return f"it compares steps that all workers make together, and {system} makes none"
+        return f"it compares steps that all workers take together, and {system} takes none"
     if known is not None and check.bitwise and not known.bitwise:
         return (
             f"{system} promises agreement within rounding, not the same bits for any number of "
@@ -153,14 +156,14 @@ def systems_of(scenarios: Iterable[Scenario]) -> str:
 
 
 def is_trainer(system: str) -> bool:
-    """Return whether `system` is a trainer. An unknown system is taken for one."""
+    """Return whether `system` is a trainer. An unknown system counts as a trainer."""
     return system in TRAINERS or system not in SYSTEMS
 
 
 def require_known(scenario: Scenario, where: str, *, is_run: bool = True) -> None:
     """Raise UsageError if the scenario is too large or impossible, or if its mutant is unknown.
 
-    The workload is built only for a scenario that `is_run`.
+    The workload is built only if the scenario `is_run`.
     """
     for name, largest in SIZES_MAX.items():
         if getattr(scenario, name) > largest:
@@ -181,7 +184,7 @@ def require_known(scenario: Scenario, where: str, *, is_run: bool = True) -> Non
         raise UsageError(f"{where}: mutant={scenario.mutant!r}: allowed are {known}")
 
 
-# Samples that the data set of each workload has at least.
+# Minimum number of samples in the data set of each workload.
 _SAMPLES_MIN = {"linear": SIZES_MAX["num_samples"], "mlp": 1797, "decoder": 1000}
 _SAMPLES_MIN |= {"decoder_full": 1000, "vectors": SIZES_MAX["num_samples"]}
 
@@ -189,8 +192,8 @@ _SAMPLES_MIN |= {"decoder_full": 1000, "vectors": SIZES_MAX["num_samples"]}
 def _surely_fits(scenario: Scenario) -> bool:
     """Return whether a workload has all that a scenario names, as far as is known without torch.
 
-    The workload itself knows, but to build it takes seconds, and a contract can be validated where
-    torch is not installed.
+    The workload itself would be exact, but building it takes seconds, and a contract can be
+    validated where torch is not installed.
     """
     width, sizes = scenario.width, {}
     if scenario.workload == "mlp":
@@ -211,7 +214,7 @@ def _surely_fits(scenario: Scenario) -> bool:
 
 
 def require_runnable(invariants: Iterable[Invariant]) -> None:
-    """Raise UsageError if a scenario that would be tried on one of the clauses can't be run."""
+    """Raise UsageError if one of the clauses has a scenario that can't be run."""
     for invariant in invariants:
         check = checks.bind(invariant)
         if check is not None:
@@ -252,7 +255,8 @@ def _fitted(own: Iterable[Scenario], plan: Plan) -> dict[Scenario, bool]:
 def _known(invariant: Invariant, plan: Plan, trainers: Collection[str]) -> Iterator[Scenario]:
     """Yield the saved counterexamples of the clause that fit `trainers` and the plan.
 
-    Those of probes always fit. Those of unknown systems fit, too, and raise UsageError.
+    Counterexamples of probes always fit. Those of unknown systems fit as well, so that they raise
+    UsageError.
     """
     for path, saved in counterexamples.known(invariant.id, plan.saved_folder):
         scenario = saved.scenario
@@ -285,7 +289,10 @@ def _why(unfit: Iterable[Scenario], plan: Plan) -> str:
 
 
 def _own(invariant: Invariant, check: Check, *, is_run: bool) -> list[Scenario]:
-    """Return the clause's scenarios, or else its check's; UsageError for one that can't be run."""
+    """Return the clause's own scenarios, or else its check's scenarios.
+
+    Raises UsageError if one of the clause's own can't be run.
+    """
     where = _place(invariant)
     try:
         scenarios = [scenario for record in invariant.scenarios for scenario in expand(record)]
@@ -301,7 +308,7 @@ def _place(invariant: Invariant) -> str:
 
 
 def _adapted(scenario: Scenario, plan: Plan) -> Iterator[Scenario]:
-    """Yield the scenario as the command line changes it. If it can't be run then, its run fails."""
+    """Yield the scenario as changed by the command line. If the change is impossible, runs fail."""
     scenario = scenario.with_(seed=scenario.seed + plan.seed)
     if scenario.system not in TRAINERS:
         yield scenario
@@ -313,6 +320,6 @@ def _adapted(scenario: Scenario, plan: Plan) -> Iterator[Scenario]:
         # Shards grow with the workers, up to the samples. More workers than samples are refused.
         shards = max(scenario.num_shards, min(world_size, scenario.num_samples))
         faults = tuple(fault for fault in scenario.faults if (fault.rank or 0) < world_size)
-        if scenario.faults and not faults and world_size > 1:  # something should go wrong
+        if scenario.faults and not faults and world_size > 1:  # keep a fault in the run
             faults = (replace(scenario.faults[0], rank=world_size - 1),)
         yield scenario.with_(world_size=world_size, num_shards=shards, faults=faults)

@@ -1,10 +1,10 @@
-"""Runs each scenario once, stops one that stalls, keeps its trace on request, and judges traces.
+"""A runner: runs each scenario once, stops stalled runs, keeps traces on request, and judges them.
 
-A run is made in this process: to load torch in another takes as long as hundreds of small runs. One
-that stalls is interrupted there by an exception, but never while a module is being loaded, since
-half a module stays. Even so, what the exception left behind is unknown: a lock that is held, a
-table half filled. So this process makes no run any more. The later ones are made in a child, which
-is killed and replaced if it stalls again.
+A run takes place in this process, because loading torch in a new process takes as long as hundreds
+of small runs. A stalled run is interrupted by an exception, but never while a module is being
+loaded, since that would leave half a module. Even so, the state that the exception leaves is
+unknown: a lock may be held, a table half filled. So this process makes no further runs. Later runs
+take place in a child process, which is killed and replaced if it stalls again.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _distrusted = threading.Event()
 
 
 def run_patiently(scenario: Scenario, *, patience_s: float) -> trace.Trace:
-    """Return the trace of `scenario`, which has failed if the run made no progress for so long.
+    """Return the trace of `scenario`; it is failed if the run made no progress for `patience_s`.
 
-    Signals reach the main thread alone, so outside of it, and where there is no SIGALRM, a run is
-    never stopped.
+    Only the main thread receives signals. In other threads, and on systems without SIGALRM, a run
+    is never stopped.
     """
     if _distrusted.is_set():
         return _elsewhere().run(scenario, patience_s=patience_s)
@@ -63,7 +63,7 @@ def _stalled(seconds: float) -> SystemFailure:
 def _interrupted(seconds: float) -> Iterator[None]:
     """Interrupt a run that stalls in the body. `systems.run` turns that into a failed trace.
 
-    The exception may be swallowed, by a callback of the garbage collector: it comes again.
+    A callback of the garbage collector may swallow the exception, so it is raised again later.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
@@ -74,17 +74,17 @@ def _interrupted(seconds: float) -> Iterator[None]:
 
     def look(number: int, frame: FrameType | None) -> None:
         nonlocal waiting
-        # A signal that came just before the timer was stopped is handled after that. It must not
-        # start the timer again, as the next signal would end this process.
+        # A signal that arrives just before the timer is stopped is handled afterwards. It must not
+        # start the timer again, since the next signal would end this process.
         if is_over:
             return
         try:
-            if waiting is None:  # most runs are over by now: it looks at all processes
+            if waiting is None:  # created late, since it scans all processes and most runs are over
                 waiting = Patience(seconds, sign=patience.of_this_process)
             elif waiting.look() and not _is_loading(frame):
                 _distrusted.set()
                 raise _stalled(seconds)
-        finally:  # last, since a signal in a handler would call it again within itself
+        finally:  # at the end: a signal within the handler would call the handler again
             signal.setitimer(signal.ITIMER_REAL, interval_s)
 
     before = signal.signal(signal.SIGALRM, look)
@@ -106,7 +106,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 class Elsewhere:
-    """A process that makes one run after the other. One that stalls, or dies, is replaced."""
+    """A process that makes one run after another. It is replaced if it stalls or dies."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -115,7 +115,7 @@ class Elsewhere:
         self._marks = RawValue(c_uint64, 0)
 
     def run(self, scenario: Scenario, *, patience_s: float) -> trace.Trace:
-        """Return the trace of `scenario`; it has failed if the process is killed, or dies."""
+        """Return the trace of `scenario`; it is failed if the process stalls or dies."""
         try:
             pipe = self._ready()
             with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ class Elsewhere:
             return systems.failed(scenario, f"SystemFailure: {error}")
 
     def end(self) -> None:
-        """End the process, if there is one."""
+        """End the process if there is one."""
         if self._process is not None:
             self._pipe.close()
             self._process.kill()
@@ -162,7 +162,7 @@ def _elsewhere() -> Elsewhere:
 
 
 def _serve(pipe: Connection, marks: Any) -> None:
-    """Make the runs that come over `pipe`, until it is closed."""
+    """Make the runs that are requested over `pipe`, until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it handles interrupts
     patience.share(marks)
     while True:
@@ -174,14 +174,14 @@ def _serve(pipe: Connection, marks: Any) -> None:
         pipe.send_bytes(b"saved")
 
 
-# Above the patience of systems that start processes. These end their processes without harm to
-# this one.
+# Longer than the patience of systems that start processes: these end their own processes without
+# harm to this one.
 RUN_PATIENCE_S = 180.0
 REMEMBERED = 400  # traces; a baseline is needed again soon or never
 
 
 class Runner:
-    """Runs scenarios and remembers their traces; saves each trace in `trace_folder`."""
+    """Runs scenarios and remembers their traces; saves each trace in `trace_folder` if given."""
 
     def __init__(
         self,

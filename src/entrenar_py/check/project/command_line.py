@@ -1,7 +1,7 @@
-"""The command line of `entrenar-check` as data: its options, and which of them go together.
+"""The command line of `entrenar-check` as data: its options, and which of them may be combined.
 
-Imports nothing heavy, so that `--help` is instant. The keys of a project's configuration
-apply where the command line gives no value. These options parse them, too.
+The module imports nothing heavy, so that `--help` is instant. If the command line gives no value
+for an option, the key of that name in a project's configuration applies, parsed by the same option.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def build() -> argparse.ArgumentParser:
 
 
 def flag(name: str) -> str:
-    """Return the option `name` as it is typed: `--trace-dir` for `trace_dir`."""
+    """Return the option `name` as a user types it: `--trace-dir` for `trace_dir`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -182,7 +182,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 FILES = ("json", "junit", "sarif", "html")  # options that write a report to a file
 _OUTPUTS = (*FILES, "trace_dir")
-_CONTRACT_NAME = "{contract}"  # in the path of an output, replaced by the contract's name
+_CONTRACT_NAME = "{contract}"  # in the path of an output: replaced by the contract's name
 
 
 def per_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
@@ -215,7 +215,7 @@ def require_distinct(options: argparse.Namespace) -> None:
 
 def _require_apart(options: argparse.Namespace) -> None:
     """Raise UsageError if one contract's report would overwrite another's."""
-    if len(options.contract) < 2 or options.mode == "validate":  # it writes one report of all
+    if len(options.contract) < 2 or options.mode == "validate":  # it writes one report for all
         return
     stems = [_stem(contract) for contract in options.contract]
     for name in _OUTPUTS:
@@ -240,11 +240,11 @@ def _stem(contract: str) -> str:
     return Path(contract).name.removesuffix(".yaml").removesuffix(".yml")
 
 
-# Only with a user's command behind --.
+# Options that have an effect only with a user's command after --.
 COMMANDED = ("steps", "epochs", "deadline", "auto", "in_place", "launcher")
 # Option that has an effect only in one mode -> description of that mode.
 ALONE = {
-    **dict.fromkeys(COMMANDED, "a command behind --"),
+    **dict.fromkeys(COMMANDED, "a command after --"),
     "suppress": "--validate",
 }
 
@@ -255,7 +255,7 @@ _REPORT = (*FILES, "github", "allow_inconclusive", "quiet", "verbose")
 _VARIATION = ("system", "world_size", "backend", "seed")
 
 # Mode, which replaces the search for counterexamples -> its options; all others are refused.
-# Without a mode every option is allowed but those in ALONE.
+# Without a mode, every option is allowed except those in ALONE.
 MODES: dict[str, tuple[str, ...]] = {
     "list": (*_CONTRACT, *_CONFIGURED, *_SELECTION),
     "validate": (*_CONTRACT, "json", "sarif", "github", *_CONFIGURED, "suppress"),
@@ -273,7 +273,7 @@ MODES: dict[str, tuple[str, ...]] = {
 def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
     """Raise UsageError if an option that was typed has no effect with the other options.
 
-    `mode` describes `options.mode` in messages, if it was set by something other than an option.
+    `mode` describes `options.mode` in messages if something other than an option set it.
     """
     for action in build()._actions:
         name, option = action.dest, action.option_strings[0]
@@ -286,15 +286,15 @@ def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
             other = mode or _described(options.mode)
             raise UsageError(f"{option} has no effect with {other}; leave it out")
     if options.command and options.mode != "command":
-        raise UsageError(f"a command behind -- has no effect with --{options.mode}; leave it out")
+        raise UsageError(f"a command after -- has no effect with --{options.mode}; leave it out")
 
 
 def _described(mode: str) -> str:
-    return "a command behind --" if mode == "command" else f"--{mode}"
+    return "a command after --" if mode == "command" else f"--{mode}"
 
 
 def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options as typed, without checking whether they go together.
+    """Return the options as typed, without checking whether they may be combined.
 
     `mode` is a name in MODES, or None. `typed` holds the names of the options that were typed.
     Raises UsageError for an unknown option and for an invalid value.
@@ -319,7 +319,7 @@ def split(
 ) -> tuple[Sequence[str], tuple[str, ...]]:
     """Return the arguments before `--`, which `cli` parses, and the command after it.
 
-    Raises UsageError if no command follows `--`, or if a command is there without it.
+    Raises UsageError if no command follows `--`, or if a command was given without `--`.
     """
     place = list(arguments).index("--") if "--" in arguments else len(arguments)
     _require_options(arguments[:place], cli)
@@ -335,7 +335,7 @@ def split(
 def _require_options(arguments: Sequence[str], cli: argparse.ArgumentParser) -> None:
     """Raise UsageError if a word is neither an option of `cli` nor an option's value.
 
-    Nothing is said after an unknown option, since the word may be its value.
+    Words after an unknown option are not checked, since the first may be its value.
     """
     values = {name: one.nargs for one in cli._actions for name in one.option_strings}
     at = 0
@@ -357,13 +357,13 @@ def _misplaced(arguments: Sequence[str], at: int, prog: str) -> str:
     if word.endswith((".yaml", ".yml")):
         return f"{word}: a contract is given as --contract {word}"
     meant = f"{prog} {shlex.join((*before, '--', *after))}"
-    return f"{word}: the command that trains stands behind --, as in: {meant}"
+    return f"{word}: put the command that trains after --, as in: {meant}"
 
 
-# --- a configuration below the command line -------------------------------------------------------
+# --- a configuration that supplies missing options ------------------------------------------------
 
 
-SUMMARY = "GITHUB_STEP_SUMMARY"  # set in a GitHub workflow: elsewhere `github` has no effect
+SUMMARY = "GITHUB_STEP_SUMMARY"  # set in a GitHub workflow; without it `github` has no effect
 # The option that chooses a trainer of this package, instead of the configuration's command.
 _CHOOSES = "system"
 
@@ -371,10 +371,12 @@ _CHOOSES = "system"
 def configured(typed: argparse.Namespace) -> argparse.Namespace:
     """Return `typed` with the configuration's values for options that were not typed.
 
-    `project` is set to the configuration, or None; `used` to its keys that have an effect in this
-    call; `overruled` to those that were typed instead. A command without a contract is checked by
-    both that are for scripts. Raises ContractError for an invalid
-    configuration, UsageError for options that don't go together.
+    - `project` is set to the configuration, or None.
+    - `used` is set to its keys that have an effect in this call.
+    - `overruled` is set to its keys that the command line replaced.
+
+    A command without a contract is checked by both contracts for scripts. Raises ContractError for
+    an invalid configuration, and UsageError for options that can't be combined.
     """
     typed.project, typed.used, typed.overruled = None, (), ()
     path = _path(typed)
@@ -396,7 +398,7 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
 
 
 def _take_command(typed: argparse.Namespace) -> str:
-    """Take the configuration's command if no mode was typed; return how messages name it, or ""."""
+    """Use the configuration's command if no mode was typed; return its name in messages, or ""."""
     project = typed.project
     if not project.command or typed.mode is not None or _CHOOSES in typed.typed:
         return ""
@@ -409,7 +411,7 @@ def _take_command(typed: argparse.Namespace) -> str:
 
 
 def located(error: UsageError, options: argparse.Namespace) -> EntrenarError:
-    """Return `error` with its place in the configuration, if the wrong value is from there."""
+    """Return `error`, with its place in the configuration if the wrong value is from there."""
     if error.field.replace("_", "-") not in options.used:
         return error
     return ContractError([f"{options.project.places[error.field]}: error: {error}"])
@@ -453,7 +455,7 @@ def _lay_below(typed: argparse.Namespace) -> None:
 
 
 def _has_effect(name: str, mode: str | None) -> bool:
-    if mode == "validate" and name in FILES:  # they are a run's reports
+    if mode == "validate" and name in FILES:  # the configured files are for a run's reports
         return False
     if name == "github" and not os.environ.get(SUMMARY):
         return False

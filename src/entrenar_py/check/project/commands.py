@@ -1,7 +1,7 @@
 """Facts about a command, read from its words and its script's text without running anything.
 
 The launchers that start a command's workers are known by name: torchrun, accelerate, mpirun, srun
-and others. Options of a script that a library adds, or with names built at run time, are not found.
+and others. Options that a library adds to a script, or with names built at run time, are not found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TORCH = ("--nproc_per_node", "--nproc-per-node")
 _ACCELERATE = ("--num_processes", "--num-processes")
 _MACHINES = ("--nnodes", "--num_machines", "--num-machines", "--nodes")
 _MPI = ("-n", "-np", "--np")
-# Launcher -> its options for the number of workers; if none is given, the first one is added.
+# Launcher -> its options for the number of workers. If none is given, the first option is added.
 _OPTIONS = {
     "torchrun": _TORCH,
     "torch.distributed.run": _TORCH,
@@ -50,8 +50,8 @@ ALONE = (
 class Launch:
     """A command that can be started without a shell.
 
-    `changes` has a line for each difference from what was typed. `world_size` is the number of
-    workers that stood there, if it is more than the usual 2.
+    `changes` has a line for each difference from the typed command. `world_size` is the number of
+    workers in the typed command if it is between 3 and 64, else None.
     """
 
     command: tuple[str, ...]
@@ -60,9 +60,9 @@ class Launch:
 
 
 def of(typed: Sequence[str]) -> Launch:
-    """Return the launch of a command as typed: its launcher's number of workers is {world_size}.
+    """Return the launch of a typed command: {world_size} replaces its launcher's number of workers.
 
-    A launcher without such a number gets its option. A text for a shell is left as it is.
+    If the launcher has no such option, the option is added. A text for a shell is left as it is.
     """
     command, changes = split(typed), []
     if sets_variable(command):
@@ -90,7 +90,7 @@ def of(typed: Sequence[str]) -> Launch:
 
 
 def starts_one(command: Sequence[str]) -> bool:
-    """Return whether a command calls a Python script by itself, without a number of workers."""
+    """Return whether a command starts a Python script directly, without a number of workers."""
     end, _ = script(command, Path())
     program = next((word for word in command if not _VARIABLE.match(word) and word != "env"), "")
     calls = program.endswith(".py") or Path(program).name.startswith("python")
@@ -99,10 +99,10 @@ def starts_one(command: Sequence[str]) -> bool:
 
 
 def usual_variables(command: Sequence[str]) -> dict[str, str]:
-    """Return what the launcher sets in the environment of several workers, and not of one alone.
+    """Return the variables that the launcher sets for several workers, but not for one alone.
 
-    If one alone has it, too, it computes on as many threads as each of several, which cut long sums
-    into as many parts.
+    With them, one worker alone computes with the same number of threads as each of several workers.
+    Otherwise they would split long sums into different numbers of parts.
     """
     return {"OMP_NUM_THREADS": "1"} if is_torchs(command) else {}
 
@@ -115,7 +115,7 @@ def is_torchs(command: Sequence[str]) -> bool:
 
 
 def require_one_machine(command: Sequence[str]) -> None:
-    """Raise UsageError if the launcher starts the workers of one of several machines alone."""
+    """Raise UsageError if the launcher would start only the workers of one of several machines."""
     end, _ = script(command, Path())
     known = launcher(command, end)
     if known is None or is_for_shell(command) or known[1] not in (_TORCH, _ACCELERATE):
@@ -131,29 +131,32 @@ def require_one_machine(command: Sequence[str]) -> None:
 
 
 def split(command: Sequence[str]) -> list[str]:
-    """Return the words of a command; one given as a single text is split as in a shell."""
+    """Return the words of a command. A command given as a single text is split as in a shell."""
     if len(command) == 1 and len(command[0].split()) > 1 and shutil.which(command[0]) is None:
         try:
             return shlex.split(command[0])
-        except ValueError:  # a quote that is never closed
+        except ValueError:  # an unclosed quote
             pass
     return list(command)
 
 
 def sets_variable(command: Sequence[str]) -> bool:
-    """Return whether the command begins with `NAME=value`, as it may in a shell."""
+    """Return whether the command begins with `NAME=value`, which is allowed in a shell."""
     return _VARIABLE.match(command[0]) is not None
 
 
 def is_for_shell(command: Sequence[str]) -> bool:
-    """Return whether the command gives its whole text to a shell (`sh -c TEXT`)."""
+    """Return whether the command passes its whole text to a shell (`sh -c TEXT`)."""
     return Path(command[0]).name in _SHELLS and any(
         re.fullmatch(r"-[a-z]*c", word) for word in command[1:-1]
     )
 
 
 def script(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
-    """Return the index of the script or module, and its file; `len(command)` and None if none."""
+    """Return the index of the script or module, and its file.
+
+    If the command has none, the index is `len(command)`. The file is None if it is not known.
+    """
     for at, word in enumerate(command):
         if word.endswith(".py"):
             return at, folder / word
@@ -165,7 +168,7 @@ def script(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
 
 
 def launcher(command: Sequence[str], end: int) -> tuple[int, Sequence[str]] | None:
-    """Return the index of the launcher nearest to the script at `end`, and its options."""
+    """Return the index of the launcher nearest to the script at `end`, and its options, or None."""
     for at in reversed(range(end)):
         options = _OPTIONS.get(Path(command[at]).name)
         if options is None or (command[at] == "launch" and _before(command, at) != "accelerate"):
@@ -186,7 +189,7 @@ def replace(
     start: int = 0,
     end: int | None = None,
 ) -> str | None:
-    """Replace the first value of any of `options` by `text`; return the old value, or None."""
+    """Replace the first value of any of `options` with `text`; return the old value, or None."""
     for at in range(start, len(command) if end is None else end):
         name, equals, value = command[at].partition("=")
         short = re.fullmatch(r"(-[a-z])(\d+)", command[at])  # -n2
@@ -203,7 +206,7 @@ def replace(
 
 
 def num_nodes(command: Sequence[str], end: int) -> str | None:
-    """Return the number of machines that the launcher is to use, or None if it is one."""
+    """Return the launcher's number of machines as written, or None if it is one."""
     told = replace(list(command), _MACHINES, "", end=end)
     return None if told in (None, "1", "1:1") else told
 
@@ -213,16 +216,18 @@ _OBSERVES = ("observe", "ObserveCallback")  # of entrenar_py, and of its integra
 
 _SAVES = ("save", "save_checkpoint", "save_state")
 _LOADS = ("load", "load_checkpoint", "load_state", "load_state_dict")
-# Names by which scripts notice a value that is not finite: functions, arguments, classes.
+# Names that show that a script notices a value that is not finite: functions, arguments, classes.
 _FINITE = ("isfinite", "isnan", "isinf", "error_if_nonfinite", "GradScaler", "TerminateOnNaN")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """Facts of a script: `options` are the long options that it declares to argparse or click.
+    """Facts about a script.
 
-    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` and `loads` whether it saves
-    or loads anything, `minds_nan` whether it may notice a value that is not finite.
+    - `options`: the long options that it declares to argparse or click.
+    - `is_observed`: whether it calls `entrenar_py.observe`.
+    - `saves`, `loads`: whether it saves or loads anything.
+    - `minds_nan`: whether it may notice a value that is not finite.
     """
 
     options: tuple[str, ...]
@@ -233,7 +238,7 @@ class Script:
 
 
 def read_script(path: Path) -> Script | None:
-    """Return the facts of the script at `path`; None if it can't be read as Python."""
+    """Return the facts about the script at `path`, or None if it can't be read as Python."""
     try:
         if not path.is_file() or path.stat().st_size > BYTES_MAX:
             return None
@@ -254,9 +259,9 @@ def read_script(path: Path) -> Script | None:
 
 
 def without_a_test_for_nan(path: Path) -> str:
-    """Return what a script that never tests for NaN has to expect and can add; "" if it may test.
+    """Return what a script that never tests for NaN must expect and can add; "" if it may test.
 
-    A script that can't be read may.
+    A script that can't be read may test.
     """
     script = read_script(path)
     if script is None or script.minds_nan:

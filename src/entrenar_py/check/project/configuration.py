@@ -1,8 +1,8 @@
-"""A project's configuration: its keys, its values, and what it leaves out of a run.
+"""A project's configuration: its keys, its values, and the clauses that it leaves out of a run.
 
-`KEYS` has type and meaning of each key; the docs show them. A key is named as the option that it
-stands for, without the dashes, and takes the values that the option allows. A few have no option,
-such as `command` and `exclude`. All problems are reported together, with their places.
+`KEYS` has the type and meaning of each key; the docs are generated from it. A key has the name of
+its option, without the dashes, and takes the values that the option allows. A few keys have no
+option, such as `command` and `exclude`. All problems are reported together, with their places.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HOLDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Key:
-    """A key: `form` names a row of HOLDS, and `usual` is the default."""
+    """A key: `form` names a row of HOLDS, `usual` is the default, and `means` its meaning."""
 
     form: str
     usual: str
@@ -149,7 +149,7 @@ KINDS = ("excluded", "not-applicable")
 class Exclusion:
     """A clause that the configuration leaves out, with the place and the reason.
 
-    `until` is the last day of the exclusion; None if the clause can never apply to this trainer.
+    `until` is the last day of the exclusion, or None if the clause can never apply to this trainer.
     """
 
     clause: str
@@ -173,7 +173,7 @@ class Acceptance:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The table at key path `path` of `file`; `places` has line and column of all its keys."""
+    """The table at key path `path` of `file`; `places` has the line and column of all its keys."""
 
     file: str
     path: toml_file.KeyPath
@@ -188,13 +188,13 @@ class Table:
         return Position(self.file, *self.places.get(whole, (1, 1)))
 
     def error(self, message: str, *path: str | int) -> None:
-        """Note a problem at `path`."""
+        """Record an error at `path`."""
         self.problems.error(self.at(*path), message)
 
     def require_known(
         self, keys: Collection[str], known: Collection[str], *path: str | int, of: str = ""
     ) -> None:
-        """Note a problem for each key in `keys`, of the table at `path`, that isn't `known`."""
+        """Record an error for each of `keys`, in the table at `path`, that is not in `known`."""
         for key in keys:
             if key not in known:
                 hint = self.problems.hint(key.replace("_", "-"), known)
@@ -202,7 +202,7 @@ class Table:
 
 
 def shown(value: Any) -> str:
-    """Return a value of the configuration as messages show it."""
+    """Return a value of the configuration in the form used in messages."""
     text = repr(value) if isinstance(value, str) else str(value)
     return escaping.shortened(text, chars_max=80)
 
@@ -224,7 +224,7 @@ def read_command(table: Table, key: str, value: Any) -> tuple[str, ...]:
 def read_knobs(table: Table, key: str, value: Any) -> dict[str, dict[str, str]]:
     """Return, by knob and value, the text that stands for the value in the command.
 
-    Whether these knobs exist is checked together with the command.
+    Whether these knobs exist is checked later, together with the command.
     """
     if not isinstance(value, dict):
         form = f'{key}.strategy = {{on = "ddp", off = "none"}}'
@@ -246,7 +246,7 @@ def read_knobs(table: Table, key: str, value: Any) -> dict[str, dict[str, str]]:
 
 
 def read_exclusions(table: Table, key: str, value: Any) -> tuple[Exclusion, ...]:
-    """Return the exclusions of a list of tables, one for each clause that an entry names."""
+    """Return the exclusions in a list of tables, one for each clause that an entry names."""
     parsed = []
     for number, entry in enumerate(_tables(table, key, value, 'clause = "ID"')):
         if entry is None:
@@ -270,7 +270,7 @@ def read_exclusions(table: Table, key: str, value: Any) -> tuple[Exclusion, ...]
 
 
 def read_acceptances(table: Table, key: str, value: Any) -> tuple[Acceptance, ...]:
-    """Return the acceptances of a table of reasons by clause."""
+    """Return the acceptances in a table from clauses to reasons."""
     if not isinstance(value, dict):
         form = f'{key} = {{F-DP-003 = "why"}}'
         table.error(f"{key} = {shown(value)}: give a table of reasons by clause: {form}", key)
@@ -286,7 +286,7 @@ def read_acceptances(table: Table, key: str, value: Any) -> tuple[Acceptance, ..
 
 
 def _require_end(table: Table, entry: Mapping[str, Any], *path: str | int) -> None:
-    """Require an end date for an exclusion, and none for a clause that can never apply."""
+    """Require an end date for an exclusion, but none for a clause that can never apply."""
     until, kind = entry.get("until"), entry.get("kind", KINDS[0])
     if kind not in KINDS:
         hint = table.problems.hint(str(kind), KINDS)
@@ -304,7 +304,7 @@ def _require_end(table: Table, entry: Mapping[str, Any], *path: str | int) -> No
 
 
 def _tables(table: Table, key: str, value: Any, first: str) -> list[dict[str, Any] | None]:
-    """Return the entries of a list of tables; one that is no table is reported, and is None.
+    """Return the entries of a list of tables. An entry of another type is reported, and is None.
 
     `first` is the first key of an entry, with an example of its value.
     """
@@ -318,7 +318,7 @@ def _tables(table: Table, key: str, value: Any, first: str) -> list[dict[str, An
     return [entry if isinstance(entry, dict) else None for entry in value]
 
 
-# Form -> the reader of keys without an option; each of these keys has a field of Project.
+# Form -> the reader of keys without an option. Each of these keys has a field of Project.
 _PARTS: Mapping[str, Callable[[Table, str, Any], Any]] = {
     "command": read_command,
     "knobs": read_knobs,
@@ -330,10 +330,10 @@ _PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """A configuration as it was read, from a file in `folder`; `command` is empty if it has none.
+    """A configuration, as read from a file in `folder`; `command` is empty if it has none.
 
-    `values` are keyed by the names of parsed options (`world_size`), and paths in them are relative
-    to the current folder. `places` has the place of each value.
+    `values` are keyed by the names of parsed options (`world_size`). Paths in them are relative to
+    the current folder. `places` has the place of each value.
     """
 
     place: Position
@@ -429,7 +429,7 @@ def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -
 def _value(
     table: Table, name: str, raw: Any, folder: Path, options: Mapping[str, argparse.Action]
 ) -> Any:
-    """Return `raw` as its option would parse it; if it is wrong, report that and return None."""
+    """Return `raw` as its option would parse it. If it is wrong, report that and return None."""
     form = KEYS[name].form
     words = _words(raw, form)
     if words is None:
@@ -464,7 +464,7 @@ def _has_nul(value: Any) -> bool:
 
 
 def _words(value: Any, form: str) -> list[str] | None:
-    """Return `value` as words for an option of this form; None if it has another type."""
+    """Return `value` as words for an option of this form, or None if it has a different type."""
     if form == "flag":
         return [] if isinstance(value, bool) else None
     members = value if form in ("texts", "counts", "paths") and isinstance(value, list) else [value]
@@ -485,10 +485,10 @@ def _contract(folder: Path, name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """The clauses that are tried (`selected`), and the clauses that are left out.
+    """The clauses that are tested (`selected`), and the clauses that are left out.
 
-    `notes` has, by id, a text on each clause that is tried though the configuration excludes it.
-    `accepted` has, by id, why the falsification of a clause is accepted, and where that stands.
+    - `notes`: by id, a text on each clause that is tested although the configuration excludes it.
+    - `accepted`: by id, why the falsification of a clause is accepted, and the place of that.
     """
 
     selected: tuple[Invariant, ...]
@@ -508,7 +508,7 @@ def apply(
 ) -> Standing:
     """Apply `exclusions` and `acceptances` to the clauses that were selected.
 
-    Clauses that the command line `named` are tried all the same. `today` is
+    Clauses that are `named` on the command line are tested even if they are excluded. `today` is
     this machine's date by default.
     """
     day = today or datetime.date.today()
@@ -523,7 +523,7 @@ def apply(
             left.append(clause)
         elif {clause.id, clause.item} & set(named):
             left.append(clause)
-            notes[clause.id] = f"tried as --only asks, though {entry.place} excludes it"
+            notes[clause.id] = f"tried because --only names it, although {entry.place} excludes it"
         elif entry.is_void(day):
             left.append(clause)
             notes[clause.id] = (
@@ -555,7 +555,7 @@ def apply(
 def require_known(
     exclusions: Sequence[Exclusion], ids: Collection[str], acceptances: Sequence[Acceptance] = ()
 ) -> None:
-    """Raise ContractError for an unknown clause, and for one that two entries are about."""
+    """Raise ContractError for an unknown clause, and for a clause that has two entries."""
     problems = Problems()
     seen: dict[str, Exclusion | Acceptance] = {}
     entries: list[Exclusion | Acceptance] = [*exclusions, *acceptances]

@@ -1,7 +1,7 @@
 """`entrenar-check init`: write a configuration, and report what was guessed and must be checked.
 
-A command that trains becomes one that can be checked; each change is reported. Nothing is run.
-Options that may change the training (micro-batches, clipping) are only reported.
+A training command gets placeholders, so that it can be checked; each change is reported. Nothing is
+run. Options that may change the training (micro-batches, clipping) are only reported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLACES = {
     ),
     "seed": ("seed", "random_seed", "manual_seed"),
 }
-# The same for knobs, which are only suggested, as a name can't promise that training is the same.
+# The same for knobs. They are only suggested: a name can't promise that the training is the same.
 _KNOBS = {
     "accumulation": (
         *("accumulation", "grad_accum", "gradient_accumulation_steps", "accum_steps"),
@@ -44,13 +44,13 @@ _KNOBS = {
     "clip": ("clip", "max_norm", "max_grad_norm", "grad_clip", "clip_grad_norm", "clip_norm"),
     "loss_scale": ("loss_scale",),
 }
-_WEAK = ("dir",)  # may as well be where the data lies
+_WEAK = ("dir",)  # may also be the folder of the data
 _EPOCHS = ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "n_epochs")
 
 
 @dataclass
 class Guess:
-    """The `command` with its placeholders, and the `folder` where it will run.
+    """The `command` with its placeholders, and the `folder` in which it will run.
 
     `taken` are the guesses that were made. `look` are questions that only the author can answer.
     """
@@ -85,7 +85,7 @@ def guess_command(command: Sequence[str], folder: Path) -> Guess:
     script = scripts.read_script(path) if path is not None else None
     if script is None:
         named = (
-            "no script (*.py) or module (-m) that lies here was found in the command"
+            "no local script (*.py) or module (-m) was found in the command"
             if path is None
             else (f"{path.name} can't be read as Python")
         )
@@ -107,7 +107,7 @@ def guess_command(command: Sequence[str], folder: Path) -> Guess:
 
 
 def _look_at_workers(draft: Guess, end: int) -> None:
-    """Report what the launcher, among the words before `end`, says of machines."""
+    """Report what the launcher, among the words before `end`, says about machines and workers."""
     command = draft.command
     nodes = commands.num_nodes(command, end)
     if nodes is not None:
@@ -129,7 +129,7 @@ def _guess_options(draft: Guess, script: Script, name: str) -> None:
 
 
 def _put_placeholders(draft: Guess, script: Script, name: str) -> None:
-    """Put in each placeholder as the value of an option that fits by name, if it is clear which."""
+    """Insert each placeholder as the value of an option with a fitting name, if only one fits."""
     known = (
         *script.options,
         *(option for option in _given(draft.command) if option not in script.options),
@@ -156,15 +156,15 @@ def _put_placeholders(draft: Guess, script: Script, name: str) -> None:
 
 
 def _tell_of_steps_and_folders(draft: Guess, script: Script, name: str) -> None:
-    """Report if no option was found for the number of steps, or for the folder to save to."""
+    """Report a missing option for the number of steps, or for the folder for saved files."""
     if not any("{steps}" in word for word in draft.command):
         epochs = [one for one in script.options if _plain(one) in _EPOCHS]
         remark = f"; {epochs[0]} counts epochs: give it a small number" if epochs else ""
         if any("{epochs}" in word for word in draft.command):
-            remark = ", of so many epochs; a run can be stopped only between epochs"
+            remark = ", for that number of epochs; a run can be stopped only between epochs"
         draft.look.append(
-            f"no option of {name} was found for the number of steps: each run makes as many as "
-            f"the script does{remark}"
+            f"no option of {name} was found for the number of steps: each run takes as many "
+            f"steps as the script does{remark}"
         )
     if script.saves and not any("{workdir}" in word for word in draft.command):
         draft.look.append(
@@ -192,7 +192,7 @@ def _tell_of_knobs(draft: Guess, script: Script) -> None:
 
 
 def _given(command: Sequence[str]) -> list[str]:
-    """Return the options after the script; it may read some without argparse."""
+    """Return the options after the script in the command; it may read some without argparse."""
     words = command[commands.script(command, Path())[0] + 1 :]
     return list(dict.fromkeys(word.partition("=")[0] for word in words if word[:2] == "--"))
 
@@ -214,7 +214,10 @@ _PLAIN = re.compile(r"[\w@%+=:,./{}-]+", re.ASCII)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write the configuration of the current folder and return 0; raises UsageError if it can't."""
+    """Write the configuration of the current folder and return 0.
+
+    Raises UsageError if that is impossible.
+    """
     cli = _parser()
     own, command = split(arguments, cli)
     options = cli.parse_args(own)
@@ -251,7 +254,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _file(folder: Path) -> tuple[Path, str | None]:
-    """Return the path to write to and its text so far; raises UsageError if already configured."""
+    """Return the path to write to, and its text so far (None if there is no such file).
+
+    Raises UsageError if the folder is already configured.
+    """
     for name in (toml_file.OWN, toml_file.SHARED):
         path = folder / name
         if not path.exists():
@@ -299,12 +305,12 @@ def _typed(words: Sequence[str]) -> str:
 
 
 def _toml(value: str | list[str]) -> str:
-    # JSON is TOML, but for the character DEL.
+    # JSON strings are TOML strings, except for the character DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
-    """Append `lines` to the file with the line ends that it has; its content stays as it is."""
+    """Append `lines` to the file, with its own line ends; its content is not changed."""
     end = "\r\n" if before and "\r\n" in before else "\n"
     text = end.join("\n".join(lines).split("\n")) + end
     if before:
@@ -314,7 +320,7 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
         toml_file.parse((before or "") + text)
     except UnicodeEncodeError as error:
         raise UsageError("the command has bytes that are not UTF-8; put it in a script") from error
-    except ValueError as error:  # `tool` is an inline table, say
+    except ValueError as error:  # for example, `tool` is an inline table
         raise UsageError(
             f"{path.name}: a table can't be added at its end ({error}); write one into "
             f"{toml_file.OWN} by hand (nothing was written)"
@@ -328,7 +334,7 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
 
 
 def _tell(path: Path, guess: Guess | None) -> None:
-    """Print what was written, what was guessed, and what the author has to look at."""
+    """Print what was written, what was guessed, and what the author must look at."""
     shared = path.name == toml_file.SHARED
     printing.say(f"wrote {f'[tool.{toml_file.TABLE}] of ' * shared}{path.name}")
     if guess is None:

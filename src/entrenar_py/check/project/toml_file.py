@@ -1,7 +1,8 @@
-"""The file of a project's configuration: found from the current folder upwards, up to the project's
-root, and read with the place of each key, which `tomllib` doesn't report.
+"""The file of a project's configuration, read with the place of each key.
 
-Imports nothing heavy, so that a call without a configuration costs only a few system calls.
+The file is searched from the current folder upwards to the project's root. `tomllib` doesn't report
+places, so a scanner of this module finds them. The module imports nothing heavy, so that a call
+without a configuration costs only a few system calls.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from entrenar_py.shared.untrusted import files
 OWN, SHARED = "entrenar-check.toml", "pyproject.toml"
 TABLE = "entrenar-check"
 BYTES_MAX = 2**20
-ROOT_MARKS = (".git", ".hg", ".svn", ".jj")  # above such a folder another project begins
+ROOT_MARKS = (".git", ".hg", ".svn", ".jj")  # a folder with one of these is a project's root
 
 
 def find(start: Path) -> Path | None:
     """Return the configuration that applies in the folder `start`, or None if there is none.
 
-    That is the first entrenar-check.toml, or pyproject.toml with a table for this command, in
-    `start` or a folder above it, up to the root of a repository. Raises UsageError if a folder has
-    both, and if another user owns a file above `start`: it can name a command to run.
+    It is the first entrenar-check.toml, or pyproject.toml with a table for this command, in `start`
+    or a folder above it, up to the root of a repository. Raises UsageError if a folder has both.
+    Also raises UsageError if a different user owns a file above `start`, because it can name a
+    command to run.
     """
     for folder in (start, *start.parents):
         paths = [path for path in (folder / OWN, folder / SHARED) if _counts(path)]
@@ -46,7 +48,7 @@ def find(start: Path) -> Path | None:
 
 
 def read(path: Path) -> str:
-    """Return a configuration's text; raises UsageError if it can't be read or is not UTF-8."""
+    """Return a configuration's text. Raises UsageError if it can't be read or is not UTF-8."""
     try:
         with files.open_file(path, bytes_max=BYTES_MAX) as file:
             return file.read(BYTES_MAX).decode("utf-8")
@@ -58,14 +60,14 @@ def read(path: Path) -> str:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text; raises ValueError, ending with the place, if invalid."""
+    """Return the tables of a TOML text. Raises ValueError, ending with the place, if invalid."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError:
         raise ValueError("nested too deeply (at line 1, column 1)") from None
-    except ValueError:  # Python reads no number of that many digits
+    except ValueError:  # Python limits the number of digits
         raise ValueError("a number has too many digits (at line 1, column 1)") from None
 
 
@@ -166,7 +168,7 @@ class _Scan:
             last = number == len(keys) - 1
             if last and many:
                 self._counts[path] = self._counts.get(path, 0) + 1
-            if path in self._counts:  # what follows is in the table that was begun last
+            if path in self._counts:  # the following keys are in the latest of its tables
                 path = (*path, self._counts[path] - 1)
                 self._mark(path, at)
         self._at += 2 if many else 1

@@ -16,7 +16,7 @@ from entrenar_py.shared.scenario import OBSERVED, Scenario
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict
 
-# Longest text printed for one label. Reasons are shorter, but names and values may be of any size.
+# Longest text printed for one label. Reasons are shorter, but names and values can have any size.
 TEXT_CHARS_MAX = 1200
 
 
@@ -32,10 +32,14 @@ def one_line(text: str) -> str:
 def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
     """Return (label, text) pairs: where an entry broke, possible causes, and where to look.
 
-    Each text is one printable line. The labels are, in this order and if they apply: `accepted`
-    (by the configuration, and why), `at`,
-    `expected`, `got`, `could mean` (a guess, one for each falsification test), `contract`, `bound`
-    (by which binding, and why) and `scenario`, or for a user's command `run`.
+    Each text is one printable line. The labels, in this order and only if they apply, are
+
+    - `accepted`: why the falsification is accepted,
+    - `at`, `expected`, `got`: the place and both values,
+    - `could mean`: a guess, one for each falsification test,
+    - `contract`: the place of the clause,
+    - `bound`: by which binding, and why,
+    - `scenario`, or `run` for a user's command.
     """
     position = entry.invariant.position
     counterexample = entry.finding.counterexample
@@ -55,7 +59,7 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
 def briefly(report: Report, entry: Entry) -> list[tuple[str, str]]:
     """Return the pairs of `describe` that say what broke: the place with both values, and causes.
 
-    The file of the contract and the run's scenario are left out.
+    The contract's file, the binding and the run's scenario are left out.
     """
     rows = describe(report, entry)
     shown = dict(rows)
@@ -67,9 +71,9 @@ def briefly(report: Report, entry: Entry) -> list[tuple[str, str]]:
 
 
 def findings(pairs: Iterable[tuple[Report, Entry]]) -> Iterator[list[tuple[Report, Entry]]]:
-    """Yield the entries that did not hold, those with one finding together.
+    """Yield the entries that did not hold, in lists of entries with the same finding.
 
-    Several clauses may see one fact: the same values at the same place.
+    Several clauses may see the same fact: the same values at the same place.
     """
     groups: dict[Hashable, list[tuple[Report, Entry]]] = {}
     for report, entry in pairs:
@@ -88,24 +92,24 @@ def _fact(entry: Entry) -> Hashable:
 
 
 def _run(record: Mapping[str, Any]) -> tuple[str, str]:
-    # The rest of a command's scenario (sizes, learning rate) is what its ranks have shown.
+    # The remaining fields of a command's scenario (sizes, learning rate) were read from its ranks.
     if record.get("system") != OBSERVED:
         return "scenario", describe_scenario(record)
     try:
         return "run", run_names.of(Scenario.from_dict(record))
-    except UsageError:  # of another release
+    except UsageError:  # written by a different release
         return "run", ""
 
 
-# Check -> what of a script it is about, other than the optimizer's step.
+# Check -> the part of a script that it is about, if that is not the optimizer's step.
 _ABOUT = {"coverage": "samples", "resume": "save"}
 
 
 def place(report: Report, entry: Entry) -> Position:
-    """Return the line that an entry points to: the script's if it is known, else the contract's.
+    """Return the line that an entry points to: the script's line if known, else the contract's.
 
-    It is the line that saves a checkpoint if a resumed run broke, that draws samples if these are
-    wrong, and that steps the optimizer else.
+    The script's line is the one that saves a checkpoint if a resumed run broke, the one that draws
+    samples if these are wrong, and otherwise the one that steps the optimizer.
     """
     broken, check = entry.finding.counterexample, checks.bind(entry.invariant)
     about = _ABOUT.get(check.name, "step") if check else "step"
@@ -128,7 +132,7 @@ def detail_lines(report: Report, entry: Entry) -> list[str]:
 
 
 def bound(clause: Invariant) -> str:
-    """Return which binding ties a clause to which check, and why; "" without a binding."""
+    """Return which binding connects a clause to which check, and why; "" without a binding."""
     binding = clause.binding
     if binding is None:
         return ""
@@ -139,7 +143,7 @@ def bound(clause: Invariant) -> str:
 
 
 def gate(report: Report) -> str:
-    """Return `Gate ID (name) over N clauses: passed`, or why it did not; "" without a gate."""
+    """Return `Gate ID (name) over N clauses: passed`, or why it did not pass; "" without a gate."""
     gate = report.contract.gate
     if gate is None:
         return ""
@@ -149,15 +153,15 @@ def gate(report: Report) -> str:
 
 
 def note_lines(entry: Entry) -> list[str]:
-    """Return `note ID: text` for each note of an entry, whatever its verdict.
+    """Return `note ID: text` for each note of an entry, with any verdict.
 
-    For a clause that held this includes its binding; `describe` shows it for the others.
+    For a clause that held, the notes include its binding, which `describe` shows for other clauses.
     """
     return [one_line(f"note {entry.invariant.id}: {note}") for note in _notes(entry)]
 
 
 def all_notes(reports: Sequence[Report]) -> list[str]:
-    """Return `note ID, ID: text` for each note of a run; clauses with the same share a line."""
+    """Return `note ID, ID: text` for each note of a run; clauses with equal notes share a line."""
     clauses: dict[str, list[str]] = {}
     for report in reports:
         for entry in report.ranked:
@@ -172,9 +176,10 @@ def _notes(entry: Entry) -> tuple[str, ...]:
 
 
 def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """Return reason -> the inconclusive entries that compared nothing, where several share one.
+    """Return reason -> the inconclusive entries that compared nothing, if several share the reason.
 
-    The clause's place, with which some reasons begin, is removed, or else none would be shared.
+    Some reasons begin with the clause's place. It is removed, since it would make all reasons
+    different.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -197,14 +202,15 @@ def describe_scenario(record: Mapping[str, Any]) -> str:
 
 
 def below(path: str, root: Path) -> str | None:
-    """Return `path` relative to the folder `root` with forward slashes, None if it isn't below."""
+    """Return `path` relative to the folder `root` with forward slashes, None if it isn't in it."""
     file, folder = Path(path).resolve(), root.resolve()
     return file.relative_to(folder).as_posix() if file.is_relative_to(folder) else None
 
 
 def level(entry: Entry, *, allow_inconclusive: bool) -> str | None:
-    """Return `error` for a falsified entry, `warning` for an inconclusive one (`note` if that is
-    accepted, or allowed), and None for one that held.
+    """Return `error` for a falsified entry, `warning` for an inconclusive one, None for a held one.
+
+    An accepted falsification, and an inconclusive entry if these are allowed, is a `note`.
     """
     if entry.verdict is Verdict.FALSIFIED:
         return "note" if entry.is_accepted else "error"

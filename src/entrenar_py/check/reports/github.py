@@ -30,7 +30,7 @@ _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # Markdown allows a backslash b
 
 
 def summary_path(environment: Mapping[str, str]) -> Path:
-    """Return the file for the step summary. Raises UsageError outside of a workflow's step."""
+    """Return the file for the step summary. Raises UsageError outside a step of a workflow."""
     if not environment.get(SUMMARY):
         raise UsageError(
             f"--github: the variable {SUMMARY} is not set, so this is not a step of a GitHub "
@@ -45,7 +45,7 @@ def summary_path(environment: Mapping[str, str]) -> Path:
 def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterator[str]:
     """Yield annotations: entries that did not hold, worst first; missing results; an open gate.
 
-    A runner shows ten of each level. A place outside of the checkout `root` is left out.
+    A runner shows ten of each level. A place outside the checkout `root` is left out.
     """
     for entry in report.ranked:
         level = evidence.level(entry, allow_inconclusive=allow_inconclusive)
@@ -64,7 +64,7 @@ def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterato
 
 
 def command(level: str, text: str, *, title: str, at: Position | None, root: Path) -> str:
-    """Return one annotation: `level` is error, warning or note, `text` is printable lines."""
+    """Return one annotation: `level` is error, warning or note; `text` is printable lines."""
     path = None if at is None else evidence.below(at.file, root)
     facts: dict[str, object] = {}
     if at is not None and path is not None:

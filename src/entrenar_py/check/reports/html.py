@@ -1,8 +1,8 @@
 """The report as one self-contained HTML page, to print or mail: no scripts, no requests.
 
-Text from a contract is escaped, and the page's own policy forbids scripts and requests. Runs are
-drawn if they reported losses, counterexamples first: the loss at each step, and the distance from
-the run with one worker. `Curves` keeps only these of judged runs, not whole traces.
+Text from a contract is escaped, and the page's own policy forbids scripts and requests. Runs that
+reported losses are drawn, counterexamples first: the loss at each step, and the distance from the
+run with one worker. `Curves` keeps only these values of judged runs, not whole traces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict
 from entrenar_py.shared.wording import counted
 
-# Fields in which runs of one training may differ; all others must be equal.
+# Fields in which runs of the same training may differ; all other fields must be equal.
 _FREE = (
     *("system", "world_size", "num_shards", "backends", "faults", "stops", "repeat", "mutant"),
     *("detail", "accumulation"),
@@ -40,10 +40,11 @@ _FREE = (
 class Curve:
     """One run: its losses, and its distances from the run with one worker.
 
-    Curves with the same `training` may be drawn together. A step's distance is the largest absolute
-    difference of any weight on any rank (`of_weights`), or that of the loss if the traces kept no
-    values. Distances exist only if the run was compared with a run on one worker. `strange` is the
-    first step with a loss that is not finite; such losses are not among the points.
+    - `training`: curves with an equal text may be drawn together.
+    - `distances`: for each step, the largest absolute difference of any weight on any rank
+      (`of_weights`), or of the loss if the traces kept no values. It is empty if the run was not
+      compared with a run on one worker.
+    - `strange`: the first step with a loss that is not finite. Such losses are not in `losses`.
     """
 
     scenario: Scenario
@@ -55,14 +56,14 @@ class Curve:
 
 
 class Curves:
-    """Collects a curve of each training run that is judged."""
+    """A collection of the curves of all training runs that are judged."""
 
     def __init__(self) -> None:
         self._found: dict[Scenario, Curve] = {}
 
     @property
     def found(self) -> tuple[Curve, ...]:
-        """One curve for each run, in the order in which they were judged."""
+        """One curve for each run, in the order in which the runs were judged."""
         return tuple(self._found.values())
 
     def see(self, traces: Sequence[Trace]) -> None:
@@ -135,7 +136,7 @@ def _loss_distances(alone: Trace, trace: Trace) -> Points:
 
 
 def _largest(expected: Tensors, got: Tensors) -> float | None:
-    """Return the largest absolute difference of an element; None if values can't be compared."""
+    """Return the largest absolute difference of an element, or None if values can't be compared."""
     largest = 0.0
     for name in expected.keys() | got.keys():
         left, right = expected.get(name), got.get(name)
@@ -181,7 +182,7 @@ def _group(curves: Sequence[Curve], broken: frozenset[Scenario]) -> Iterator[str
     heading = evidence.describe_scenario(json.loads(curves[0].training))
     yield f"<h3>{escaping.html(evidence.one_line(heading))}</h3>"
     yield '<div class="charts">'
-    if any(curve.losses for curve in curves):  # none where no loss was finite
+    if any(curve.losses for curve in curves):  # no chart if no loss was finite
         lines = [_line(curves, curve, curve.losses, broken) for curve in curves]
         yield chart("Loss", "loss", lines)
     compared = [curve for curve in curves if curve.distances]

@@ -1,6 +1,6 @@
 """The report as JSON: schema `entrenar-check-report/1`, docs/report-schema-v1.json.
 
-A change that could break a reader gets a new number and a new schema file.
+A change that could break readers gets a new schema number and a new schema file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _UNSHOWN = ("invariant", "vacuous", "applies")
 def dump(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
     """Return the report as plain data that strict JSON can hold.
 
-    A number that is not finite, and a value of the environment that JSON has no type for, become
-    text.
+    Numbers that are not finite, and values of the environment without a JSON type, become text.
     """
     record = {
         "schema": SCHEMA,

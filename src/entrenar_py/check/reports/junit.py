@@ -1,12 +1,12 @@
 """The report as JUnit XML, for CI viewers: one suite per contract, one test case per invariant.
 
-A falsified clause is a `<failure>`. An inconclusive one is an `<error>`: viewers paint a suite with
-skipped cases green, and a check that compared nothing must never look green. Only under
-`--allow-inconclusive` it is `<skipped>`.
+A falsified clause is a `<failure>`, or `<skipped>` if that is accepted. An inconclusive clause is
+an `<error>`: viewers show a suite with skipped cases in green, and a check that compared nothing
+must never look green. Only with `--allow-inconclusive` it is `<skipped>`.
 
-The file has no failures and errors exactly when the exit code is 0. So a run that was interrupted
-or that selected nothing adds a test case with an error, and so does an undecided gate. A clause
-that the configuration excludes, with a reason and a last day, is `<skipped>`.
+The file has no failures and no errors exactly when the exit code is 0. So an interrupted run, a run
+that selected nothing, and an undecided gate each add a test case with an error. A clause that the
+configuration excludes, with a reason and a last day, is `<skipped>`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
 def _case(
     suite: Element, report: Report, clause: Invariant, elapsed_s: float, at: Position
 ) -> Element:
-    """Add a test case without a result for `clause`, at a line of the script or the contract."""
+    """Add and return a test case without a result for `clause`, at the line `at`."""
     return SubElement(
         suite,
         "testcase",

@@ -1,6 +1,6 @@
 """The record of a run over a contract, and what follows from it: verdict, gate, exit code.
 
-It decides nothing about single invariants (their findings do) and renders nothing.
+It decides nothing about single invariants (their findings do), and renders nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXIT_HELD = 0
 EXIT_FALSIFIED = 1
 EXIT_INCONCLUSIVE = 4
 EXIT_NOTHING_SELECTED = 5
-_REASON_CHARS_MAX = 120  # of a clause's reason behind the exit code
+_REASON_CHARS_MAX = 120  # of a clause's reason in the explanation of the exit code
 _INTERRUPTED = "interrupted: this is what is known so far"
 
 
@@ -33,10 +33,12 @@ _INTERRUPTED = "interrupted: this is what is known so far"
 class Entry:
     """The result of a run for one invariant.
 
-    `num_scenarios` counts the clause's own scenarios, `num_explored` the examples that Hypothesis
-    tried around them. `replay` is the path of the saved counterexample as text, None if none was
-    saved. `accepted` is the reason why a falsification is accepted, by the configuration or as mere
-    `advice`, else "". `untried` are the placeholders that a command lacks and the clause could use.
+    - `num_scenarios`: the number of the clause's own scenarios that were tested.
+    - `num_explored`: the number of examples that Hypothesis drew around them.
+    - `replay`: the path of the saved counterexample as text, or None if none was saved.
+    - `accepted`: the reason why a falsification is accepted, else "".
+    - `advice`: whether it is accepted because it counts only as advice.
+    - `untried`: the placeholders that the command lacks and that the clause could use.
     """
 
     invariant: Invariant
@@ -56,7 +58,7 @@ class Entry:
 
     @property
     def is_accepted(self) -> bool:
-        """True if the clause is falsified, and that is accepted."""
+        """True if the clause is falsified, but that is accepted."""
         return bool(self.accepted) and self.verdict is Verdict.FALSIFIED
 
 
@@ -64,8 +66,9 @@ class Entry:
 class NotApplying:
     """A selected clause that does not apply to the system of the run, and the reason.
 
-    It is `outside` if it is about something other than what was checked: a gate over a script's
-    clauses does not demand a probe of backends. It is `seen` if the runs themselves showed it.
+    It is `outside` if it is about something other than what was checked. For example, a gate over
+    the clauses for a script does not demand a probe of backends. It is `seen` if the runs
+    themselves showed that it does not apply.
     """
 
     invariant: Invariant
@@ -101,8 +104,8 @@ class Excluded:
 class Configuration:
     """A project's configuration: its place, and the keys in it that a run `used`.
 
-    `overruled` are the keys that the command line replaced. `command` is the command given in the
-    configuration, empty if it gives none.
+    `overruled` are the keys that the command line replaced. `command` is the command in the
+    configuration, or empty if it has none.
     """
 
     place: str
@@ -112,7 +115,7 @@ class Configuration:
 
     @property
     def told(self) -> str:
-        """The configuration in words: which values came from where, and the command."""
+        """The configuration in words: the source of each value, and the command."""
         command = (f"command {' '.join(self.command)}",) if self.command else ()
         return "; ".join((self._used, *command, *self._replaced))
 
@@ -144,9 +147,9 @@ class Ending:
 
 
 def ending(reports: Sequence[Report], *, allow_inconclusive: bool) -> Ending:
-    """Return the exit code of a run over several contracts, which is the worst of all, and why.
+    """Return the exit code of a run over several contracts, and the reason for it.
 
-    It is never 0 for an interrupted run.
+    It is the worst code of all contracts, and never 0 for an interrupted run.
     """
     entries = [entry for report in reports for entry in report.ranked]
     broken = [e for e in entries if e.verdict is Verdict.FALSIFIED]
@@ -185,14 +188,17 @@ def _unknown(entries: Sequence[Entry]) -> list[str]:
 class Report:
     """The result of a run over a contract.
 
-    `entries` has one Entry for each judged invariant, in the contract's order. `contract_given`
-    and `bindings_given` are the values of `--contract` and `--bind` that find the contract again,
-    and `command` repeats the whole run, all as typed in a shell. `environment` holds versions and
-    devices. `num_traces` is the number of stored traces judged, None if scenarios were run.
-    `curves` are kept only for a report that draws them. Selected clauses without an entry are in
-    `not_applying` (to `system`) or in `excluded` (by the `configuration`). If `interrupted`, a
-    person stopped the run, and `entries` holds the results up to then. `places` are the lines of
-    the script that was run: of its optimizer's `step`, of its `samples`, and where it `save`s.
+    - `contract_given`, `bindings_given`: the values of `--contract` and `--bind`, as typed.
+    - `command`: the shell command that repeats the whole run.
+    - `entries`: one Entry for each judged invariant, in the contract's order.
+    - `environment`: versions and devices.
+    - `interrupted`: whether a person stopped the run; `entries` then holds the results up to then.
+    - `num_traces`: the number of stored traces judged, or None if scenarios were run.
+    - `curves`: empty unless the report draws them.
+    - `not_applying`: the selected clauses that don't apply to `system`.
+    - `excluded`: the selected clauses that the `configuration` leaves out.
+    - `places`: the lines of the script that was run: of its optimizer's `step`, of its `samples`,
+      and where it `save`s.
     """
 
     contract: Contract
@@ -219,9 +225,9 @@ class Report:
 
     @property
     def left_out_by_choice(self) -> tuple[str, ...]:
-        """The lines of `left_out` without the clauses that are about something else.
+        """The lines of `left_out`, without the clauses that are about something else.
 
-        Of what was seen, each says the reason alone, without what explains it after a colon.
+        If the runs showed that a clause doesn't apply, the reason is cut at its first colon.
         """
         chosen = [left for left in self.not_applying if not left.outside]
         return self._left_out(
@@ -242,9 +248,10 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict, without falsifications that are accepted. INCONCLUSIVE at best if the
-        run was interrupted, if nothing was selected, or if the whole contract ran and its gate is
-        undecided (`gate_open`).
+        """The worst verdict, without accepted falsifications.
+
+        It is INCONCLUSIVE or worse if the run was interrupted, if nothing was selected, or if the
+        whole contract ran and its gate is undecided (`gate_open`).
         """
         verdicts = [Verdict.HELD if entry.is_accepted else entry.verdict for entry in self.entries]
         unknown = self.interrupted or bool(self.gate_open)
@@ -312,11 +319,11 @@ class Report:
 
     @property
     def gate_passed(self) -> bool | None:
-        """True if every clause that the gate demands held, False if one did not.
+        """True if every clause that the gate demands held, False if one did not, None if undecided.
 
-        None means undecided: there is no gate, or it demands nothing. It is also None if no
-        demanded clause broke but another one is falsified, or if the run was interrupted, left
-        demanded clauses out, or could not decide some demands (`gate_unresolved`).
+        It is undecided if there is no gate, or if the gate demands nothing. It is also undecided if
+        the run was interrupted, left demanded clauses out, or could not decide some demands
+        (`gate_unresolved`), or if a clause that the gate doesn't demand is falsified.
         """
         if self.contract.gate is None:
             return None
@@ -327,7 +334,7 @@ class Report:
 
     @property
     def _broken_otherwise(self) -> tuple[str, ...]:
-        """The ids of falsified clauses that the gate does not demand, and nobody accepts."""
+        """The ids of falsified clauses that the gate does not demand, and that are not accepted."""
         return tuple(
             entry.invariant.id
             for entry in self.ranked
@@ -338,7 +345,7 @@ class Report:
 
     @property
     def gate_why(self) -> str:
-        """The reasons that keep the gate from passing; empty if it passed or there is none."""
+        """The reasons that keep the gate from passing; "" if it passed or there is none."""
         if self.contract.gate is None or self.gate_passed:
             return ""
         if self.gate_broken:
@@ -361,7 +368,8 @@ class Report:
     def gate_open(self) -> str:
         """The reason why the gate is undecided after a run of the whole contract, or "".
 
-        It is "" for a run of only some clauses; those excluded or not applying count as run.
+        It is "" for a run of only some clauses. Clauses that are excluded or don't apply count as
+        run.
         """
         seen = {one.invariant.id for one in self.entries} | {e.invariant.id for e in self.excluded}
         seen |= {skipped.invariant.id for skipped in self.not_applying}
@@ -376,7 +384,7 @@ class Report:
 
     @property
     def incomplete(self) -> str:
-        """The reason why results are missing; "" if none are."""
+        """The reason why results are missing, or "" if none are."""
         if self.interrupted:
             return "the run was interrupted: the other results are what is known so far"
         if not self.contract.invariants:
@@ -394,10 +402,10 @@ class Report:
         return shlex.join(("entrenar-check", *contract, "--replay", entry.replay))
 
     def meanings(self, entry: Entry) -> tuple[str, ...]:
-        """Return the contract's explanations of a failure of `entry`; () if it is not falsified.
+        """Return the contract's explanations of a failure of `entry`, or () if it didn't fail.
 
-        They are the `if_fails` of each test that attacks the clause or that became the clause. A
-        reason that says by itself what it could mean needs none of these general ones.
+        They are the `if_fails` of each test that attacks the clause or that became the clause. If
+        the entry's own reason says what it could mean, these general ones are left out.
         """
         if entry.verdict is not Verdict.FALSIFIED or MEANING in entry.finding.reason:
             return ()

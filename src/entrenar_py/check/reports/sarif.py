@@ -1,11 +1,13 @@
 """The report as SARIF 2.1.0, for code scanning: a rule per invariant, a result if it did not hold.
 
-A falsified clause is an `error`. An inconclusive one is a `warning`, or a `note` under
-`--allow-inconclusive`. Clauses that do not apply, and notes, are notifications: readers take a
-result of any kind for an alert. A run that was interrupted or selected nothing is not successful.
-So the exit code is 0 if the run is successful and the log has no errors and no warnings.
+A falsified clause is an `error`, or a `note` if that is accepted. An inconclusive clause is a
+`warning`, or a `note` with `--allow-inconclusive`. Clauses that do not apply, and notes, are
+notifications, since readers show a result of any kind as an alert. A run that was interrupted or
+selected nothing is not successful. So the exit code is 0 exactly if the run is successful and the
+log has no errors and no warnings.
 
-A result is at a line of the user's script, if one was run, and its clause is a related location.
+A result is at a line of the user's script if one was run; the place of its clause is then a related
+location.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def log(
 ) -> dict[str, Any]:
     """Return the log of one run. Paths below the folder `root` are written relative to it.
 
-    Readers that keep one run of a kind take those `about` different things for different kinds.
+    Some readers keep only one run of each category. Runs `about` different things get different
+    categories.
     """
     driver = {"name": "entrenar-check", "version": entrenar_py.__version__, "rules": rules}
     run = {
@@ -112,7 +115,7 @@ def _rule(clause: Invariant) -> dict[str, Any]:
             **({"bound": evidence.one_line(told)} if (told := evidence.bound(clause)) else {}),
         },
     }
-    # SARIF wants a description left out if it is empty.
+    # SARIF requires that an empty description is left out.
     return {name: part for name, part in rule.items() if part not in ("", {"text": ""})}
 
 
@@ -176,7 +179,7 @@ def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -
 
 
 def location(at: Position, root: Path) -> dict[str, Any]:
-    """Return a SARIF physicalLocation, its path relative to `root` if it lies below."""
+    """Return a SARIF physicalLocation; its path is relative to `root` if the file is below it."""
     path = evidence.below(at.file, root)
     artifact = {"uri": Path(at.file).resolve().as_uri()}
     if path is not None:

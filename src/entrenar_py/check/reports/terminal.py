@@ -1,8 +1,9 @@
 """The report on the terminal, and the line of progress before it.
 
-It needs no colour (a verdict is a word) and fits in 80 columns. In a pipe no line is wrapped, so
-that ids, paths and commands can be cut out of it. What a user needs fits on a screen: the findings,
-and in the last line the exit code with its reason. The rest is printed if it is `verbose`.
+The report needs no colour (a verdict is a word) and fits in 80 columns. In a pipe no line is
+wrapped, so that ids, paths and commands can be extracted. What a user needs fits on one screen: the
+findings, and in the last line the exit code with its reason. The rest is printed only if
+`verbose`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from entrenar_py.shared.wording import counted
 
 
 class Progress:
-    """Shows the progress of a run on one line while the context is open, on a terminal only.
+    """A line that shows the progress of a run while the context is open, on a terminal only.
 
-    Prints nothing in a pipe or a file. When the context closes, the line is removed.
+    In a pipe or a file nothing is printed. When the context closes, the line is removed.
     """
 
     def __init__(self, console: Console) -> None:
@@ -74,13 +75,13 @@ class Progress:
         )
 
     def know(self, entry: Entry) -> None:
-        """Show from now on the verdict on a clause that did not hold; a later one replaces it."""
+        """Show the verdict from now on if the clause did not hold. A later verdict replaces it."""
         self._broken.pop(entry.invariant.id, None)
         if entry.verdict is not Verdict.HELD:
             self._broken[entry.invariant.id] = entry.verdict.upper()
 
 
-# Word and colour of each verdict. Bad verdicts are in capitals, to be found without colour.
+# Word and colour of each verdict. Bad verdicts are in capitals, so that they stand out uncoloured.
 _WORDS = {
     Verdict.FALSIFIED: ("FALSIFIED", "bold red"),
     Verdict.INCONCLUSIVE: ("INCONCLUSIVE", "bold yellow"),
@@ -88,13 +89,13 @@ _WORDS = {
 }
 _NOT_APPLIED, _ADVICE = ("not applied", "dim"), ("ADVICE", "bold yellow")
 _ENDING_STYLES = {EXIT_HELD: "bold green", EXIT_FALSIFIED: "bold red"}
-_NUMBERS = ("compared", "runs", "s")  # columns left out on a narrow terminal, the last one first
+_NUMBERS = ("compared", "runs", "s")  # columns that a narrow terminal leaves out, the last first
 _GAP_CHARS = 2
 _LABEL_CHARS = 12
 _ID_CHARS_MAX = 28  # leaves room for the name in 80 columns; a longer id is folded, never cut
 _NAME_CHARS_MIN = 12
 _PIPE_CHARS_MAX = 100_000
-_COMPARED_WIDEST = 999_999  # the width of a column must be known before its numbers are
+_COMPARED_WIDEST = 999_999  # the width of a column is fixed before its numbers are known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ class Style:
 def begin(
     reports: Sequence[Report], console: Console, *, style: Style, foreseen: Sequence[str] = ()
 ) -> None:
-    """Print what is known before the first verdict: contracts, configuration, runs `foreseen`."""
+    """Print what is known before the first verdict: contracts, configuration, `foreseen` runs."""
     if style.quiet:
         return
     names: dict[str, list[str]] = {}
@@ -126,9 +127,9 @@ def begin(
 
 
 class Rows:
-    """Prints a row for each clause as its verdict becomes known, below the titles of the columns.
+    """A table that gets a row for each clause as soon as its verdict is known.
 
-    The first verdict on a clause is printed.
+    Only the first verdict on a clause is printed.
     """
 
     def __init__(self, console: Console, clauses: Sequence[Invariant]) -> None:
@@ -147,7 +148,7 @@ class Rows:
         self._columns = _columns(console, [_cells(console, entry) for entry in widest])
 
     def show(self, entry: Entry) -> None:
-        """Print the row of `entry`, if it is the first of its clause."""
+        """Print the row of `entry` if it is the first one of its clause."""
         if entry.invariant.id in self._seen:
             return
         table = _table(self._columns, header=not self._seen, name=self._name_chars())
@@ -172,8 +173,8 @@ def render(
 ) -> None:
     """Print the reports of one run: findings, worst verdict first, what held, and the `ending`.
 
-    A finding of several clauses is printed once. If verdicts were `streamed`, their rows have been
-    printed. Without an `ending` the run could not be finished.
+    A finding that several clauses share is printed once. If verdicts were `streamed`, their rows
+    are not printed again. `ending` is None if the run could not be finished.
     """
     if style.verbose and not streamed:
         for report in reports:
@@ -201,7 +202,7 @@ def render(
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print `table`, folded on a terminal, and with one line a row in a pipe.
+    """Print `table`: folded on a terminal, one line per row in a pipe.
 
     Sets the width of `table`.
     """
@@ -221,7 +222,7 @@ def _print_entries(console: Console, entries: Sequence[Entry]) -> None:
 
 
 def _table(columns: Mapping[str, int], *, header: bool, name: int | None) -> Table:
-    """Return a table with these widths of columns, `name` being that of the name's."""
+    """Return a table with columns of these widths. `name` replaces the width of the name column."""
     table = Table(
         box=None,
         padding=(0, _GAP_CHARS, 0, 0),
@@ -261,7 +262,7 @@ def _cells(console: Console, entry: Entry) -> dict[str, Text]:
 def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
     """Return title -> width in characters of each column that is shown.
 
-    A narrow terminal shows fewer columns of numbers, to keep the name readable. In a pipe all
+    A narrow terminal shows fewer columns of numbers, so that the name stays readable. In a pipe all
     columns have their full width.
     """
     widths = {title: max(len(title), *(row[title].cell_len for row in rows)) for title in rows[0]}
@@ -278,7 +279,7 @@ def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
 def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], style: Style) -> None:
     """Print what did not hold, each finding once.
 
-    Where a clause is falsified and nobody accepts that, inconclusive ones and advice are only
+    If a clause is falsified and that is not accepted, inconclusive clauses and advice are only
     named, unless the report is verbose.
     """
     broken = [pair for pair in pairs if pair[1].verdict is Verdict.FALSIFIED]
@@ -294,7 +295,7 @@ def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], sty
     apart = evidence.findings([pair for pair in pairs if id(pair[1]) not in together])
     for number, same in enumerate(apart):
         _gap(console, style)
-        # What is wrong first is often the cause of what comes after it.
+        # The first finding is often the cause of the following ones.
         _print_evidence(console, same, verbose=style.verbose, guesses=number == 0)
     for word, is_advice in (("advice", True), ("inconclusive", False)):
         if ids := [entry.invariant.id for entry in named if entry.advice is is_advice]:
@@ -302,7 +303,7 @@ def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], sty
 
 
 def _gap(console: Console, style: Style) -> None:
-    # A verbose report fits on no screen anyway.
+    # A verbose report doesn't fit on a screen anyway.
     if style.verbose:
         _line(console, "")
 
@@ -316,9 +317,9 @@ def _print_alike(console: Console, reason: str, entries: list[Entry]) -> None:
 def _print_evidence(
     console: Console, same: Sequence[tuple[Report, Entry]], *, verbose: bool, guesses: bool
 ) -> None:
-    """Print the one finding of these entries: the ids of all, and the evidence of the first.
+    """Print the common finding of these entries: the ids of all, and the evidence of the first.
 
-    What it could mean is left out of a brief report without `guesses`.
+    A brief report shows what the finding could mean only with `guesses`.
     """
     report, entry = same[0]
     word, style = _word(entry)
@@ -337,11 +338,11 @@ def _print_evidence(
 
 
 def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -> None:
-    """Print what was not tried: clauses that were left out, and placeholders of a command."""
+    """Print what was not tested: clauses that were left out, and placeholders of a command."""
     for report in reports:
         for line in report.left_out if style.verbose else report.left_out_by_choice:
             _line(console, line)
-    ids: dict[str, list[str]] = {}  # of the clauses that could use a placeholder
+    ids: dict[str, list[str]] = {}  # placeholder -> the clauses that could use it
     for report in reports:
         for entry in report.entries:
             for name in entry.untried:
@@ -405,7 +406,7 @@ def _environment(report: Report) -> str:
 
 
 def _seen(reports: Sequence[Report]) -> str:
-    """Return in what the comparisons were made; "" for a command: its runs were listed."""
+    """Return where the comparisons were made; "" for a command, since its runs were listed."""
     stored = [report.num_traces for report in reports if report.num_traces is not None]
     if stored:
         return f" in {counted(max(stored), 'stored trace')}"
@@ -418,7 +419,7 @@ def _seen(reports: Sequence[Report]) -> str:
 
 
 def _gate_text(report: Report) -> str:
-    """Return the gate's line. What was not applied stands above it, in the report."""
+    """Return the gate's line. The clauses that were not applied are listed above it."""
     gate = report.contract.gate
     if gate is None:
         return f"gate: {report.contract.name} has none"
@@ -442,7 +443,7 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
 
 
 def _command(console: Console, text: str) -> None:
-    # To be copied: no line is broken, no space is dropped.
+    # For copying: no line is broken and no space is dropped.
     console.print(Text(_fit(console, escaping.exact(text))), soft_wrap=True)
 
 
@@ -452,7 +453,7 @@ def _labelled(console: Console, label: str, value: str) -> None:
 
 
 def _wrap(console: Console, text: str, *, indent: int) -> list[str]:
-    """Return `text` in lines of the terminal's width, later ones indented; one line in a pipe."""
+    """Return `text` as lines of the terminal's width, later ones indented; one line in a pipe."""
     text = _fit(console, text)
     if not console.is_terminal:
         return [text]

@@ -1,5 +1,7 @@
-"""The findings of validation in all formats: text lines, JSON (schema
-`entrenar-check-validation/2`), SARIF 2.1.0, and annotations and a summary for GitHub's runners.
+"""The findings of a validation in all formats.
+
+They are text lines, JSON (schema `entrenar-check-validation/2`), SARIF 2.1.0, and annotations and a
+summary for GitHub's runners.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from entrenar_py.shared.wording import counted
 
 SCHEMA = "entrenar-check-validation/2"
 EXIT_VALID, EXIT_INVALID = 0, 2
-# Level of a rule -> level in SARIF and in annotations.
+# Level of a rule -> its level in SARIF and in annotations.
 LEVELS = {Level.ERROR: "error", Level.WARNING: "warning", Level.INFO: "note"}
 
 
@@ -75,7 +77,7 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
 def annotate(result: Validation, *, root: Path) -> Iterator[str]:
     """Yield an annotation for each finding that counts, worst first.
 
-    A runner shows ten of each level. A place outside of the checkout `root` is left out.
+    A runner shows ten of each level. A place outside the checkout `root` is left out.
     """
     counted_findings = [finding for finding in result.findings if not finding.suppressed]
     for finding in sorted(counted_findings, key=lambda finding: list(LEVELS).index(finding.level)):

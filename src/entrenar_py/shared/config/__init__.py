@@ -1,1 +1,1 @@
-"""Configuration read with places: what was given, where, and what is allowed."""
+"""Configuration files, read with the place of each value and with messages on wrong values."""

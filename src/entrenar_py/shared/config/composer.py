@@ -1,7 +1,7 @@
-"""Composes the bytes of a YAML file into a tree in which every value knows its line and column.
+"""A composer: turns the bytes of a YAML file into a tree with the line and column of each value.
 
-A hostile file costs little: bytes, nodes and depth are bounded, an alias counts as many nodes as
-its target, and no tag builds an object. This module knows nothing of contracts.
+A hostile file costs little: bytes, nodes and depth are limited, an alias counts as many nodes as
+its target, and no tag creates an object. This module knows nothing about contracts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from entrenar_py.shared.untrusted import escaping, files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A value and its place. `size` counts this node and all below it, with aliases expanded."""
+    """A value and its place. `size` counts this node and all below it, with aliases expanded.
+
+    `height` is the number of levels, 1 for a scalar.
+    """
 
     at: Position
     size: int = 1
@@ -60,7 +63,7 @@ def plain(node: Node) -> Any:
 
 
 TAG = "tag:yaml.org,2002:"
-# YAML 1.1 reads 1:1:1 in base 60, at a cost quadratic in the length. Longer text is no number.
+# YAML 1.1 reads 1:1:1 in base 60, in time quadratic in the length. Longer text is not a number.
 NUMBER_CHARS_MAX = 100
 
 _RESOLVER: Any = yaml.resolver.Resolver()
@@ -78,7 +81,7 @@ _BUILDERS: dict[str, Callable[[yaml.ScalarNode], Any]] = {
 def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
     """Return the scalar of a `yaml.ScalarEvent`. Record an error if its tag doesn't fit.
 
-    Only int, float, bool and null are converted. Dates, other kinds and errors stay text.
+    Only int, float, bool and null are converted. Dates, other kinds and errors remain text.
     """
     text: str = event.value
     tag = event.tag or _implicit_tag(event)
@@ -88,7 +91,7 @@ def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
     else:
         try:
             value = _build(tag, text)
-        except (ValueError, KeyError, IndexError):  # what SafeConstructor raises on such text
+        except (ValueError, KeyError, IndexError):  # raised by SafeConstructor for such text
             kind = tag.removeprefix(TAG)
             given = escaping.shortened(text, chars_max=80)
             problems.error(at, f"{given!r} is no {kind}; quote it to make it text")
@@ -150,8 +153,8 @@ def compose(
 ) -> MapNode | None:
     """Return the tree of the only document in `data`, or record a problem and return None.
 
-    `form` describes the expected document in the message about one that isn't a mapping.
-    Duplicate keys, unknown tags and keys that aren't text are problems too, but a tree is returned.
+    If the document isn't a mapping, the message says with `form` what was expected. Duplicate keys,
+    unknown tags and keys that aren't text are problems, too, but a tree is returned.
     """
     root = _document(data, file, problems)
     if root is None or isinstance(root, MapNode):
@@ -161,7 +164,7 @@ def compose(
 
 
 def compose_list(data: bytes, file: str, problems: Problems, *, form: str) -> ListNode | None:
-    """Do what `compose` does for a document that is a list."""
+    """Return the list that is the only document in `data`, or record a problem and return None."""
     root = _document(data, file, problems)
     if root is None or isinstance(root, ListNode):
         return root
@@ -170,7 +173,7 @@ def compose_list(data: bytes, file: str, problems: Problems, *, form: str) -> Li
 
 
 def _document(data: bytes, file: str, problems: Problems) -> Node | None:
-    """Return the root of the only document in `data`; None after reporting why there is none."""
+    """Return the root of the only document in `data`, or None after recording why there is none."""
     text = _decode(data, file, problems)
     if text is None:
         return None
@@ -239,7 +242,7 @@ class _Open:
 
 
 class _Composer:
-    """Builds the tree from parser events, with a stack in place of recursion."""
+    """Builds the tree from parser events, with a stack instead of recursion."""
 
     def __init__(self, file: str, problems: Problems) -> None:
         self.root: Node | None = None
@@ -253,7 +256,7 @@ class _Composer:
         return Position(self._file, mark.line + 1, mark.column + 1)
 
     def take(self, event: yaml.Event) -> None:
-        """Add one event. Raise ComposerError if the document can't be a contract."""
+        """Add one event. Raises ComposerError if the document must be refused as a whole."""
         if isinstance(event, yaml.ScalarEvent):
             node = resolve(event, self.position(event.start_mark), self._problems)
             self._count(1, event)
@@ -346,7 +349,7 @@ class _Composer:
         )
 
     def _merge(self, top: _Open, merged: Node) -> None:
-        """Add the keys under `<<` that `top` lacks. Of several sources the first wins."""
+        """Add the keys under `<<` that `top` lacks. If several sources have one, the first wins."""
         for source in merged.items if isinstance(merged, ListNode) else (merged,):
             if not isinstance(source, MapNode):
                 self._problems.error(top.keys["<<"], "<< takes a mapping or a list of mappings")

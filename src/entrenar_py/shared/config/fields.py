@@ -1,9 +1,9 @@
-"""Reads one mapping of a file field by field. A wrong shape is a problem, never a crash.
+"""A reader of one mapping of a file, field by field. A wrong shape is a problem, never a crash.
 
-Contracts, the coordinator's configurations, lists of workers and files of earlier frameworks are
-read with it. Each method returns a usable value even after an error, so that one load finds all
-problems. `error` and `warn` put the mapping's name before a message; `refuse` is for messages that
-name the key and its value themselves.
+It reads contracts, the coordinator's configurations, lists of workers and files of earlier
+frameworks. Each method returns a usable value even after an error, so that one load finds all
+problems. `error` and `warn` put the mapping's name before a message. `refuse` is for messages that
+already name the key and its value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAGS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 class Record:
-    """A mapping with `known` keys; `what` names it in messages (`clause F-DP-001`)."""
+    """A mapping with `known` keys; messages call it `what` (`clause F-DP-001`)."""
 
     def __init__(
         self, node: MapNode, *, what: str, known: Collection[str], problems: Problems
@@ -37,7 +37,7 @@ class Record:
         self.problems.error(self.place(key), f"{self.what}: {message}", rule=rule)
 
     def refuse(self, key: str, message: str) -> None:
-        """Record an error that names the key itself, at its value."""
+        """Record an error that names the key itself, at the key's value."""
         self.problems.error(self.place(key), message)
 
     def warn(self, key: str, message: str, *, rule: str = "") -> None:
@@ -45,13 +45,13 @@ class Record:
         self.problems.warn(self.place(key), f"{self.what}: {message}", rule=rule)
 
     def warn_unread(self, *, read_elsewhere: Collection[str] = ()) -> None:
-        """Warn of every key that is neither known nor read elsewhere."""
+        """Warn about every key that is neither known nor read elsewhere."""
         for key in self.node.keys:
             if key in self.node.fields and key not in self.known and key not in read_elsewhere:
                 self._warn_unread(key)
 
     def extra(self, kind: str, *, read_elsewhere: Collection[str] = ()) -> dict[str, Any]:
-        """Return the keys neither known nor read elsewhere, with their values as plain data.
+        """Return the keys that are neither known nor read elsewhere, with values as plain data.
 
         A key that looks misspelled is a warning. All others in mappings of one `kind` share a note.
         """
@@ -76,7 +76,7 @@ class Record:
         return self.node.at if value_node is None else value_node.at
 
     def present(self, key: str) -> Node | None:
-        """Return the value of `key`; None if it is missing or null."""
+        """Return the value of `key`, or None if it is missing or null."""
         value_node = self.node.fields.get(key)
         if isinstance(value_node, ScalarNode) and value_node.value is None:
             return None
@@ -89,7 +89,7 @@ class Record:
     def texts(self, key: str) -> tuple[str, ...]:
         """Return the non-blank texts of `key`; a single text counts as a list of one.
 
-        A sentence in the list that YAML reads as a mapping (`- so it is: a = b`) is a text too.
+        A list item that YAML reads as a mapping (`- so it is: a = b`) also counts as a text.
         """
         return tuple(item.text.strip() for item in self.scalars(key, prose=True))
 
@@ -114,7 +114,7 @@ class Record:
         return text
 
     def identifier(self) -> str:
-        """Return the text of `id`. Without one, record an error and return ""."""
+        """Return the text of `id`. If there is none, record an error and return ""."""
         node = self.present("id")
         if isinstance(node, ScalarNode) and node.text.strip():
             return node.text.strip()
@@ -134,7 +134,10 @@ class Record:
     def choice(
         self, key: str, allowed: Collection[str], *, words: Mapping[str, str] | None = None
     ) -> str | None:
-        """Return the value of `key` if allowed, or None; `words` maps synonyms to allowed ones."""
+        """Return the value of `key` if allowed, else None; `words` maps synonyms to allowed values.
+
+        A value that is not allowed is recorded as an error.
+        """
         node = self.present(key)
         if node is None:
             return None
@@ -169,7 +172,7 @@ class Record:
     def whole(self, key: str, default: int, *, least: int = 1, most: int = WHOLE_MAX) -> int | None:
         """Return the whole number at `key`, or `default` if it is missing.
 
-        Record an error and return None if either is outside of `least` to `most`.
+        Record an error and return None if it is outside `least` to `most`.
         """
         node = self.present(key)
         value = default if node is None else plain(node)
@@ -180,7 +183,7 @@ class Record:
         return None
 
     def path(self, key: str, folder: Path) -> Path | None:
-        """Return the path at `key`, which starts from `folder`; None if it is missing."""
+        """Return the path at `key`, relative to `folder`, or None if it is missing."""
         text = self.text(key)
         if "\0" in text:
             self.refuse(key, f"{key}={text!r}: a path can't contain a NUL; remove it")
@@ -188,7 +191,7 @@ class Record:
         return folder / text if text else None
 
     def block(self, key: str, known: Collection[str]) -> Record | None:
-        """Return the mapping at `key`, which has `known` keys; None if it is missing."""
+        """Return the mapping at `key`, which has `known` keys, or None if it is missing."""
         node = self.present(key)
         if node is None:
             return None
@@ -208,7 +211,7 @@ class Record:
             return None
 
     def numbers(self, key: str, kind: Callable[..., T], known: Collection[str]) -> T:
-        """Return `kind` with the numbers of the mapping at `key`, which has `known` keys.
+        """Return `kind` called with the numbers in the mapping at `key`, which has `known` keys.
 
         A UsageError of `kind` is recorded at the key that its `field` names.
         """
@@ -223,7 +226,7 @@ class Record:
             return kind()
 
     def data(self, key: str) -> dict[str, Any]:
-        """Return the mapping at `key` as plain data; {key: value} for any other, {} for none."""
+        """Return the mapping at `key` as plain data; {key: value} for a non-mapping, {} if none."""
         node = self.present(key)
         if node is None:
             return {}

@@ -1,6 +1,6 @@
-"""Collects the problems of a contract with their places, to report or raise them all at once.
+"""A collection of the problems of a contract with their places, reported or raised all at once.
 
-An error makes the contract invalid. A warning becomes an error under `--strict`. A note describes
+An error makes the contract invalid. A warning becomes an error with `--strict`. A note describes
 how something valid was read, and is never an error. The readers and rules choose the level.
 """
 
@@ -16,9 +16,9 @@ from entrenar_py.shared.errors import ContractError, did_you_mean
 from entrenar_py.shared.untrusted import escaping
 
 MESSAGE_CHARS_MAX = 500
-# Comparisons with known names in one file; after these, unknown names get no more hints.
+# Comparisons with known names per file. After these, unknown names get no more hints.
 COMPARISONS_MAX = 20_000
-# A misspelling is at most this long, and has at least this difflib ratio to a known name.
+# A misspelling has at most this length, and at least this difflib ratio to a known name.
 SLIP_CHARS_MAX, SLIP = 64, 0.8
 
 Level = Literal["error", "warning", "note"]
@@ -40,7 +40,7 @@ class Position:
 class Problem:
     """A message about a place. `message` may quote the file unescaped; `line` is safe to print.
 
-    `rule` is the id of the rule that is broken, "" for a problem that belongs to no rule.
+    `rule` is the id of the rule that is broken, or "" for a problem that belongs to no rule.
     """
 
     at: Position
@@ -56,7 +56,7 @@ class Problem:
 
 
 class Problems:
-    """The problems found so far."""
+    """The problems recorded so far."""
 
     def __init__(self) -> None:
         self._found: list[Problem] = []
@@ -69,7 +69,7 @@ class Problems:
         self._found.append(Problem(at, "error", message, rule))
 
     def warn(self, at: Position, message: str, *, rule: str = "") -> None:
-        """Record a warning: the contract is invalid under `--strict`."""
+        """Record a warning: with `--strict` the contract is invalid."""
         self._found.append(Problem(at, "warning", message, rule))
 
     def note(self, at: Position, message: str, *, rule: str = "") -> None:
@@ -82,17 +82,16 @@ class Problems:
         keys[key] += 1
 
     def is_near(self, name: str, known: Collection[str]) -> bool:
-        """Return whether the unknown `name` looks like a misspelling of a `known` one."""
+        """Return whether the unknown `name` looks like a misspelling of a `known` name."""
         if len(known) > self._comparisons_left:
             return False
         self._comparisons_left -= len(known)
         return len(name) <= SLIP_CHARS_MAX and bool(get_close_matches(name, known, 1, SLIP))
 
     def hint(self, name: str, known: Collection[str], *, otherwise: str | None = None) -> str:
-        """Return the end of a message on an unknown name: `; did you mean 'x'?`, or `otherwise`.
+        """Return the end of a message about an unknown name: `; did you mean 'x'?`, or `otherwise`.
 
-        Without `otherwise`, it lists the known names the first time in a file, and is "" after
-        that.
+        If `otherwise` is None, list the known names the first time in a file; later return "".
         """
         names = tuple(known)
         near = self._near(name, names)
@@ -111,8 +110,8 @@ class Problems:
     def settle(self, *, strict: bool) -> tuple[Problem, ...]:
         """Return the warnings and notes in the order of the file, without duplicates.
 
-        Raises ContractError with all errors (`file:line:column: error: ...`). Under `strict` each
-        warning is raised as an error too.
+        Raises ContractError with all errors (`file:line:column: error: ...`). If `strict`, each
+        warning is raised as an error, too.
         """
         levels = ("error", "warning") if strict else ("error",)
         errors = [

@@ -1,8 +1,8 @@
 """Common parts of command lines: parsing the values of options, and writing files.
 
-A function for the type of an option parses the text of a value, as argparse calls it. All raise
-argparse.ArgumentTypeError with the text and the allowed values. A file is checked before the run,
-which may take minutes, and written after it.
+The function for the type of an option parses the text of a value, as called by argparse. Each
+raises argparse.ArgumentTypeError with the text and the allowed values. A file is checked before the
+run, which may take minutes, and written after it.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def seconds(text: str) -> float:
 def require_writable(path: Path, option: str, *, variable: str = "") -> None:
     """Require that a file can be written at `path`, without creating or opening it.
 
-    The path is from `option` (`json`), or the environment's `variable` if given. Raises UsageError
-    with field `option` for a directory, a missing folder, a pipe, a socket, or missing permission.
+    The path comes from `option` (`json`), or from the environment's `variable` if given. Raises
+    UsageError with field `option` for a directory, a missing folder, a pipe, a socket, or missing
+    permission.
     """
     problem = _problem(path)
     if problem:
@@ -70,8 +71,8 @@ def require_writable(path: Path, option: str, *, variable: str = "") -> None:
 
 
 def _problem(path: Path) -> str:
-    """Return why no file can be written at `path` and what to do, or ""."""
-    target = Path(os.path.realpath(path))  # of a link, check the target
+    """Return why no file can be written at `path` and what to do, or "" if it can."""
+    target = Path(os.path.realpath(path))  # for a link, check its target
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:

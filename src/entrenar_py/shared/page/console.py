@@ -14,14 +14,14 @@ from entrenar_py.shared.untrusted import escaping, printing
 
 
 class PatientConsole(Console):
-    """A console that goes on silently when its reader (`head`, `less`) closes, or the disk is full.
+    """A console that continues silently if its reader (`head`, `less`) closes or the disk is full.
 
     The exit code then still gives the verdict, and requested files are still written. Control
     characters in printed texts are made visible; only this console's own escapes have an effect.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; `printing.lost` tells afterwards whether something could not be written."""
+        """Print; `printing.lost` reports afterwards whether something could not be written."""
         try:
             super().print(*objects, **options)
         except OSError as error:
@@ -45,10 +45,10 @@ class PatientConsole(Console):
 
 
 def standard_output(*, color: bool) -> Console:
-    """Return a console on standard output; with `color` False it has no colours and styles.
+    """Return a console on standard output, without colours and styles unless `color`.
 
     No text is interpreted as markup. Characters that the encoding of standard output lacks are
-    escaped (`\\u03b1`), as a name in a contract may be in any script.
+    escaped (`\\u03b1`), since a name in a contract may be in any script.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

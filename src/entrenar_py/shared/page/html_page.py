@@ -1,7 +1,7 @@
 """Self-contained HTML pages: their frame and style, and line charts as inline SVG.
 
-A page's policy allows no scripts and no requests. Charts have no styles of their own. Lines on top
-of each other stay visible: each is thinner than the one below it.
+A page's policy allows no scripts and no requests. Charts have no styles of their own. Overlapping
+lines stay visible, because each line is thinner than the line below it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Maps values to coordinates. A logarithmic axis places 0 below all other values."""
+    """A mapping of values to coordinates. A logarithmic axis places 0 below all other values."""
 
     low: float
     high: float
@@ -70,9 +70,9 @@ class _Axis:
 
 
 def chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False) -> str:
-    """Return a figure of these lines over steps, with a legend; `unit` labels the values' axis.
+    """Return a figure of these lines over steps, with a legend; `unit` labels the value axis.
 
-    With `log`, the values' axis is logarithmic, and no value may be negative.
+    With `log`, the value axis is logarithmic, and no value may be negative.
     """
     body = [*_frame(lines, unit, log=log)]
     named = escaping.html(title)

@@ -1,4 +1,4 @@
-"""The event of a coordinator that averages for workers which hold the weights."""
+"""Events of a coordinator that averages gradients for workers, which hold the weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from entrenar_py.shared.trace.tensors import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaged(Event):
-    """A coordinator without weights averaged the `gradient` of `step`, which `ranks` had computed.
+    """A coordinator without weights averaged the `gradient` of `step`, computed by `ranks`.
 
-    `loss` is the mean over `weight` samples, of them `correct` were predicted right; all three are
-    None if the workers did not tell.
+    `loss` is the mean over `weight` samples, and `correct` the number of these that were predicted
+    right. All three are None if the workers did not report them.
     """
 
     step: int
@@ -26,12 +26,14 @@ class Averaged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard(Event):
-    """Workers heard the average of `part` of the gradient of `step`, under the schedule `case`.
+    """Workers received the average of `part` of the gradient of `step`, under the schedule `case`.
 
-    `digest` is that of its bytes, "different" if they heard different ones, None if none of them
-    heard any. `poisoned`: a term is not finite. `roundings` is the largest deviation from the exact
-    weighted mean of the known terms, in units of what one rounding to float32 and those of float64
-    may make, at `element`; None without a digest.
+    - `digest`: the digest of its bytes, "different" if workers received different bytes, None if no
+      worker received any.
+    - `poisoned`: whether a term is not finite.
+    - `roundings`: the largest deviation, at `element`, from the exact weighted mean of the known
+      terms. The unit is the error of one rounding to float32 and of the float64 roundings. None
+      without a digest.
     """
 
     case: str

@@ -12,12 +12,16 @@ from entrenar_py.shared.trace.tensors import Tensors
 class Stepped(Event):
     """A device computed loss and gradients of `num_samples` samples, in call `step` of the run.
 
-    The costs are counted at the device library's interface. `given` identifies weights, samples and
-    masks: equal texts mean equal inputs. `earlier` counts earlier steps of this replica with as
-    many samples. `declared_bytes` is the size of the `num_inputs` inputs, 4 bytes an element.
-    `compiled` counts shaders and pipelines, `traced` operations on tensors without data. `on_host`
-    names operations that ran on the CPU meanwhile, except the look-up of samples and the masks.
-    `results` are the loss and the gradients.
+    The costs are counted at the interface of the device library.
+
+    - `given`: identifies weights, samples and masks: equal texts mean equal inputs.
+    - `earlier`: the number of earlier steps of this replica with the same number of samples.
+    - `declared_bytes`: the size of the `num_inputs` inputs, at 4 bytes per element.
+    - `compiled`: the number of shaders and pipelines.
+    - `traced`: the number of operations on tensors without data.
+    - `on_host`: the operations that ran on the CPU meanwhile, without the look-up of samples and
+      the masks.
+    - `results`: the loss and the gradients.
     """
 
     step: int
@@ -44,11 +48,13 @@ class Stepped(Event):
 class Explained(Event):
     """A device's tensor was compared with float64. `of` names the training step or the operation.
 
-    `error` is the absolute deviation at `element`, the largest one (in an operation, relative to
-    its bound). `bound` is what rounding explains there. `total_error` is the sum of the absolute
-    deviations, `total_bound` what rounding explains of that (both 0 in an operation).
-    `num_bounded` of `num_elements` have a bound. `finite` is false if a NaN or infinity stands
-    where float64 has none.
+    - `error`: the largest absolute deviation, which is at `element`. In an operation it is the
+      largest one relative to its bound.
+    - `bound`: the deviation that rounding explains there.
+    - `total_error`: the sum of the absolute deviations, 0 in an operation.
+    - `total_bound`: the part of that sum that rounding explains, 0 in an operation.
+    - `num_bounded`: the number of elements, out of `num_elements`, that have a bound.
+    - `finite`: false if the device has a NaN or infinity where float64 has none.
     """
 
     of: str
@@ -68,7 +74,7 @@ class Explained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisoned(Event):
-    """Inputs held a NaN, which reaches `reached` elements of `tensor` on the CPU.
+    """The inputs held a NaN, which on the CPU reaches `reached` elements of `tensor`.
 
     `lost` of these elements were not NaN on the device; `element` is the first lost one.
     """
@@ -85,11 +91,13 @@ class Poisoned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined(Event):
-    """A computation was requested that the device has no kernel for. It raised `error`, if any.
+    """A computation was requested for which the device has no kernel.
 
-    The message should contain `operation` and name a source line. `in_line` tells whether it names
-    the requesting line. `right` tells whether the result, if there was no error, equals the CPU's.
-    `submissions` counts what was submitted to the device.
+    - `error`: the exception that it raised, or None.
+    - `message`: the exception's message, which should contain `operation` and name a source line.
+    - `in_line`: whether the message names the requesting line.
+    - `right`: whether the result equals the CPU's, if there was no error.
+    - `submissions`: the number of submissions to the device.
     """
 
     case: str

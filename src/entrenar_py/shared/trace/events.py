@@ -1,8 +1,8 @@
-"""The events of one run. How they are stored is defined elsewhere (`ledger`).
+"""The events of one run. The module `ledger` defines how they are stored.
 
-Events do not depend on the trainer: the reference trainer, a torch script and a real cluster fill
-the same ones. A field that a trainer does not reveal is None or empty, and a judge that needs it
-reports that.
+Events do not depend on the trainer: the reference trainer, a torch script and a real cluster all
+record the same ones. A field that a trainer does not reveal is None or empty, and a judge that
+needs it reports that.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ class Event:
 class Start(Event):
     """Worker `rank` starts from this state: at the beginning, after joining, or after a resume.
 
-    `step` is the next step. `trainable` and `frozen` name parameters in order, `decayed` those with
-    weight decay. `local` are buffers that follow from the worker's own samples. `progress` is the
-    position that a checkpoint must restore (epoch, offset, schedule step). `shapes` has the shapes
-    of whole parameters, as far as they are known. `extra` is state next to the model, by
-    `holder/tensor`: copies of it (averages), with the names of its parameters, and frozen modules.
+    - `step`: the next step.
+    - `local`: buffers that depend on the worker's own samples.
+    - `trainable`, `frozen`: the names of parameters, in order.
+    - `decayed`: the names of parameters with weight decay, or None if unknown.
+    - `progress`: the position that a checkpoint must restore (epoch, offset, schedule step).
+    - `shapes`: the shapes of whole parameters, as far as they are known.
+    - `extra`: state besides the model, by `holder/tensor`: copies of the model (averages), under
+      the names of its parameters, and frozen modules.
     """
 
     step: int
@@ -56,20 +59,25 @@ class Start(Event):
 class Shard(Event):
     """Worker `rank` computed the loss and gradient of the samples `ids` (in this order).
 
-    `shard` is the logical shard, or the rank's micro-batch index if the trainer has no logical
-    shards. `loss_sum` is the sum of the losses of all samples or tokens, if known, and `weight`
-    their count. `draws` identifies the random stream: a digest of the first numbers that dropout
-    drew. `contents` has a few numbers for each of `ids`, from what the model was given; they are
-    equal, up to rounding, if the sample's contents are. `gradient` is the sum over the samples, up
-    to a factor common to all shards, if revealed. `finite` is true if loss and gradient hold no NaN
-    or Inf. If the samples are not known, `unknown` says why, and `ids` are empty. `made` tells that
-    the script made or sampled what its model was given, of samples that it had before. `slope` is
-    the derivative of what the backward pass began at, by the mean loss; None if unknown.
-    `evaluating` is true if the model was in evaluation mode, with dropout off, and `evaluated` if a
-    pass without gradient was made in that mode since the rank's micro-batch before. `terms` are the
-    sums and means that the backward pass began at, as the graph shows them: the number of elements
-    (0: unknown), how much each of them counts, and the numbers that it was divided by, one after
-    the other.
+    - `shard`: the logical shard, or the rank's micro-batch index if the trainer has no shards.
+    - `loss_sum`: the sum of the losses of all samples or tokens, or None if unknown.
+    - `weight`: the number of these samples or tokens.
+    - `finite`: true if loss and gradient hold no NaN or Inf.
+    - `draws`: identifies the random stream: a digest of the first numbers that dropout drew.
+    - `contents`: for each of `ids`, a few numbers computed from what the model was given. They are
+      equal, up to rounding, if the samples have equal contents.
+    - `gradient`: the sum over the samples, up to a factor common to all shards, if revealed.
+    - `unknown`: the reason why the samples are not known, if `ids` is empty for that.
+    - `made`: whether the script created or sampled what its model was given, from samples that it
+      had before.
+    - `slope`: the derivative, with respect to the mean loss, of the value at which the backward
+      pass began; None if unknown.
+    - `evaluating`: whether the model was in evaluation mode, with dropout off.
+    - `evaluated`: whether a pass without gradient was made in that mode since the rank's previous
+      micro-batch.
+    - `terms`: the sums and means at which the backward pass began, as the graph shows them. Each
+      has the number of elements (0: unknown), the factor of each of them, and the numbers that it
+      was divided by, in order.
     """
 
     step: int
@@ -93,7 +101,7 @@ class Shard(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection(Event):
-    """Worker `rank` trains on the samples `ids` of the data set only, and draws from no others."""
+    """Worker `rank` trains only on the samples `ids` of the data set, and draws no others."""
 
     rank: int
     ids: tuple[int, ...]
@@ -101,26 +109,36 @@ class Selection(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(Event):
-    """Worker `rank` made optimizer step `step`. Holds the worker's state after it.
+    """Worker `rank` took optimizer step `step`. Holds the worker's state after it.
 
-    `loss` is the mean that the worker reports over `weight` samples (or tokens), or None.
-    `gradient` is the averaged gradient before clipping, `grad_norm` its L2 norm, `applied_norm` the
-    norm after clipping. `learning_rate` is that of this step, `rates` has the tensors with other
-    rates. `finite` is true if the new weights hold no NaN or Inf.
+    - `loss`: the mean over `weight` samples (or tokens) that the worker reports, or None.
+    - `gradient`: the averaged gradient before clipping; `grad_norm` is its L2 norm.
+    - `applied_norm`: the L2 norm after clipping.
+    - `learning_rate`: the rate of this step; `rates` has the tensors with different rates.
+    - `finite`: true if the new weights hold no NaN or Inf.
 
-    Of a user's trainer: `local` are buffers that follow from the worker's own samples. `kept` has
-    the tensors with a gradient that was not cleared since it was applied before, with the first
-    step that is still in it. `summed` has the numbers of the worker's shards that a tensor's
-    gradient holds, if these are not all shards of the step that have a gradient for it; of ranks
-    that share a model, () for one with unknown shards. `edited` are the weights right before this
-    step that something other than the optimizer has changed since the update before. `schedule` is
-    the position of the learning rate's schedule. `extra` is state next to the model, as in Start.
-    An average that is moved after the step has the value of the step before.
-    `unclipped` is the gradient that the script gave to torch\'s `clip_grad_norm_`. `metric` is the
-    best value so far that the worker gave to a schedule which follows it (`ReduceLROnPlateau`).
-    Scripts that move weights along the gradient of a pass, and compute another gradient there
-    (sharpness-aware): `climbed` are the tensors that were still there when the optimizer stepped,
-    `mixed` those with a first gradient that was not cleared before the second one.
+    Of a user's trainer:
+
+    - `local`: buffers that depend on the worker's own samples.
+    - `kept`: the tensors with a gradient that was not cleared after it was applied before, with the
+      first step that is still in it.
+    - `summed`: the numbers of the worker's shards that a tensor's gradient holds, unless these are
+      all shards of the step with a gradient for the tensor. If ranks share a model, () stands for a
+      rank with unknown shards.
+    - `edited`: the weights, right before this step, that something other than the optimizer has
+      changed since the previous update.
+    - `schedule`: the position of the learning rate's schedule.
+    - `metric`: the best value so far that the worker gave to a schedule that follows a value
+      (`ReduceLROnPlateau`).
+    - `extra`: state besides the model, as in Start. An average that is updated after the step has
+      the value of the previous step.
+    - `unclipped`: the gradient that the script gave to torch's `clip_grad_norm_`.
+
+    Of a script that moves the weights along the gradient of one pass, and computes a second
+    gradient there (sharpness-aware):
+
+    - `climbed`: the tensors that had not been moved back when the optimizer stepped.
+    - `mixed`: the tensors with a first gradient that was not cleared before the second one.
     """
 
     step: int
@@ -154,11 +172,12 @@ class Update(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synchronised(Event):
-    """Worker `rank` synchronised with the others after `step`, and goes on from `weights`.
+    """Worker `rank` synchronised with the others after `step`, and continues from `weights`.
 
-    Recorded where workers make some steps without the others. `optimizer` is the outer optimizer's
-    state, which all workers share; the inner one's is in Update. `collectives` counts collective
-    calls of the synchronisation, `collectives_alone` those of the worker's steps before it.
+    Recorded if workers take some steps without the others. `optimizer` is the state of the outer
+    optimizer, which all workers share; the state of the inner one is in Update. `collectives` is
+    the number of collective calls of the synchronisation, `collectives_alone` that of the worker's
+    steps before it.
     """
 
     step: int
@@ -182,7 +201,7 @@ class Membership(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected(Event):
-    """A planted fault took effect; `tensor` is the one that it changed, if it names none itself."""
+    """A planted fault took effect. It changed `tensor`, which is given if the fault names none."""
 
     fault: Mapping[str, Any]
     step: int | None = None
@@ -195,10 +214,13 @@ class Injected(Event):
 class Audit(Event):
     """Each of `ranks` computed logical `shard` of `step`, and the copies were compared.
 
-    `alike` has for each copy the index of the first copy with the same bits. `culprit` is the rank
-    that differed from two others, first in `element` of `tensor`; its copy was discarded.
-    `disputed` are the ranks that ever disagreed, even if they have left. Copies of only one
-    rank count unless it is in `disputed`. The Shard event comes from a rank that counts.
+    - `alike`: for each copy, the index of the first copy with the same bits.
+    - `culprit`: the rank that differed from two others, first in `element` of `tensor`; its copy
+      was discarded.
+    - `disputed`: the ranks that ever disagreed, even if they have left.
+
+    Copies of a single rank count, unless it is in `disputed`. The Shard event comes from a rank
+    that counts.
     """
 
     step: int
@@ -220,7 +242,7 @@ class Planted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halt(Event):
-    """Training stopped on purpose at step `step`, before any update of it.
+    """Training stopped on purpose at step `step`, before any update of that step.
 
     `rank`, `shard`, `tensor` and `ids` name the culprit; `reason` is the message.
     """
@@ -261,7 +283,7 @@ class Manifest(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(Event):
-    """The backend chain tried `backend`. It served, or failed with `reason`."""
+    """The backend chain tried `backend`, which worked (`served`) or failed with `reason`."""
 
     backend: str
     served: bool
@@ -274,9 +296,11 @@ class Attempt(Event):
 class Product(Event):
     """One matrix product on a backend, compared with the CPU and with float64.
 
-    `shape` is (m, k, n). `error_cpu` is the largest absolute difference from the CPU, `error_f64`
-    that from float64 at `element`, where it is the largest relative to `bound`, its rounding bound.
-    `stated` is true at the shape and range for which the contract gives an absolute tolerance.
+    - `shape`: (m, k, n).
+    - `error_cpu`: the largest absolute difference from the CPU.
+    - `error_f64`: the absolute difference from float64 at `element`, where it is the largest one
+      relative to `bound`, its rounding bound.
+    - `stated`: true at the shape and range for which the contract gives an absolute tolerance.
     """
 
     backend: str
@@ -299,7 +323,7 @@ class Product(Event):
 class Memory(Event):
     """Peak memory of worker `rank` in bytes, its budget, and the estimate made beforehand.
 
-    On `cpu` the peak is resident memory, else device memory. `reported_bytes` is the device's
+    On `cpu` the peak is resident memory, otherwise device memory. `reported_bytes` is the device's
     memory size, or None if it reports none.
     """
 
@@ -316,7 +340,7 @@ class Memory(Event):
 class Held(Event):
     """Worker `rank` starts with `held_bytes` of parameters, in pieces and in whole tensors.
 
-    `num_parts` ranks together should hold `whole_bytes`, the size of all parameters, only once.
+    `num_parts` ranks together should hold all parameters, `whole_bytes` in size, exactly once.
     """
 
     rank: int
@@ -329,7 +353,7 @@ class Held(Event):
 class Carried(Event):
     """A message was encoded, then decoded from `pieces` pieces; `sent` and `got` are its digests.
 
-    `got` is None if nothing was decoded. `allocated_bytes` is the most memory that decoding took.
+    `got` is None if nothing was decoded. `allocated_bytes` is the peak of memory in decoding.
     """
 
     message: str
@@ -342,7 +366,7 @@ class Carried(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Event):
-    """Damaged or malformed bytes were read and raised `error`, or None if they were accepted.
+    """Damaged or malformed bytes were read. They raised `error`, or None if they were accepted.
 
     `claimed_bytes` is the length that they announced, `allocated_bytes` the memory allocated for
     it.
@@ -356,7 +380,7 @@ class Refused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission(Event):
-    """A peer asked to join. `entitled` tells whether it may, `let_in` whether it was admitted."""
+    """A peer asked to join. `entitled`: whether it may; `let_in`: whether it was admitted."""
 
     case: str
     entitled: bool
@@ -368,9 +392,9 @@ class Admission(Event):
 class Reduced(Event):
     """The average that worker `rank` holds in step `step`, compared with that of the known terms.
 
-    `roundings` is the largest deviation from the float64 mean, found at `element`, in units of
-    2^-24 of the mean of the terms' absolute values; inf if the average is not finite. `error` is
-    the largest absolute difference of any element, or None if it was not recorded.
+    `roundings` is the largest deviation from the float64 mean, at `element`, in units of 2^-24
+    times the mean of the terms' absolute values; inf if the average is not finite. `error` is the
+    largest absolute difference of any element, or None if it was not recorded.
     """
 
     step: int
@@ -385,8 +409,8 @@ class Reduced(Event):
 class Traffic(Event):
     """Messages of one kind that `rank` (None: the coordinator) exchanged in the whole run.
 
-    `direction` is "sent" or "got", `peer` the other side: "coordinator" or "worker". `bytes` is all
-    that went through the socket for them, `payload_bytes` included.
+    `direction` is "sent" or "got". `peer` is the other side: "coordinator" or "worker". `bytes`
+    counts all bytes that went through the socket for them, including `payload_bytes`.
     """
 
     rank: int | None

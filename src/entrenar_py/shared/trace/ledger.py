@@ -1,7 +1,8 @@
 """A trace's file: JSON lines in a BLAKE3 chain.
 
-A header line, then one event a line. Each has `chain`, the BLAKE3 digest of the previous `chain`
-and of the line without its own. The last event is `End`, so a truncated file is detected, too.
+It has a header line, then one event per line. Each line has a `chain`: the BLAKE3 digest of the
+previous line's `chain` and of the line without its own `chain`. The last event is `End`, so a
+truncated file is detected, too.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from entrenar_py.shared.untrusted import files, json_text
 
 VERSION = 1
 _AGAIN = "record the run again"
-EVENTS_MAX = 2**21  # of a run that is judged; a ledger that is only verified may have any length
+EVENTS_MAX = 2**21  # of a judged run; a ledger that is only verified may have any length
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The first line: what is known of a run before its first event.
+    """The first line: what is known about a run before its first event.
 
     `plan` is a Scenario if the harness ran it.
     """
@@ -69,7 +70,7 @@ def header(head: Head) -> dict[str, Any]:
 
 
 def dump_line(chain: str, record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the line of `record` and its chain; `chain` is the previous line's, or "".
+    """Return the line of `record` and its chain; `chain` is that of the previous line, or "".
 
     Raises UsageError for a line that is too long to be read again.
     """
@@ -79,13 +80,13 @@ def dump_line(chain: str, record: Mapping[str, Any]) -> tuple[str, str]:
     if len(line) >= files.LINE_BYTES_MAX:
         raise UsageError(
             f"{record.get('kind', 'record')}: a line of {len(line) + 1} bytes: at most "
-            f"{files.LINE_BYTES_MAX} are read; record digests in place of values"
+            f"{files.LINE_BYTES_MAX} are read; record digests instead of values"
         )
     return line, chain
 
 
 def save(trace: Trace, path: Path) -> None:
-    """Write the trace's file; UsageError if it can't be written."""
+    """Write the trace's file. Raises UsageError if it can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
@@ -98,7 +99,7 @@ def save(trace: Trace, path: Path) -> None:
 def load(path: Path) -> Trace:
     """Return the trace that `save` wrote.
 
-    Raises TraceError, which names the line, for a file that is of another version, was edited,
+    Raises TraceError, which names the line, for a file that is of a different version, was edited,
     reordered or truncated, or is not a trace.
     """
     try:
@@ -115,7 +116,7 @@ def load(path: Path) -> Trace:
         )
     if not events or not isinstance(events[-1], End):
         where = f"{path}:{reader.num_lines}: the trace is truncated"
-        raise TraceError(f"{where}: its last line is no end event; {_AGAIN}")
+        raise TraceError(f"{where}: its last line is not an end event; {_AGAIN}")
     head = reader.head
     return Trace(
         scenario=Scenario.of(head.plan),
@@ -127,7 +128,7 @@ def load(path: Path) -> Trace:
 
 
 def dump_events(events: Iterable[Event]) -> bytes:
-    """Return `events` as JSON lines without a chain, to be sent from one process to another."""
+    """Return `events` as JSON lines without a chain, for sending them to another process."""
     lines = (
         json.dumps(records.to_record(event), separators=(",", ":"), allow_nan=False)
         for event in events
@@ -136,7 +137,7 @@ def dump_events(events: Iterable[Event]) -> bytes:
 
 
 def load_events(data: bytes) -> list[Event]:
-    """Return the events that `dump_events` wrote; TraceError, naming the line, if one is bad."""
+    """Return the events that `dump_events` wrote. TraceError, naming the event, if one is bad."""
     events = []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
@@ -149,9 +150,9 @@ def load_events(data: bytes) -> list[Event]:
 class Reader:
     """Reads a trace's file line by line: its `head` at once, then each event.
 
-    `num_lines` and `num_bytes` were read so far; `chain` is the last line's. Raises TraceError,
-    which names the line, for content that no writer wrote. With `cut`, a last line without a line
-    end is ignored, because its writer may have died writing it; else it is read like others.
+    `num_lines` and `num_bytes` count what was read so far; `chain` is that of the last line. Raises
+    TraceError, which names the line, for content that no writer wrote. With `cut`, a last line
+    without a line end is ignored, because its writer may have died while writing it.
     """
 
     def __init__(self, file: BinaryIO, path: Path, *, cut: bool = False) -> None:
@@ -176,7 +177,7 @@ class Reader:
         return f"{self._path}:{self.num_lines}"
 
     def _next(self) -> dict[str, Any] | None:
-        """Return the record of the next line, its chain checked, or None after the last line."""
+        """Return the record of the next line after checking its chain; None after the last line."""
         try:
             line = next(self._lines, b"")
         except OSError as error:

@@ -1,7 +1,7 @@
-"""Converts events to plain records that JSON can hold, and back.
+"""Conversion of events to plain records that JSON can hold, and back.
 
 A record may come from a file written by hand or from a lying peer. It becomes an event only if its
-values have the types that the event's annotations name.
+values have the types in the event's annotations.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def to_record(event: Event) -> dict[str, Any]:
 
 
 def from_record(record: Any) -> Event:
-    """Return the event that `to_record` wrote; raise UsageError for anything else."""
+    """Return the event that `to_record` wrote. Raises UsageError for anything else."""
     if not isinstance(record, dict):
         raise UsageError(f"an event is a mapping, not a {type(record).__name__}")
     kind = record.get("kind")

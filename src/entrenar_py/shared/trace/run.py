@@ -28,10 +28,11 @@ from entrenar_py.shared.trace.traits import USUAL, Traits
 class Trace:
     """The events of one run of `scenario`, in order.
 
-    `environment` holds versions and devices. `promises` are the system's own claims: "bitwise" (the
-    same bits for any number of workers of one backend), "draws" (at least samples and masks depend
-    on the logical shard, not on the worker), "rounds" (workers synchronise every few steps).
-    `traits` are facts of the run beyond its scenario.
+    - `environment`: versions and devices.
+    - `promises`: the system's own claims: "bitwise" (the same bits for any number of workers with
+      one backend), "draws" (at least samples and masks depend on the logical shard, not on the
+      worker), "rounds" (workers synchronise every few steps).
+    - `traits`: facts of the run beyond its scenario.
     """
 
     scenario: Scenario
@@ -42,7 +43,7 @@ class Trace:
 
     @classmethod
     def of_plan(cls, plan: TrainingPlan, **named: Any) -> Trace:
-        """Return the trace of one run of `plan`, which a trainer knows; see `Scenario.of`."""
+        """Return the trace of one run of `plan` as that of a scenario; see `Scenario.of`."""
         return cls(scenario=Scenario.of(plan), **named)
 
     @property
@@ -68,13 +69,13 @@ class Trace:
 
     @cached_property
     def standing(self) -> Trace:
-        """This trace without the events that a resume undid; itself if there are none."""
+        """This trace without the events that a resume undid, or the trace itself if none did."""
         kept = _standing(self.events)
         return self if kept is self.events else replace(self, events=tuple(kept))
 
     @property
     def end(self) -> End:
-        """The last End event; a `failed` one if the trace has none."""
+        """The last End event, or a `failed` one if the trace has none."""
         ends = self.of(End)
         return ends[-1] if ends else End(status="failed", reason="the trace has no end event")
 
@@ -84,7 +85,7 @@ def _standing(events: Sequence[Event]) -> Sequence[Event]:
 
     A resumed Start at step s undoes what its rank, and ranks that have left, recorded from step s
     on. If all ranks had left before a Start at step s that is not resumed, it undoes the shards
-    from step s on, because no worker made that step. Faults, halts and departures stay.
+    from step s on, because no worker completed that step. Faults, halts and departures stay.
     """
     if not any(isinstance(earlier, Membership) or _resumes(earlier) for earlier in events):
         return events

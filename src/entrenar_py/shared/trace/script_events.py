@@ -1,4 +1,4 @@
-"""The events of a script that is observed: what it declares, and what its ranks notice."""
+"""Events of an observed script: what it declares, and what its ranks notice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from entrenar_py.shared.trace.events import Event
 
-# What a report points to, whoever wrote the trace; `records` refuses all else.
+# The places that a report points to, in any trace; `records` refuses all other values.
 SiteName = str  # one of SITES
 SourceFile = str  # a path of at most FILE_BYTES_MAX bytes
 SourceLine = int  # from 1 to LINE_MAX
@@ -19,7 +19,7 @@ LINE_MAX = 2**31 - 1
 
 
 def is_source_file(path: str) -> bool:
-    """Return whether `path` can be the path of a file, and is short enough for one."""
+    """Return whether `path` can be a file's path of at most FILE_BYTES_MAX bytes."""
     try:
         return 0 < len(os.fsencode(path)) <= FILE_BYTES_MAX and "\0" not in path
     except UnicodeEncodeError:
@@ -30,8 +30,9 @@ def is_source_file(path: str) -> bool:
 class Declared(Event):
     """The script of worker `rank` declares this about its parameters, from `step` on.
 
-    `frozen` names those that never change, or is None if it doesn't say. Each of `tied` has the
-    names of one tensor. `averages` are the labels of averages of the weights in `extra`.
+    `frozen` names the parameters that never change, or is None if the script doesn't say. Each
+    entry of `tied` has the names of one tensor. `averages` are the labels of the averages of the
+    weights in `extra`.
     """
 
     step: int
@@ -43,11 +44,11 @@ class Declared(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruled(Event):
-    """From `step` on an optimizer of worker `rank` steps the tensors `names` by this rule.
+    """From `step` on, an optimizer of worker `rank` updates the tensors `names` by this rule.
 
     `rule` is the name of a class of torch.optim, and `constants` are those of a parameter group. If
-    the optimizer is of another class, which is `derived` from that one, it may step otherwise. If
-    it is of none, `rule` is "", and `derived` says that the class is the script's own.
+    `derived`, the optimizer's class only derives from that class, and may update differently. If
+    the class is not from torch.optim, `rule` is "", and `derived` says that it is the script's own.
     """
 
     step: int
@@ -62,10 +63,11 @@ class Ruled(Event):
 class Noticed(Event):
     """Worker `rank` noticed this about its parameters before `step`.
 
-    Each of `shared` has the names that one tensor had when observing began. `alike` are pairs of an
-    embedding and another tensor with the same values. `doubled` names tensors that one optimizer
-    holds twice. `peculiar` says of a tensor by name that it is `nan`, `inf`, `zero` (a matrix) or
-    looks `uninitialised`.
+    - `shared`: each entry has the names that one tensor had when observing began.
+    - `alike`: pairs of an embedding and a second tensor with the same values.
+    - `doubled`: the tensors that one optimizer holds twice.
+    - `peculiar`: the tensors that are `nan`, `inf` or `zero` (a matrix), or that look
+      `uninitialised`.
     """
 
     step: int
@@ -80,14 +82,23 @@ class Noticed(Event):
 class Drawn(Event):
     """Worker `rank` drew random numbers in `step`, in the rank's own micro-batch `micro_batch`.
 
-    `generator` is `torch`, `numpy`, `python`, a device, or the name of a generator of the script's
-    own. `before` and `after` are digests of its state. `where`: in the forward pass (`forward`), in
-    the backward pass (`backward`), there by a module that is computed again with a generator that
-    was not set back (`recomputed`), or in the optimizer's step (`step`); before the forward pass
-    (`batch`), between it and the backward pass (`loss`), or between this and the optimizer's step
-    (`gradient`); as the data set was read (`loader`, by the loader's `worker`, if it has any, for
-    its first samples `ids`); or since the step before (`between`). `part` is the index of the part
-    of the batch that the rank draws, which other ranks may draw, too.
+    - `generator`: `torch`, `numpy`, `python`, a device, or the name of a generator of the script.
+    - `before`, `after`: digests of the generator's state.
+    - `part`: the index of the part of the batch that the rank draws, which other ranks may draw,
+      too.
+    - `where`: the place of the draw:
+
+      - `forward`: in the forward pass.
+      - `backward`: in the backward pass.
+      - `recomputed`: in the backward pass, by a module that is computed again with a generator that
+        was not reset.
+      - `step`: in the optimizer's step.
+      - `batch`: before the forward pass.
+      - `loss`: between the forward and the backward pass.
+      - `gradient`: between the backward pass and the optimizer's step.
+      - `loader`: while the data set was read, by the loader's `worker` if it has workers, for its
+        first samples `ids`.
+      - `between`: since the previous step.
     """
 
     step: int

@@ -11,8 +11,8 @@ from entrenar_py.shared.trace.events import Event
 class Gap(Event):
     """This ledger starts from a checkpoint before `step`, and lacks the events before that.
 
-    `lines` and `digest` are the earlier ledger's length and the digest of its last line as the
-    checkpoint names them, or None. `reason` says why the earlier ledger is not continued.
+    `lines` and `digest` are the length of the earlier ledger and the digest of its last line, as
+    named by the checkpoint, or None. `reason` says why the earlier ledger is not continued.
     """
 
     step: int
@@ -25,7 +25,8 @@ class Gap(Event):
 class Spike(Event):
     """The gradient of `step` is far larger than those before it.
 
-    `grad_norm` is its L2 norm before clipping, `median` that of the last `num_steps` steps.
+    `grad_norm` is its L2 norm before clipping. `median` is the median of the norms of the previous
+    `num_steps` steps.
     """
 
     step: int

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PROJECTIONS = 32  # of a sketch
 SAMPLES = 16  # elements in a sketch
-_LARGE, _THREADS = 2**22, 4  # bytes from which a digest takes so many threads, which end with it
+_LARGE, _THREADS = 2**22, 4  # digests of tensors from _LARGE bytes on use _THREADS threads
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -23,8 +23,8 @@ class TensorRecord:
     """A tensor in a trace: its digest, and its values if the scenario requests them.
 
     `digest` is BLAKE3 (128 bits, hex) of the raw little-endian elements in C order. `data` is the
-    base64 of the same bytes, `dtype` a numpy dtype name. A tensor of a large model has a `sketch`
-    in place of `data`, and another digest (`observing.sketches`).
+    base64 of the same bytes, and `dtype` a numpy dtype name. A tensor of a large model has a
+    `sketch` instead of `data`, and a different digest (`observing.sketches`).
     """
 
     digest: str
@@ -41,28 +41,28 @@ class TensorRecord:
         return np.frombuffer(base64.b64decode(self.data), dtype=self.dtype)
 
     def elements(self) -> np.ndarray[Any, Any] | None:
-        """Return all elements, or those that the sketch has, flat; None without both."""
+        """Return all elements, or those in the sketch, flat; None if neither was kept."""
         if self.sketch is None:
             return self.values()
         return self.sketch.sampled.astype(self.dtype)
 
     def vector(self) -> np.ndarray[Any, Any] | None:
-        """Return all elements, flat, or their projection if there is a sketch; None without both.
+        """Return all elements, flat, or the sketch's projection; None if neither was kept.
 
-        Either stands for the tensor in sums, multiples, distances and angles.
+        Either can represent the tensor in sums, multiples, distances and angles.
         """
         return self.values() if self.sketch is None else self.sketch.projected
 
     @property
     def size(self) -> int | None:
-        """The number of elements, None if unknown."""
+        """The number of elements, or None if unknown."""
         if self.sketch is not None:
             return self.sketch.size
         values = self.values()
         return None if values is None else values.size
 
     def square(self) -> float | None:
-        """Return the sum of the squares of all elements, estimated if need be; None if unknown."""
+        """Return the sum of squares of all elements, estimated from a sketch; None if unknown."""
         import numpy as np
 
         if self.sketch is not None:
@@ -75,18 +75,18 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
-    """A few `numbers` that stand for the `size` elements of a tensor x.
+    """A few `numbers` that represent the `size` elements of a tensor x.
 
     float64 [1 + PROJECTIONS + min(SAMPLES, size)], in this order:
 
     - `square`: the sum of the squares of all elements, NaN if unknown.
-    - `projected`: P x, where P is a fixed random matrix with E |P x|^2 = |x|^2. As P is linear, and
-      the same for all tensors of a size, sums, multiples and differences of tensors can be compared
-      by those of their projections.
+    - `projected`: P x, where P is a fixed random matrix with E |P x|^2 = |x|^2. P is linear, and
+      the same for all tensors of one size. So sums, multiples and differences of tensors can be
+      compared by their projections.
     - `sampled`: elements at fixed places.
 
-    A rank that holds a piece of the tensor has a sketch of the piece, at its place in the whole
-    tensor. The sketch of the whole is the sum of those of all pieces.
+    If a rank holds a piece of the tensor, it has a sketch of the piece at its place in the whole
+    tensor. The sketch of the whole is the sum of the sketches of all pieces.
     """
 
     size: int
@@ -108,13 +108,13 @@ class Sketch:
         return self.numbers[1 + PROJECTIONS :]
 
     def __add__(self, other: Sketch) -> Sketch:
-        """Return the sketch of a sum. Its `square` is unknown."""
+        """Return the sketch of the sum of two tensors. Its `square` is unknown."""
         total = self.numbers + other.numbers
         total[0] = math.nan
         return Sketch(self.size, total)
 
     def times(self, factor: float) -> Sketch:
-        """Return the sketch of a multiple."""
+        """Return the sketch of the tensor multiplied by `factor`."""
         scaled = factor * self.numbers
         scaled[0] *= factor
         return Sketch(self.size, scaled)
@@ -125,7 +125,7 @@ class Sketch:
 
     @classmethod
     def from_text(cls, size: int, text: str) -> Sketch:
-        """Return the sketch that `to_text` wrote; ValueError for another text."""
+        """Return the sketch that `to_text` wrote. Raises ValueError for any other text."""
         import numpy as np
 
         numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f8")
@@ -135,7 +135,7 @@ class Sketch:
 
 
 def record_sketch(sketch: Sketch, dtype: str, digest: str | None = None) -> TensorRecord:
-    """Return the record of a tensor with this sketch; by default its digest is the sketch's."""
+    """Return the record of a tensor with this sketch; `digest` is by default the sketch's own."""
     digest = digest or blake3(sketch.numbers.tobytes()).hexdigest(16)
     return TensorRecord(digest, None, dtype, sketch)
 

@@ -1,7 +1,7 @@
-"""The events of a script with a model of token ids: what each loss is over, what depends on what.
+"""Events of a script with a model of token ids: the scope of each loss, and what outputs depend on.
 
-A rank with a probed model passes micro-batches through it again, with other tokens. It records
-how much the outputs change, and leaves it to the judge what that means.
+A rank with a probed model passes micro-batches through it again, with different tokens. It records
+how much the outputs change; the judge decides what that means.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from entrenar_py.shared.trace.events import Event
 class Tokens(Event):
     """Worker `rank` gave its model token ids, `rows` x `positions`, in a micro-batch of `step`.
 
-    `padding` counts those that a mask or the embedding's `padding_idx` shows as padding.
-    `documents` counts the documents that lie in rows with several: by `shown`, the argument that
-    shows them. `begun` counts the documents (or rows) that begin with the model's token for that,
-    and `doubled` those that begin with it twice; both are None if no such token is known. `tied`
-    tells whether the tables of the first and the last layer have the same values; None if the model
-    doesn't say that they have. `recomputed` tells whether modules were called within the step's
-    backward passes. `problem` says why the model was not probed, "" if it was.
+    - `padding`: the number of tokens that a mask or the embedding's `padding_idx` shows as padding.
+    - `documents`: the number of documents in rows that hold several; `shown` is the argument that
+      shows them.
+    - `begun`: the number of documents (or rows) that begin with the model's BOS token, None if
+      that token is unknown.
+    - `doubled`: the number of those that begin with it twice, None if it is unknown.
+    - `tied`: whether the embeddings of the first and the last layer have the same values; None if
+      the model doesn't declare them tied.
+    - `recomputed`: whether modules were called within the step's backward passes.
+    - `problem`: the reason why the model was not probed, "" if it was.
     """
 
     step: int
@@ -41,15 +44,18 @@ class Tokens(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored(Event):
-    """Worker `rank` took a cross-entropy over its tokens in a micro-batch of `step`.
+    """Worker `rank` computed a cross-entropy over its tokens in a micro-batch of `step`.
 
-    `call` counts the losses of the micro-batch. `counted` of its targets are not ignored. A counted
-    token's loss has the share `least` to `most` in what the backward pass began at; `dtype` is the
-    format of these numbers. Of `known` counted targets the token at that place of the row, the next
-    one and the one after that are known, and `matches` says how many targets equal each.
-
-    Of the counted targets `padded` are padding, at the place of a padding token; `crossing` are the
-    first token of another document, and `tokens_crossing` is how many different tokens these are.
+    - `call`: the index of the loss within the micro-batch.
+    - `counted`: the number of its targets that are not ignored.
+    - `least`, `most`: the range of the factors of the counted tokens' losses in the value at which
+      the backward pass began; `dtype` is the dtype of these numbers.
+    - `known`: the number of counted targets with three known tokens: the token at the target's
+      place in the row, the next one and the one after that.
+    - `matches`: for each of these three, how many targets equal it.
+    - `padded`: the number of counted targets at the place of a padding token.
+    - `crossing`: the number of counted targets that are the first token of the next document.
+    - `tokens_crossing`: the number of different tokens among these.
     """
 
     step: int
@@ -69,14 +75,17 @@ class Scored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reread(Event):
-    """Worker `rank` passed a micro-batch of `step` through its model again, with other tokens.
+    """Worker `rank` passed a micro-batch of `step` through its model again, with different tokens.
 
-    `replaced` says which: `later` (all from position `cut` on), `padding`, or `earlier` documents
-    (all but the last in each row). `still` is the largest change of an output that must stay, at
-    `position` of `row`; `moved` that of the other outputs, and `own` that of the outputs at the
-    first replaced position. `loss` is the change of the loss that the model returned, None if it
-    returned none. `noise` is the largest change of a row that keeps its tokens, `scale` the largest
-    output, and `unit` the rounding of the format that was computed in.
+    - `replaced`: `later` (all tokens from position `cut` on), `padding`, or `earlier` documents
+      (all but the last in each row).
+    - `still`: the largest change of an output that must not change, at `position` of `row`.
+    - `moved`: the largest change of the other outputs.
+    - `own`: the largest change of the outputs at the first replaced position.
+    - `loss`: the change of the loss that the model returned, None if it returned none.
+    - `noise`: the largest change of a row that keeps its tokens.
+    - `scale`: the largest output.
+    - `unit`: the rounding unit of the dtype of the computation.
     """
 
     step: int
@@ -97,11 +106,10 @@ class Reread(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(Event):
-    """Worker `rank` took a cross-entropy of `counted` targets without gradient, before it made
-    `step`.
+    """Worker `rank` computed a cross-entropy without gradient before it took `step`.
 
-    `training` tells whether the model was in training mode, and `drew` whether its pass drew random
-    numbers.
+    `counted` is the number of its targets. `training` tells whether the model was in training mode,
+    and `drew` whether its pass drew random numbers.
     """
 
     step: int

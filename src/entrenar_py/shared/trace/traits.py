@@ -1,7 +1,7 @@
 """The traits of a run: facts that a judge must know and that the scenario does not state.
 
 Systems declare them, the recorder of a user's trainer observes them, and checks read them, so that
-no check knows a system by its name. Promises about bits are in `Trace.promises`.
+no check needs a system's name. Promises about bits are in `Trace.promises`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from entrenar_py.shared.codec import Schema
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario, TrainingPlan
 
-# The values that a field may have, for fields with a fixed choice.
+# The allowed values of each field with a fixed choice.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "topology": ("", "star", "mesh", "ring"),
     "updates": ("workers", "server"),
@@ -49,64 +49,68 @@ class Traits:
     - `topology`: how gradients travel (`star`, `mesh`, `ring`), "" if their bytes aren't counted.
     - `updates`: whether every worker steps with its own optimizer, or a server steps for all.
     - `shared`: ranks that draw the same samples compute one shard together.
-    - `alone`: no rank was seen to communicate with another while it trained.
-    - `compressed`: the number format or hook that compresses gradients in transit, from step
-      `compressed_from` on; `float32` if a script declares that nothing does.
+    - `alone`: no rank was seen to communicate with another rank during training.
+    - `compressed`: the dtype or hook that compresses gradients in transit, from step
+      `compressed_from` on; `float32` if a script declares that they aren't compressed.
 
     In the model and the data:
 
-    - `masks`: what draws dropout's masks: each rank (`rank`), or each logical shard, either as a
-      single device draws them (`shard`) or from generators that no single device has
-      (`shard_apart`).
-    - `batch_norm`: batch normalisation uses each rank's own samples.
+    - `masks`: what draws the masks of dropout: each rank (`rank`), or each logical shard. Those of
+      a shard are drawn as on a single device (`shard`), or from generators that no single device
+      has (`shard_apart`).
+    - `batch_norm`: batch normalisation uses only each rank's own samples.
     - `drop_last`: the last batch of an epoch is left out if it would be short.
     - `replacement`: a sample may be drawn again within an epoch.
-    - `selects`: the line of a script that selects rows by random numbers, for each step again.
-      `one_source`: by the same line for each micro-batch of a step, under no condition.
-    - `by_epoch`: the line of a script that compares the number of an epoch: it may do something
-      else in later ones.
-    - `seeded`: the run was given the seed that its scenario states. `unseeded`: the script seeds
-      nothing, and the harness has seeded each rank.
+    - `selects`: the line of a script that selects rows with random numbers, again for each step.
+    - `one_source`: that line selects them for each micro-batch of a step, unconditionally.
+    - `by_epoch`: the line of a script that compares the number of an epoch, so that later epochs
+      may be different.
+    - `seeded`: the run was given the seed in its scenario.
+    - `unseeded`: the script seeds nothing, so the harness has seeded each rank.
     - `epochs`: `untold` if it is not known to which epoch a sample belongs.
     - `population`: `guessed` if it is not known which samples an epoch should have: the scenario's
-      number of samples is that of those that were drawn, or a sampler of the user's decides.
-      `varied` if epochs draw from several data sets, or from other parts of one.
-    - `ordered`: a sampler of the script's has an order, and no line of the script draws any.
+      number of samples only counts those that were drawn, or a sampler of the user decides.
+      `varied` if epochs draw from several data sets, or from different parts of one.
+    - `ordered`: a sampler of the script has an order, and no line of the script draws one.
     - `splits`: a sampler splits one data set between the ranks, so that ids mean the same on all.
-    - `sample_ids`: `content` if they are digests of what the model was given, `seen` if they are
-      those that a loader of the script drew, and the script reports none.
-    - `losses`: `backward` if they are what `backward` was called on, of an unknown scale.
-    - `loss_over`: the samples of all ranks that a loss is of, however they are divided, as a script
-      declares it, or torch's `Join` has it count; "" if neither does.
-    - `arranged`: `guessed` if nothing shows that each rank draws samples of its own.
+    - `sample_ids`: `content` if they are digests of what the model was given; `seen` if a loader of
+      the script drew them and the script reports none.
+    - `losses`: `backward` if they are the values on which `backward` was called, with an unknown
+      scale.
+    - `loss_over`: the samples of all ranks that a loss covers, however they are divided. A script
+      declares it, or torch's `Join` implies it; "" if neither does.
+    - `arranged`: `guessed` if nothing shows that each rank draws its own samples.
 
-    Of a script's checkpoints, "" where nobody looked:
+    Of a script's checkpoints, "" if unknown:
 
-    - `saves`: whether any rank saved as much as its `weights`, once it trained. `saved_after` are
-      the numbers of steps that were made by then, `saved_behind` is how many steps before that the
-      weights may have been handed to a thread that saves them, and `unreached` is the line that
-      would have saved some if the run had come there.
-    - `loads`: `nothing` if no line of the script loads what it may have saved, `late` if all that
-      do run only once it has trained. `resume_option` is the first of its options that has such a
-      name, as `--resume PATH`, or a setting (`--start=resume`, or an environment variable,
-      `START=resume`). `read_back` is the line that has loaded such a file before training.
-    - `restarts`: `nothing` if the launcher starts no worker again.
-    - `starts`: `one` if the command starts one worker and can't be told to start more.
+    - `saves`: `weights` if any rank saved its weights or more, after training began.
+    - `saved_after`: the numbers of steps that were taken before each save.
+    - `saved_behind`: the number of steps before that at which the weights may have been handed to a
+      thread that saves them.
+    - `unreached`: the line that would have saved a checkpoint, but was not reached.
+    - `loads`: `nothing` if no line of the script loads what it may have saved, `late` if all lines
+      that do run only after training.
+    - `resume_option`: the first of the script's options with a name for resuming, as
+      `--resume PATH`, or a setting (`--start=resume`, or an environment variable, `START=resume`).
+    - `read_back`: the line that has loaded a saved file before training.
+    - `restarts`: `nothing` if the launcher restarts no worker.
+    - `starts`: `one` if the command starts one worker and has no option to start more.
 
-    Of the optimizer: the constants of its rule as torch.optim has them, and
+    Of the optimizer: the constants of its rule as in torch.optim, and
 
     - `rule`: `own` if it is none of the scenario's optimizers, `other` if it is one that doesn't
       apply gradients as torch's does.
-    - `decay`: `coupled` if Adam's weight decay is a part of the gradient.
-    - `betas_in`: the format in which its betas and their powers are kept: `float32` in torch's
+    - `decay`: `coupled` if Adam's weight decay is added to the gradient.
+    - `betas_in`: the dtype in which its betas and their powers are kept: `float32` in torch's
       kernels for GPUs that are fused or capturable.
-    - `clipping`: `other` if gradients were recorded only as applied, maybe clipped.
-    - `clip_norm`: the largest norm of an applied gradient. By `clip_source` a script declares it in
-      its `line`, or its `calls` of torch show it; "" in traces of releases that didn't say.
-    - `steps`: `copies` if it steps copies of the weights, which are written back later.
+    - `clipping`: `other` if gradients were recorded only as applied, perhaps after clipping.
+    - `clip_norm`: the largest norm of an applied gradient.
+    - `clip_source`: the source of `clip_norm`: a declaration in the script's `line`, or its `calls`
+      of torch; "" in traces of releases that didn't record it.
+    - `steps`: `copies` if it updates copies of the weights, which are written back later.
     - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't state.
-    - `outer`: the rule by which workers that step alone are brought together: `momentum` without
-      Nesterov's look ahead, `other` if it is unknown here.
+    - `outer`: the rule that synchronises workers that step alone: `momentum` without Nesterov's
+      look-ahead, `other` if it is unknown here.
 
     Raises UsageError for a value that is not among a field's CHOICES.
     """
@@ -171,7 +175,7 @@ class Traits:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Traits:
-        """Return the traits that `record` describes; UsageError names a wrong key or value."""
+        """Return the traits in `record`. Raises UsageError, which names a wrong key or value."""
         return _SCHEMA.load(record)
 
 
@@ -179,7 +183,7 @@ _SCHEMA = Schema(Traits, what="trait", sparse=True)
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Traits)}
 # The traits of a run that declares none.
 USUAL = Traits()
-# The constants of an optimizer's rule that torch.optim lets its user choose.
+# The constants of an optimizer's rule that users of torch.optim can choose.
 CONSTANTS: Mapping[str, Any] = {
     name: _DEFAULTS[name] for name in ("momentum", "dampening", "nesterov", "betas", "eps")
 }
@@ -187,7 +191,7 @@ CONSTANTS: Mapping[str, Any] = {
 
 # --- traces of releases without traits ------------------------------------------------------------
 
-# The traits of those releases' systems, by name without `_simulated` at the end.
+# The traits of the systems of those releases, by name without `_simulated` at the end.
 _WERE: Mapping[str, Traits] = {
     "reference": Traits(masks="shard"),
     "parameter_server": Traits(masks="shard", topology="star"),
@@ -198,7 +202,7 @@ _WERE: Mapping[str, Traits] = {
 
 
 def from_header(record: Mapping[str, Any]) -> tuple[TrainingPlan, Traits]:
-    """Return the plan, or the scenario, and the traits of a trace's header.
+    """Return the plan, or the scenario, and the traits in a trace's header.
 
     A header without traits was written by hand or by an earlier release, which stored the traits of
     a user's trainer among its scenario's `options`. They are moved to the traits.

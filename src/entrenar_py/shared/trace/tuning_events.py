@@ -1,4 +1,4 @@
-"""Events of fine-tuning: what a checkpoint and rows became, and what was made of them."""
+"""Events of fine-tuning: the trainer's view of a checkpoint and its rows, and the results."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from entrenar_py.shared.trace.tensors import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded(Event):
-    """Sample `sample` as the trainer has it, and what stock `transformers` makes of its row.
+    """Sample `sample` in the trainer, and what stock `transformers` makes of its row.
 
-    `row` is the number of the row in its file. `tokens` and `stock_tokens` are those of the trainer
-    and of the stock tokenizer. `predicted` are the positions of tokens that the trainer predicts,
-    `completion` of those that should be: after the first in plain text, in the assistant's turns in
-    a chat, none in a classifier. `label` is the number of the class, -1 without classes.
+    - `row`: the number of the row in its file.
+    - `tokens`, `stock_tokens`: the tokens from the trainer and from the stock tokenizer.
+    - `predicted`: the positions of the tokens that the trainer predicts.
+    - `completion`: the positions of the tokens that it should predict: all but the first in plain
+      text, the assistant's turns in a chat, none in a classifier.
+    - `label`: the number of the class, -1 without classes.
     """
 
     sample: int
@@ -31,8 +33,8 @@ class Encoded(Event):
 class Taught(Event):
     """The loss of sample `sample` depended on the model's last hidden states at `positions`.
 
-    Seen at the derivatives of the loss by these states, which are not zero there. A language
-    model predicts the token at p + 1 from the state at p, a classifier the class from the last one.
+    The derivatives of the loss with respect to these states are not zero there. A language model
+    predicts the token at p + 1 from the state at p, a classifier the class from the last state.
     """
 
     sample: int
@@ -41,7 +43,7 @@ class Taught(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed(Event):
-    """The classes' weights in the loss: of the kind `asked` for, by the classes' numbers."""
+    """The weights of the classes in the loss, by class number; `asked` is their requested kind."""
 
     asked: str
     weights: tuple[float, ...]
@@ -51,7 +53,7 @@ class Weighed(Event):
 class Frozen(Event):
     """Weights that aren't trained, under their names in the checkpoint, as they were `when`.
 
-    The first such event of a run has those of the checkpoint's own files.
+    The first such event of a run has the weights in the checkpoint's own files.
     """
 
     when: str
@@ -68,12 +70,13 @@ class ReadBack(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted(Event):
-    """The matrices of an adapted layer, float32 with values: as they were `when`.
+    """The matrices of an adapted layer, float32 with values, as they were `when`.
 
-    `tensors` has the adapter's `a` [rank, in] and `b` [out, rank], `base` [out, in], the
-    checkpoint's weight, and `merged` [out, in], the weight in the merged model; all before the
-    training without `merged` if `when` is "start". `shape` is (out, in). `rank` and `alpha` are
-    those that the run was asked for.
+    - `rank`, `alpha`: the values that the run requested.
+    - `shape`: (out, in).
+    - `tensors`: the adapter's `a` [rank, in] and `b` [out, rank]; `base` [out, in], the weight in
+      the checkpoint; `merged` [out, in], the weight in the merged model. If `when` is "start", they
+      are those before training, without `merged`.
     """
 
     when: str
@@ -86,11 +89,11 @@ class Adapted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised(Event):
-    """The weight of a linear layer as a fine-tuning holds it in NF4, and as stock libraries do.
+    """The weight of a linear layer in NF4, as held in fine-tuning and as made by stock libraries.
 
-    `due` is true within blocks; heads stay as they are. `held` and `stock` have the codes, scales
-    and levels that the trainer and `bitsandbytes` make of the checkpoint's weight. `held` is empty
-    if the trainer has it in another format.
+    `due` is true within blocks; heads are not quantised. `held` and `stock` have the codes, scales
+    and levels that the trainer and `bitsandbytes` compute from the checkpoint's weight. `held` is
+    empty if the trainer has a different format.
     """
 
     layer: str
@@ -101,10 +104,11 @@ class Quantised(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRow(Event):
-    """A row of a teacher's shard `shard`, and the same by stock `transformers` in float64.
+    """A row of a teacher's shard `shard`, and the same row from stock `transformers` in float64.
 
-    `tokens` and `log_probabilities` are what the row has at `position` of `sample`, and `rest` the
-    mass of all other tokens. `stock` has the log-probability of each token of the vocabulary there.
+    `tokens` and `log_probabilities` are those of the row at `position` of `sample`; `rest` is the
+    probability of all other tokens. `stock` has the log-probability of each token of the vocabulary
+    at that position.
     """
 
     shard: int
@@ -120,7 +124,7 @@ class TeacherRow(Event):
 class Sharded(Event):
     """The shards of a teacher as they were `when`: the digest of each file that is listed.
 
-    `complete` is what the stage said of itself. `due` is the number of shards that there are to be.
+    `complete` is the stage's own claim. `due` is the planned number of shards.
     """
 
     when: str
@@ -131,9 +135,9 @@ class Sharded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnedAway(Event):
-    """A student was given shards that are not its own: `what` is wrong with them.
+    """A student was given shards that are not its own; `what` is wrong with them.
 
-    `refused` is the message, None if it took them.
+    `refused` is the message, or None if the student accepted them.
     """
 
     what: str

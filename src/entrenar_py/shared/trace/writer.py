@@ -1,6 +1,6 @@
-"""A trace's file that grows during its run, readable to its last whole line at any time.
+"""A trace's file that grows during its run, and is readable up to its last whole line at any time.
 
-When its process dies, the file is a valid chain up to the last whole line. A partial last line is
+If its process dies, the file is a valid chain up to the last whole line. A partial last line is
 removed when the file is opened again.
 """
 
@@ -43,8 +43,8 @@ class Mark:
 class Standing:
     """The state at the end of a file: the ranks present, the step, and the End event, if any.
 
-    `num_made` is the number of steps up to the highest with an update. `is_new` is true if the file
-    was just created.
+    `num_made` is the number of steps up to the highest one with an update. `is_new` is true if the
+    file was just created.
     """
 
     present: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class Writer:
     """Appends to the file of one run. Methods raise OSError on failure; earlier lines stay."""
 
     def __init__(self, file: FileIO, last: Mark) -> None:
-        """Continue `file`, which belongs to this writer from now on, after the line `last`."""
+        """Continue `file` after the line `last`; from now on it belongs to this writer."""
         self._file, self._num_lines, self._chain = file, last.line, last.chain
 
     @property
@@ -68,13 +68,13 @@ class Writer:
 
     @property
     def last(self) -> Mark:
-        """The line that was written last."""
+        """The last line that was written."""
         return Mark(self._num_lines, self._chain)
 
     def append(self, events: Iterable[Event]) -> None:
         """Write `events` to the file. They survive the death of this process.
 
-        Raises UsageError for one that could not be read again; then none of them is written.
+        Raises UsageError for an event that could not be read again; then no event is written.
         """
         self.write(map(records.to_record, events))
 
@@ -87,7 +87,7 @@ class Writer:
         self._file.close()
 
     def write(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Write `entries` as lines, each chained to the one before."""
+        """Write `entries` as lines, each chained to the previous one."""
         lines, chain = [], self._chain
         for entry in entries:
             line, chain = ledger.dump_line(chain, entry)
@@ -100,7 +100,7 @@ class Writer:
 
 
 def create(path: Path, head: Head) -> Writer:
-    """Create a file at `path`; UsageError if it exists already or can't be created."""
+    """Create a file at `path`. Raises UsageError if it already exists or can't be created."""
     try:
         file = FileIO(path, "x")
     except FileExistsError as error:
@@ -117,12 +117,12 @@ def create(path: Path, head: Head) -> Writer:
 
 
 def reopen(path: Path, head: Head, *, since: Gap | None = None) -> tuple[Writer, Standing]:
-    """Open the file at `path` to continue it, and return its end; create it if there is none.
+    """Open the file at `path` to continue it, and return its writer and its end.
 
-    `since` is the gap that a new file would start with if the run resumes from a checkpoint. Raises
-    TraceError for a file that is damaged before its last line, is of another run than
-    `head`'s, or lacks the events before that checkpoint. Raises UsageError if another process is
-    writing it.
+    A missing file is created. `since` is the gap that a new file would start with if the run
+    resumes from a checkpoint. Raises TraceError for a file that is damaged before its last line,
+    belongs to a run with a different `head`, or lacks the events before that checkpoint. Raises
+    UsageError if another process is writing it.
     """
     if not path.exists():
         return create(path, head), Standing(is_new=True)
@@ -156,11 +156,11 @@ def _begun(file: FileIO, head: Head) -> Writer:
 
 
 def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
-    """Yield the events of `reader`; TraceError if those before the checkpoint `since` are missing.
+    """Yield the events of `reader`. Raises TraceError if events before the checkpoint are missing.
 
-    They are complete if the file has the line that the checkpoint names, or a gap equal to `since`:
-    then the file was started at that checkpoint. A checkpoint that names no line can only be
-    compared by its step.
+    The events are complete if the file has the line that the checkpoint `since` names. They are
+    also complete if it has a gap equal to `since`: then the file was started at that checkpoint. If
+    the checkpoint names no line, only its step can be compared.
     """
     num_made = 0
     digest: str | None = None  # the digest of the line that the checkpoint names
@@ -180,7 +180,7 @@ def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
 
 
 def _lacking(since: Gap, reader: ledger.Reader, num_made: int, digest: str | None) -> str:
-    """Return which events before the checkpoint `since` the file lacks, in words."""
+    """Return a description of the events before the checkpoint `since` that the file lacks."""
     if since.digest is None:
         return (
             f"it ends after {num_made} steps, the checkpoint is of step {since.step} and names no "
@@ -202,7 +202,7 @@ def _stand(events: Iterable[Event]) -> Standing:
     step, end, num_made = 0, None, 0
     for event in events:
         end = event if isinstance(event, End) else None
-        if end is not None:  # a run that was stopped: all its workers went with it
+        if end is not None:  # a run that was stopped: all its workers ended with it
             present.clear()
         if isinstance(event, Start):
             present.add(event.rank)
@@ -223,13 +223,13 @@ def _require_same(theirs: TrainingPlan, ours: TrainingPlan, path: Path) -> None:
         if wrote.get(name) != writes.get(name):
             raise TraceError(
                 f"ledger {path}: it was written by a run with {name}={wrote.get(name)!r}, and this "
-                f"run has {name}={writes.get(name)!r}; go on with the configuration of that run, "
-                "or give another path"
+                f"run has {name}={writes.get(name)!r}; continue with the configuration of that "
+                "run, or give another path"
             )
 
 
 def _sync_folder(path: Path) -> None:
-    """Return once the file at `path` would be found there after a power cut."""
+    """Return once the file at `path` would be found in its folder after a power cut."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,3 +1,4 @@
-"""Texts and files from outside (contracts, ledgers, paths, peers): opened within bounds, and
-printed with every character visible.
+"""Texts and files from outside (contracts, ledgers, paths, peers).
+
+They are opened within limits, and printed with every character visible.
 """

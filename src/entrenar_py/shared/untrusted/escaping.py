@@ -1,6 +1,6 @@
-r"""Escapes text from outside before it is shown, so that each character is visible and inert.
+r"""Escaping of text from outside before it is shown, so that each character is visible and inert.
 
-Contracts, ledgers, paths, devices and peers bring texts of their own. Characters that steer a
+Contracts, ledgers, paths, devices and peers bring their own texts. Characters that control a
 terminal, that are invisible, that reverse the direction of text or that are invalid are written as
 escapes (`\x1b`, `\u202e`). Everything that prints or writes such a text passes it through this
 module, which alone knows the set of characters.
@@ -39,7 +39,7 @@ def text(given: object) -> str:
 
 
 def line(given: object) -> str:
-    """Return `given` on one line with single spaces, with no command in it for GitHub's runners."""
+    """Return `given` on one line with single spaces, and without commands for GitHub's runners."""
     return _COMMAND.sub(_disarmed, _joined(given))
 
 
@@ -50,7 +50,7 @@ def exact(given: object) -> str:
 
 
 def shortened(long_text: str, *, chars_max: int = 400) -> str:
-    """Return `long_text`, or if it is longer than `chars_max`, its beginning and its end.
+    """Return `long_text`; if it is longer than `chars_max`, only its beginning and its end.
 
     A mark between them says how many characters were left out.
     """
@@ -68,10 +68,10 @@ def html(given: object) -> str:
 
 
 def dump_json(record: Any, *, indent: int | None = None) -> str:
-    """Return `record` as strict JSON. Hidden characters are written as JSON escapes, which read
-    back the same. Lone surrogates, which many readers refuse, are spelled out as by `text`.
+    """Return `record` as strict JSON, with hidden characters written as JSON escapes.
 
-    Raises ValueError for numbers that are not finite.
+    They are read back unchanged. Lone surrogates, which many readers refuse, are spelled out as in
+    `text`. Raises ValueError for numbers that are not finite.
     """
     dumped = json.dumps(record, indent=indent, ensure_ascii=False, allow_nan=False)
     return _UNSEEN.sub(_escaped, dumped)
@@ -90,7 +90,7 @@ def _disarmed(found: re.Match[str]) -> str:
 
 
 def _escaped(match: re.Match[str]) -> str:
-    """Return the JSON escape of a hidden character, which in JSON can stand only in a string."""
+    """Return the JSON escape of a hidden character, which in JSON occurs only within strings."""
     code = ord(match[0])
     if 0xD800 <= code <= 0xDFFF:
         return rf"\\u{code:04x}"

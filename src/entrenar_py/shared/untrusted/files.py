@@ -1,7 +1,7 @@
-"""Opens files from outside: only regular files (or pipes, in `read`), and only up to a size.
+"""Opening of files from outside: only regular files (or pipes, in `read`), and only up to a size.
 
-Anything else, such as a folder, a device, a socket or a pipe without end, raises an OSError;
-its `strerror` says what the path is and what to give instead. The caller adds the file's name.
+Anything else, such as a folder, a device, a socket or an endless pipe, raises an OSError; its
+`strerror` says what the path is and what to give instead. The caller adds the file's name.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 PIPE_S = 10.0  # from opening a pipe to its end
-# Longest line of a JSON lines file; the longest ones hold the values of all tensors of a model.
+# Maximum length of a line in a JSON lines file. The longest hold the values of a model's tensors.
 LINE_BYTES_MAX = 2**28
 PIECE_BYTES = 2**16
 
-# O_NONBLOCK: opening a pipe without a writer must not block. It does not affect files.
+# O_NONBLOCK: opening a pipe without a writer must not block. It has no effect on regular files.
 _NO_WAIT = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -34,9 +34,9 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 def open_file(path: Path, *, bytes_max: int | None = None) -> BufferedReader:
-    """Open the regular file at `path` for reading; raise OSError at once for anything else.
+    """Open the regular file at `path` for reading. Raises OSError at once for anything else.
 
-    A file larger than `bytes_max` is an OSError too. None sets no limit, for use with `lines`.
+    A file larger than `bytes_max` also raises OSError. None sets no limit, for use with `lines`.
     """
     handle = _opened(path)
     try:
@@ -51,9 +51,9 @@ def open_file(path: Path, *, bytes_max: int | None = None) -> BufferedReader:
 
 
 def open_to_write(path: Path, *, flags: int = 0, mode: int = 0o644) -> int:
-    """Return a handle of the regular file at `path`, to read and write; it is made if missing.
+    """Return a handle of the regular file at `path`, to read and write; create a missing file.
 
-    `flags` are added to those of `os.open`. Raises OSError at once for anything but a file.
+    `flags` are added to those of `os.open`. Raises OSError at once for anything but a regular file.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_WAIT | flags, mode)
     try:
@@ -65,14 +65,14 @@ def open_to_write(path: Path, *, flags: int = 0, mode: int = 0o644) -> int:
 
 
 def require_regular(handle: int) -> None:
-    """Raise OSError unless `handle` is of a regular file."""
+    """Raise OSError unless `handle` belongs to a regular file."""
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         raise _no_file(mode)
 
 
 def problem(error: OSError, folder: Path) -> str:
-    """Return why a file in `folder` can't be written; for a full disk, how much is free on it."""
+    """Return why a file in `folder` can't be written; for a full disk, also how much is free."""
     reason = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return reason
@@ -86,7 +86,8 @@ def problem(error: OSError, folder: Path) -> str:
 def read(path: Path, *, bytes_max: int) -> bytes:
     """Return the contents of the file at `path`, or of a pipe (`<(command)` in a shell).
 
-    A pipe must end within PIPE_S. Raises OSError for other kinds of file, and over `bytes_max`.
+    A pipe must end within PIPE_S. Raises OSError for other kinds of files, and for more than
+    `bytes_max` bytes.
     """
     handle = _opened(path)
     try:
@@ -98,7 +99,7 @@ def read(path: Path, *, bytes_max: int) -> bytes:
         if status.st_size > bytes_max:
             raise too_large(status.st_size, bytes_max)
         with os.fdopen(os.dup(handle), "rb") as file:
-            data = file.read(bytes_max + 1)  # it may have grown; some report a size of 0
+            data = file.read(bytes_max + 1)  # it may have grown; some files report a size of 0
     finally:
         os.close(handle)
     if len(data) > bytes_max:
@@ -107,7 +108,7 @@ def read(path: Path, *, bytes_max: int) -> bytes:
 
 
 def lines(file: BinaryIO, *, bytes_max: int = LINE_BYTES_MAX) -> Iterator[bytes]:
-    """Yield the lines of `file` with their ends, one in memory at a time.
+    """Yield the lines of `file` with their ends; only one is in memory at a time.
 
     Raises OSError for a line longer than `bytes_max`.
     """
@@ -135,7 +136,7 @@ def _no_file(mode: int) -> OSError:
 def _opened(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | _NO_WAIT)
-    except ValueError as error:  # a NUL, or a character that no path can have
+    except ValueError as error:  # a NUL, or a character that is not possible in a path
         raise OSError(errno.EINVAL, f"not a possible path ({error}); give a file") from error
 
 

@@ -1,12 +1,12 @@
-"""Reads JSON from outside within bounds. What is read can be copied, shown and written again.
+"""A reader of JSON from outside, within limits. Its values can be copied, shown and written again.
 
-`json.loads` alone reads as deep as the caller's stack happens to allow, and what it has read ends
-`copy.deepcopy` or `json.dumps` later by RecursionError. It takes the last of two values of one
-name, and spends fifty bytes on an empty list of two. Here all that can be wrong is a ValueError
-with the reason, which the caller puts behind its place.
+`json.loads` alone reads as deep as the caller's stack happens to allow. A value that it has read
+may later end `copy.deepcopy` or `json.dumps` with a RecursionError. If a name appears twice, it
+takes the last value, and it spends fifty bytes on an empty list, which takes two in the text. Here
+every error is a ValueError with the reason; the caller adds the place.
 
-Whole numbers have at most 4,300 digits, which is Python's own bound. NaN and infinities are
-numbers, as Python writes them: a field that nobody uses may hold one.
+Whole numbers have at most 4,300 digits, which is Python's own limit. NaN and infinities are
+numbers, as Python writes them, since a field that nobody uses may hold one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-DEPTH_MAX = 64  # lists and objects within each other; schemas of functions have some twenty
+DEPTH_MAX = 64  # levels of nested lists and objects; schemas of functions have about twenty
 _DEEP = "nested more than {} levels deep"
 _HALF = re.compile("[\ud800-\udfff]")
-# A text as a whole, or a bracket outside of texts. A text without an end runs to the end.
+# A whole text, or a bracket outside of texts. An unclosed text runs to the end.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[{\]}]', re.DOTALL)
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -30,14 +30,14 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 def load(text: str | bytes, *, values_max: int | None = None, names_once: bool = False) -> Any:
     """Return the value that `text` holds; `bytes` are UTF-8.
 
-    With `values_max` a text of more values is refused before they take memory: for what a peer
-    sends. With `names_once` an object that has one name twice is refused. Raises
-    ValueError, which for bad syntax is json.JSONDecodeError.
+    With `values_max`, a text with more values is refused before they take memory; this is for
+    messages from peers. With `names_once`, an object that has a name twice is refused. Raises
+    ValueError, which is json.JSONDecodeError for bad syntax.
     """
     if isinstance(text, bytes):
         text = text.decode()
     if values_max is not None and _num_marks(text) > values_max:
-        num_marks = _num_marks(_TEXT.sub("", text))  # most marks stand in texts
+        num_marks = _num_marks(_TEXT.sub("", text))  # most marks are within texts
         if num_marks > values_max:
             raise ValueError(f"it has marks of {num_marks} values; at most {values_max} are read")
     value, end = load_at(text, skip_space(text, 0), names_once=names_once)
@@ -50,7 +50,7 @@ def load(text: str | bytes, *, values_max: int | None = None, names_once: bool =
 
 
 def load_at(text: str, at: int, *, names_once: bool = False) -> tuple[Any, int]:
-    """Return the value that begins at `at`, of any depth that can be parsed, and where it ends."""
+    """Return the value that begins at `at`, of any depth that can be parsed, and its end."""
     try:
         return (_ONCE if names_once else _PLAIN).raw_decode(text, at)
     except RecursionError:
@@ -58,15 +58,16 @@ def load_at(text: str, at: int, *, names_once: bool = False) -> tuple[Any, int]:
 
 
 def skip_space(text: str, at: int) -> int:
-    """Return the place of the first character from `at` on that is no space."""
+    """Return the place of the first character, from `at` on, that is not a space."""
     match = _SPACE.match(text, at)
     assert match is not None, "no space at all matches, too"
     return match.end()
 
 
 def end_of(text: str, at: int) -> int:
-    """Return where the list or object ends that begins at `at`, of any depth; the end of the text
-    if it doesn't. What is in it need not be JSON.
+    """Return the end of the list or object that begins at `at`, of any depth.
+
+    If it is never closed, that is the end of the text. Its content need not be JSON.
     """
     depth = 0
     for token in _TOKEN.finditer(text, at):
@@ -77,7 +78,7 @@ def end_of(text: str, at: int) -> int:
 
 
 def require_flat(value: Any, depth_max: int = DEPTH_MAX) -> None:
-    """Raise ValueError for lists and mappings that are nested too deeply to be copied or shown."""
+    """Raise ValueError if lists and mappings are nested too deeply to be copied or shown."""
     level, depth = [value], 0
     while level := [part for part in level if isinstance(part, Mapping | list | tuple)]:
         depth += 1
@@ -89,7 +90,7 @@ def require_flat(value: Any, depth_max: int = DEPTH_MAX) -> None:
 def require_texts(value: Any) -> None:
     """Raise ValueError for a name or text in a flat `value` that has half of a character.
 
-    UTF-8 has no form for one, so neither a file nor a tokenizer would take it.
+    UTF-8 can't encode such a half, so neither a file nor a tokenizer would accept it.
     """
     if isinstance(value, str):
         if not value.isascii() and (half := _HALF.search(value)):
@@ -106,7 +107,7 @@ def require_texts(value: Any) -> None:
 
 
 def num_chars(value: Any) -> int:
-    """Return the length of all texts (and bytes) in a flat `value`, names included."""
+    """Return the total length of all texts (and bytes) in a flat `value`, including names."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
@@ -130,5 +131,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-# Made once: `json.loads` with options would make new ones on each call.
+# Created once: `json.loads` with options would create a decoder on each call.
 _PLAIN, _ONCE = json.JSONDecoder(), json.JSONDecoder(object_pairs_hook=_once)

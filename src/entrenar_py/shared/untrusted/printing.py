@@ -1,7 +1,7 @@
-"""Prints lines to standard output or error, with every character visible, and never raises OSError.
+"""Printing of lines to standard output or error, with every character visible, without OSError.
 
 When the reader of standard output has disconnected or the disk is full, printing stops and the
-program goes on with its own exit code. `lost` then says that output is missing.
+program continues with its own exit code. `lost` then reports that output is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def say(text: object, *, indent: int = 0) -> None:
 
 
 def say_lines(text: str) -> None:
-    """Print `text` on standard output with its own line ends, as for a file's text."""
+    """Print `text` on standard output with its own line ends, such as the text of a file."""
     _print(escaping.text(text), sys.stdout)
 
 
@@ -32,16 +32,15 @@ def warn(text: object) -> None:
 
 
 def warn_lines(text: str) -> None:
-    """Print `text` on standard error with its own line ends, as for a list of problems or a
-    traceback.
-    """
+    """Print `text` on standard error with its own line ends, such as problems or a traceback."""
     _print(escaping.text(text), sys.stderr)
 
 
 def give_up(error: OSError) -> None:
     """Stop printing on standard output, including the interpreter's own flush at exit.
 
-    Reports a full disk on standard error, once; not a broken pipe: its reader left on purpose.
+    A full disk is reported on standard error, once. A broken pipe is not reported, since its reader
+    left on purpose.
     """
     with suppress(OSError, ValueError):  # ValueError: a replaced stdout without a descriptor
         sink = os.open(os.devnull, os.O_WRONLY)
@@ -53,7 +52,7 @@ def give_up(error: OSError) -> None:
 
 
 def lost() -> bool:
-    """Return whether output was lost since the last call, for another reason than a broken pipe."""
+    """Return whether output was lost since the last call, except through a broken pipe."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

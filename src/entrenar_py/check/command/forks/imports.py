@@ -1,9 +1,9 @@
-"""Imports before any fork: the modules that a script imports, and what these have started.
+"""Imports before any fork: the modules that a script imports, and their side effects.
 
-A script is read, and not executed, and so are the modules that it imports and that are not
-installed: those of its folder, and those of packages that are installed in place. The order of a
-set may matter to it, too. This file needs only the standard library, since it is loaded in the
-Python of the command.
+The script is read, not executed. So are the imported modules that are not installed: those in its
+folder, and those of packages that are installed in place. All of them are searched for sets, since
+their order may matter. This file needs only the standard library, since it is loaded in the Python
+of the command.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 FILES_MAX = 300
 BYTES_MAX = 2**21
 OWN = "entrenar_py"  # it orders nothing by a hash
-# A set among their arguments is read in no order, or sorted first.
+# Functions for which the order of a set does not matter.
 _WITHOUT_ORDER = ("sorted", "len", "min", "max", "any", "all", "isinstance", "sum")
 _BY_HASH = ("set", "frozenset", "hash")
 
@@ -34,10 +34,10 @@ _BY_HASH = ("set", "frozenset", "hash")
 class Imported:
     """The modules and settings that a script needs from its interpreter.
 
-    - `installed`: the modules of installed packages that it imports, each with the names that it
-      takes from it, in their order.
-    - `by_hash`: a place at which an order may follow from a hash, which differs from interpreter
-      to interpreter; "" if there is none.
+    - `installed`: the modules of installed packages that it imports, in order, each with the names
+      that it imports from the module.
+    - `by_hash`: a place at which an order may follow from a hash, which differs between
+      interpreters; "" if there is none.
     """
 
     installed: tuple[tuple[str, tuple[str, ...]], ...]
@@ -45,9 +45,9 @@ class Imported:
 
 
 def read_script(script: Path, folder: Path) -> Imported:
-    """Return what `script` needs, if it is run in `folder`.
+    """Return what `script` needs if it is run in `folder`.
 
-    Raises ValueError if a file can't be read as Python, or if there are too many.
+    Raises ValueError if a file can't be parsed as Python, or if there are too many files.
     """
     installed: dict[str, dict[str, None]] = {}
     roots = [script.parent, folder]
@@ -113,7 +113,7 @@ def _at(place: Path) -> list[Path]:
 
 
 def _root(module: str) -> Path | None:
-    """Return the folder that holds a package which is not installed; None for all others."""
+    """Return the folder with the package of `module` if that is installed in place, else None."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in sys.builtin_module_names:
         return None
@@ -147,7 +147,7 @@ def _hashing(tree: ast.Module) -> Iterator[int]:
 
 
 def _without_order(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the expressions that need no order."""
+    """Yield the expressions with an order that does not matter."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             yield from node.comparators
@@ -160,7 +160,7 @@ def _without_order(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _looked_up_in(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yield the values of local names that stand only to the right of `in` and its like."""
+    """Yield the values of local names that are used only on the right side of comparisons."""
     harmless, loads = set[int](), list[ast.Name]()
     for node in ast.walk(function):
         if isinstance(node, ast.Compare):
@@ -183,7 +183,7 @@ def _name(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-# As far as they exist. The first optimizer of a process would import the second.
+# Imported as far as they exist. The first optimizer of a process would import the second one.
 FIRST = (
     *("torch", "torch._dynamo.aot_compile", "torch.distributed.run", "torch.nn.parallel"),
     *("torch.utils.data", "numpy.random"),
@@ -201,11 +201,12 @@ PREFIXES = ("TORCHELASTIC_", "ENTRENAR_", "ACCELERATE_", "FSDP_")
 
 
 class Imports:
-    """The modules that were imported before any fork, and what their imports read.
+    """The modules that were imported before any fork, and the side effects of their imports.
 
-    - `before`: the environment at the start, `changed` what the imports have set in it since.
-    - `names`: the variables that imports read, as far as they did it in Python.
-    - `files`: the descriptors that are open because of them.
+    - `before`: the environment at the start.
+    - `changed`: the variables that imports have set since then.
+    - `names`: the variables that imports have read in Python code.
+    - `files`: the descriptors that imports have left open.
     """
 
     def __init__(self) -> None:
@@ -222,10 +223,10 @@ class Imports:
     ) -> str:
         """Import `first` and what the script imports; return a package to leave out, or "".
 
-        A package is left out if it reads at its import which rank it is in, if threads remain, or
-        if it has begun to use CUDA. Raises ImportError if that is so of `first`.
+        A package is left out if its import reads the rank, leaves threads running, or begins to use
+        CUDA. Raises ImportError if an import in `first` does so.
         """
-        gc.disable()  # a quarter of the time: modules stay, and there are ever more to look through
+        gc.disable()  # saves a quarter of the time: the objects stay, and each pass would scan them
         self._import([(name, ()) for name in first])
         if why := self._why_not():
             raise ImportError(f"torch {why}")
@@ -240,26 +241,26 @@ class Imports:
         }
         sys.stdout.flush()
         gc.collect()
-        gc.freeze()  # whatever looks through all objects passes over these, and copies no page
+        gc.freeze()  # later collections skip these objects, and copy none of their pages
         gc.enable()
         return ""
 
     def _import(self, modules: Sequence[tuple[str, tuple[str, ...]]]) -> None:
         with _read_noted(self.names):
             for module, names in modules:
-                # What can't be imported here, the script will find so itself.
+                # If a module can't be imported here, the script itself will meet the error.
                 with suppress(Exception):
                     imported = importlib.import_module(module)
                     for name in names:
                         with suppress(Exception):
-                            getattr(imported, name)  # some packages import it only now
+                            getattr(imported, name)  # some packages import lazily, at this point
 
     def _why_not(self) -> str:
-        """Return why no rank can be forked after the latest import; "" if one can."""
+        """Return why no rank can be forked after the latest import, or "" if one can."""
         read = sorted(name for name in self.names if name in RANKS)
         if read:
             return f"reads {read[0]} as it is imported"
-        pid = os.fork()  # at which OpenBLAS ends its threads, and CUDA notes that it exists
+        pid = os.fork()  # OpenBLAS ends its threads here, and CUDA notes the fork
         if pid == 0:
             os._exit(int(_has_begun_cuda()))
         _, status = os.waitpid(pid, 0)
@@ -275,7 +276,7 @@ def _has_begun_cuda() -> bool:
 
 @contextmanager
 def _read_noted(names: set[str]) -> Iterator[None]:
-    """Add to `names` the variables that are read meanwhile."""
+    """Add to `names` the environment variables that are read within the context."""
     read = os._Environ.__getitem__
 
     def noted(self: Any, key: Any) -> Any:

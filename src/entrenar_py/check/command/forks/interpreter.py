@@ -1,4 +1,4 @@
-"""A forked process as a new interpreter: the state in which it begins a script, and its end."""
+"""A forked process in the role of a new interpreter: its state before a script, and its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 def options_of(words: Sequence[str]) -> tuple[tuple[str, ...], bool, list[str]]:
-    """Return the options of `python WORDS`, whether it runs a module, and the words from there."""
+    """Return the options of `python WORDS`, whether it runs a module, and the remaining words."""
     flags, at = [], 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-m":
         flags.append(words[at])
@@ -33,13 +33,13 @@ def options_of(words: Sequence[str]) -> tuple[tuple[str, ...], bool, list[str]]:
 
 
 def set_environment(environment: Mapping[str, str]) -> None:
-    """Let the environment be `environment`, and no more."""
+    """Set the environment to `environment`, without any other variables."""
     os.environ.clear()
     os.environ.update(environment)
 
 
 def forget_draws() -> None:
-    """Give this process random numbers of its own, as far as a fork doesn't (`random` does)."""
+    """Reseed random generators that a fork would share (Python's `random` reseeds itself)."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
@@ -69,7 +69,7 @@ def run_as_main(words: Sequence[str]) -> NoReturn:
             _run_file(rest[0], main)
     except SystemExit as left:
         code = _exit_code(left)
-    except BaseException as error:  # noqa: BLE001  (told as Python tells it)
+    except BaseException as error:  # noqa: BLE001  (printed as Python prints it)
         code = _told_uncaught(error)
     _leave(code, before)
 
@@ -93,7 +93,7 @@ def _exit_code(left: SystemExit) -> int:
 
 
 def _told_uncaught(error: BaseException) -> int:
-    """Print an error as Python does, without the frames of this file; return the exit code."""
+    """Print an error as Python does, without the frames of this package; return the exit code."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
@@ -108,8 +108,8 @@ def _told_uncaught(error: BaseException) -> int:
 def _leave(code: int, before: set[str]) -> NoReturn:
     """End this process as an interpreter ends: with its threads, exit handlers, files and objects.
 
-    Of the modules, those of `before` are left as they are. To take them down, too, would copy every
-    page that they share with other processes.
+    The modules in `before` are left as they are. Clearing them, too, would copy every page that
+    they share with other processes.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,6 +1,6 @@
-"""The parent of all forks, and the process that stands for one launch's command.
+"""The parent of all forks, and the process that represents the command of one launch.
 
-The launcher's own process asks the latter for ranks: it has another `Popen`.
+The launcher's own process requests ranks from the second one, through a replaced `Popen`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _STREAMS = (("stdout", 1), ("stderr", 2))
 
 
 def replace_popen(channel: socket.socket) -> None:
-    """Have ranks that this process starts by `subprocess.Popen` forked by the one at `channel`."""
+    """Replace `subprocess.Popen` in this process: the process at `channel` forks its ranks."""
     asking = threading.Lock()
 
     class Popen(subprocess.Popen):  # type: ignore[type-arg]
-        """A process; one that `channel` has forked is waited for by its report."""
+        """A process; if `channel` has forked it, it is awaited through its report."""
 
         _report: int | None = None
 
@@ -102,7 +102,7 @@ Warden = Callable[[Sequence[str], Callable[[Sequence[str]], Any]], None]
 
 
 class Parent:
-    """Forks a warden for each request that comes over `control`."""
+    """Forks a warden for each request that arrives on `control`."""
 
     def __init__(self, control: socket.socket, imports: Imports, warden: Warden) -> None:
         self._control, self._imports, self._warden = control, imports, warden
@@ -131,7 +131,7 @@ class Parent:
                 reports[pid] = report
 
     def _guard(self, message: dict[str, Any], control: int, status: int, output: int) -> None:
-        """Be the warden of one launch."""
+        """Act as the warden of one launch."""
         self._control.close()
         processes.settle(self._imports.files, {control, status, output})
         os.setsid()
@@ -151,14 +151,14 @@ class Parent:
 
 
 class Command:
-    """The process that stands for the command: it forks the launcher, and ranks for it."""
+    """The process that represents the command: it forks the launcher, and ranks for it."""
 
     def __init__(self, words: Sequence[str], status: int, imports: Imports) -> None:
         self._words, self._status, self._imports = words, status, imports
         self._reports: dict[int, int] = {}
 
     def serve(self) -> NoReturn:
-        """Fork ranks until the launcher has ended, and end like it."""
+        """Fork ranks until the launcher has ended, then end with its exit code or signal."""
         processes.settle(self._imports.files, {self._status})
         os.setsid()
         channel, ours = socket.socketpair()
@@ -185,7 +185,7 @@ class Command:
                     self._answer(channel, *request)
 
     def _answer(self, channel: socket.socket, message: dict[str, Any], files: list[int]) -> None:
-        """Fork a rank, if a new interpreter would be no different."""
+        """Fork a rank, unless a new interpreter would be in a different state."""
         reason = _why_no_fork(message["words"], message["environment"], self._imports)
         pid = 0
         if not reason:
@@ -198,13 +198,13 @@ class Command:
         send(channel, {"pid": pid})
 
     def _launch(self, channel: socket.socket) -> None:
-        # Its channel is kept open by the replaced `Popen`
+        # The replaced `Popen` keeps this channel open.
         processes.settle(self._imports.files, {channel.fileno()})
         replace_popen(channel)
         interpreter.run_as_main(self._words)
 
     def _be_rank(self, message: dict[str, Any], files: Sequence[int]) -> None:
-        """Be a rank of the script."""
+        """Act as a rank of the script."""
         output, errors, report = files
         processes.settle(self._imports.files, {*files})
         if message["session"]:
@@ -228,7 +228,7 @@ def _brought(message: dict[str, Any], imports: Imports) -> dict[str, str]:
 
 
 def _why_no_fork(words: Sequence[str], environment: Mapping[str, str], imports: Imports) -> str:
-    """Return why a new interpreter would differ from a forked one; "" if it would not."""
+    """Return why a new interpreter would differ from a forked one, or "" if it would not."""
     if words[0] != sys.executable:
         return f"ranks run {words[0]}, and the launcher runs {sys.executable}"
     flags, module, rest = interpreter.options_of(words[1:])
@@ -239,7 +239,7 @@ def _why_no_fork(words: Sequence[str], environment: Mapping[str, str], imports: 
     for name in sorted({*environment, *imports.before}):
         if environment.get(name) != imports.before.get(name):
             if name not in RANKS and not name.startswith(PREFIXES):
-                return f"{name} is set otherwise for ranks"
+                return f"{name} is set differently for ranks"
             if name in imports.names:
                 return f"an import reads {name}"
     if any(not os.path.isabs(one) for one in environment.get("PYTHONPATH", "/").split(os.pathsep)):
@@ -252,7 +252,7 @@ def _why_no_fork(words: Sequence[str], environment: Mapping[str, str], imports: 
 
 
 def _modules_in(folder: str) -> set[str]:
-    """Return the names of the modules in a folder. A folder without a file is none."""
+    """Return the names of the modules in `folder`. A subfolder needs an `__init__.py` to count."""
     names = set()
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -264,7 +264,7 @@ def _modules_in(folder: str) -> set[str]:
 
 
 def _observe() -> None:
-    """Observe a script without a line, as `sitecustomize` of a new interpreter would have it."""
+    """Observe a script without a line in it, as `sitecustomize` of a new interpreter would."""
     if os.environ.get(AUTO):
         spec = importlib.util.spec_from_file_location("entrenar_startup", STARTUP)
         assert spec is not None, "it is a Python file"
@@ -273,7 +273,7 @@ def _observe() -> None:
 
 
 def main(warden: Warden) -> None:
-    """Import what the settings name, and serve; `warden` is `subreaper.main`."""
+    """Import what the settings name, then serve requests; `warden` is `subreaper.main`."""
     settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     imports = Imports()

@@ -1,5 +1,6 @@
-"""Forked processes: how one leaves what its parent was doing, what it has of its parent, and the
-messages between them: JSON objects over Unix sockets, with open files.
+"""Forked processes: how a fork leaves its parent's work, what it keeps of the parent, and messages.
+
+Messages are JSON objects over Unix sockets, with open files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Become(BaseException):
-    """Raised in a forked process: it leaves what its parent was doing, and does `work`."""
+    """Raised in a forked process: it abandons its parent's work, and does `work` instead."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ def fork(work: Callable[[], object]) -> int:
 
 
 def run(work: Callable[[], object]) -> None:
-    """Do `work`, and that of each process that is forked meanwhile, at the bottom of its stack."""
+    """Do `work`; in each process forked meanwhile, do its own work, at the bottom of its stack."""
     while True:
         try:
             work()
@@ -43,7 +44,7 @@ def run(work: Callable[[], object]) -> None:
 
 
 def settle(kept: set[int], own: set[int]) -> None:
-    """Close what the forking process had open, and handle signals as a new interpreter does."""
+    """Close the parent's files, except `kept` and `own`, and reset signals as at a fresh start."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, *FORWARDED):
         if signal.getsignal(number) not in (signal.SIG_IGN, signal.default_int_handler):
@@ -63,10 +64,10 @@ def set_standard_files(output: int, errors: int) -> None:
 
 
 def open_files() -> set[int]:
-    """Return the descriptors of this process."""
+    """Return the open file descriptors of this process."""
     numbers = set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing itself
+        with suppress(OSError):  # the descriptor of the listing itself is closed
             os.fstat(int(name))
             numbers.add(int(name))
     return numbers
@@ -96,7 +97,7 @@ def ended(woken: int) -> Iterator[tuple[int, int]]:
 
 
 def end_like(code: int) -> NoReturn:
-    """End this process with an exit code, or by a signal."""
+    """End this process with the exit code `code`, or by the signal -`code` if it is negative."""
     if code < 0 and code not in (-signal.SIGKILL, -signal.SIGSTOP):
         signal.signal(-code, signal.SIG_DFL)
     if code < 0:
@@ -105,7 +106,7 @@ def end_like(code: int) -> NoReturn:
 
 
 def kill(pid: int, number: int) -> None:
-    """Send a signal to a process, if it has not ended."""
+    """Send a signal to a process, unless it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -122,7 +123,7 @@ def send(channel: socket.socket, message: Mapping[str, object], files: Sequence[
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return the next message and its descriptors; None if there will be no more."""
+    """Return the next message and its descriptors, or None if the channel was closed."""
     try:
         head, files, _, _ = socket.recv_fds(channel, _LENGTH_BYTES, _FDS_MAX)
         if len(head) < _LENGTH_BYTES:
@@ -137,7 +138,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def tell(file: int, line: str, *, closes: bool = True) -> None:
-    """Write a line, which may have no reader any more."""
+    """Write `line` to the descriptor `file`, even without a reader; then close it if `closes`."""
     with suppress(OSError):
         os.write(file, line.encode())
     if closes:
