@@ -17,10 +17,10 @@ from entrenar_py.train.canonical import exchange, requirements
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-# Adds the gradients of one rank's micro-batches along the tree, one micro-batch after another.
+# `Counter` adds the gradients of one rank's micro-batches along the tree, one after another.
 #
-# A binary counter: after k micro-batches, it holds one tree node for each bit set in k, the sum
-# of as many micro-batches as the bit's value. Before the last of 2^i micro-batches, all levels
+# It is a binary counter: after k micro-batches, it holds one tree node for each bit set in k. The
+# node of bit i is the sum of 2^i micro-batches. Before the last of 2^i micro-batches, all levels
 # have a node.
 
 Gradients = dict[Tensor, Tensor]  # parameter -> gradient
@@ -56,7 +56,7 @@ class Counter:
 def take(parameters: Iterable[Tensor]) -> Gradients:
     """Return the gradients of `parameters` and reset each `.grad` to None.
 
-    Parameters without a gradient are left out.
+    Parameters without a gradient are left out of the result.
     """
     taken = {}
     for parameter in parameters:
