@@ -230,7 +230,7 @@ class Claims:
                 holder = "another process" if owner is None else f"process {owner}"
                 raise SystemFailure(
                     f"distill.logits={self._folder}: {holder} has kept its lists locked for "
-                    f"{APPENDING_S:g} s (is it stopped?); end it, or let it go on"
+                    f"{APPENDING_S:g} s (is it stopped?); end it, or let it continue"
                 )
             time.sleep(CLAIM_LOOK_EVERY_S)
         try:

@@ -120,8 +120,8 @@ class Stage:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             advice = "make room" if is_full else "give a folder that can be written to"
             raise SystemFailure(
-                f"distill.logits={self.folder}: {problem}; {advice}, and start it again: it goes "
-                "on with the first missing shard"
+                f"distill.logits={self.folder}: {problem}; {advice}, and start it again: it "
+                "continues with the first missing shard"
             ) from error
 
     def _make_all(

@@ -99,13 +99,13 @@ def logits(arguments: argparse.Namespace) -> int:
         f"{section.shards}"
     )
     show = _Shown(_line_of_shards, partial(write_page, section))
-    with stopped_by_signals("stops when the batch in work is done") as stopping:
+    with stopped_by_signals("stops when the batch in progress is done") as stopping:
         is_done = stage.run(show, stopping)
     show.last()
     if show.progress is not None:
         printing.say(f"drawn in {write_page(section, show.progress)}")
     if not is_done:
-        printing.say("stopped; start it again to go on with the first missing shard")
+        printing.say("stopped; start it again to continue with the first missing shard")
         return exit_codes.STOPPED
     subject = (
         "all shards are"
@@ -240,7 +240,7 @@ def text(arguments: argparse.Namespace) -> int:
     with closing(asking.journal):
         _say_what_is_there(asking)
         show = _Shown(_line_of_answers)
-        notice = "stops: what is asked now is given up"
+        notice = "stops: requests in progress are cancelled"
         with stopped_by_signals(notice) as stopping:
             progress = asking.run(show, stopping)
         show.last()

@@ -200,7 +200,7 @@ def _look(
     try:
         plan.rehearse(run, strategy)
     except UsageError as error:
-        printing.warn(f"{plan.RULE} is not looked at: {error}")
+        printing.warn(f"{plan.RULE} is not checked: {error}")
         return
     plan.require_memory(run, strategy)
 
@@ -215,7 +215,7 @@ def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
         prepared = preparation.prepare(settings, needs_weights=False)
     except UsageError as error:
         first = str(error).splitlines()[0]
-        printing.warn(f"rows are not looked at, and taken for data.max_tokens long: {first}")
+        printing.warn(f"rows are not checked, and assumed to be data.max_tokens long: {first}")
         return None, None
     return hyper_parameters.rows_of(prepared), _longest(prepared)
 

@@ -205,7 +205,7 @@ def _staff(prepared: Prepared, names: Sequence[str], *, resume: bool) -> tuple[i
         chosen = max(settings.num_workers, len(names))
         return chosen, f"workers: {most} would use more of them, with the same bits"
     if resume and (begun := staffing.begun_with(settings.output / task.LEDGER)):
-        return begun, "the run began with so many workers"
+        return begun, "the run began with this many workers"
     return foresight.workers_that_fit(prepared, most), "this machine has no memory for more workers"
 
 
@@ -274,7 +274,7 @@ class _Workers:
             printing.say(f"worker {rank}: {error}")
 
     def _stay_away(self, rank: int, reason: str) -> None:
-        printing.say(f"{reason} and stays away")
+        printing.say(f"{reason} and is not started again")
         if all(self._deaths[other] == DEATHS_MAX for other in self._hands):
             self.are_gone = True
             self._give_up(f"no worker is left: {reason}")

@@ -253,7 +253,7 @@ def _require_same(path: Path, settings: Settings, digests: Digests | None) -> No
     if digests is None:
         printing.warn(
             f"entrenar: warning: {path / SETTINGS}: an older release wrote no digests of "
-            "model and tokenizer, so nobody checks that they are the run's"
+            "model and tokenizer, so it isn't checked that they are the run's"
         )
         return
     if settings.adapts and (digest := model_folder.digest(settings.model)) != digests.model:

@@ -237,7 +237,7 @@ class ReceivedFiles:
             if mine:
                 continue
             if not seen:
-                self._say(f"another worker of this host fetches {left[0].name}: waits for it")
+                self._say(f"waits for another worker of this host, which fetches {left[0].name}")
             touched = [self._touched(file) for file in left]
             if touched != seen:
                 seen, since = touched, time.monotonic()
@@ -326,7 +326,7 @@ class ReceivedFiles:
         os.close(handle)
         return (
             f"{file.name}: {holder} fetches it, and nothing has come for {self._patience_s:g} s "
-            f"({lock}); end that process or let it go on, or set XDG_CACHE_HOME to another folder"
+            f"({lock}); end that process, let it continue, or set XDG_CACHE_HOME to another folder"
         )
 
     def _beside(self, file: File, suffix: str) -> Path:
@@ -406,6 +406,6 @@ class ReceivedFiles:
         name = "" if path == self._folder else f"{path.name} "
         return UsageError(
             f"cache {self._folder}: {name}can't be used ({own_files.problem(error, self._folder)});"
-            " make room or give access, or set XDG_CACHE_HOME to another folder. What has come is "
-            "kept"
+            " make room or give access, or set XDG_CACHE_HOME to another folder. What has arrived "
+            "is kept"
         )

@@ -91,9 +91,9 @@ def _plan(options: argparse.Namespace, costs: StageCosts, workers: list[StageWor
             return stages
         if len(workers) > stage_plan.ORDERS_OF_MAX:
             raise UsageError(
-                f"--order best with {len(workers)} workers: all orders of "
-                f"{stage_plan.ORDERS_OF_MAX} are tried, not of more; give them in the order they "
-                "have"
+                f"--order best with {len(workers)} workers: it tries all orders of up to "
+                f"{stage_plan.ORDERS_OF_MAX} workers; leave it out, and give the workers in the "
+                "order that they should have"
             )
     return stage_plan.propose(costs, workers)
 

@@ -142,7 +142,7 @@ class Evaluator:
 
     def _require_running(self) -> None:
         if self._is_stopped:
-            raise SystemFailure("the evaluation was given up")
+            raise SystemFailure("the evaluation was cancelled")
 
 
 def _left_out(step: int, error: Exception) -> Noted:

@@ -150,7 +150,7 @@ def dated(settings: Settings, tokenizer: Any, day: str | None) -> Settings:
     try:
         date.fromisoformat(day)
     except ValueError as error:
-        raise UsageError(f"data.date={day!r}: is no day; use one as 2026-11-28") from error
+        raise UsageError(f"data.date={day!r}: is not a date; use one such as 2026-11-28") from error
     return replace(settings, data=replace(settings.data, date=day))
 
 

@@ -188,9 +188,9 @@ def require_padding(settings: Settings, module: nn.Module, pad_token: int) -> No
     if theirs is not None and _is_close(_logits(module, tokens, mask, products), theirs, products):
         return
     raise UsageError(
-        f"model={settings.model}: config.json has pad_token_id={noted}, and its tokenizer fills up "
-        f"rows with token {pad_token}: stock peft, which reads that file, would score filled up "
-        f"rows otherwise than this run; write pad_token_id: {pad_token} into config.json, or use "
+        f"model={settings.model}: config.json has pad_token_id={noted}, and its tokenizer pads "
+        f"rows with token {pad_token}: stock peft, which reads that file, would score padded "
+        f"rows differently than this run; write pad_token_id: {pad_token} into config.json, or use "
         "method: full"
     )
 

@@ -450,7 +450,7 @@ class Shape:
         except _UNFORESEEN as error:
             problem = " ".join(str(error).split())
             raise UsageError(
-                f"model={self.settings.model}: its memory can't be foreseen without weights "
+                f"model={self.settings.model}: its memory can't be estimated without weights "
                 f"({type(error).__name__}: {problem})"
             ) from error
         return replace(step, peak=step.peak + self._decoded_bytes(part))

@@ -245,7 +245,7 @@ def require_fits(plan: StagesPlan, before: str = "") -> None:
     raise UsageError(
         f"{before}stage {index} ({worker.name or 'no name'}) with {part}: it needs "
         f"{size(terms.needed)} (weights {size(terms.weights)}, activations {size(terms.kept)}), "
-        f"and {size(worker.memory or 0)} are there; use more workers or memory, more "
+        f"and its worker has {size(worker.memory or 0)}; use more workers or memory, more "
         "training.num_shards (smaller ones), recompute: blocks or precision: bfloat16",
         field=f"stages.{index}" if plan.costs.run.settings.stages else "",
     )

@@ -130,9 +130,9 @@ def _step(plan: StagesPlan) -> Iterator[str]:
     num_shards, num_stages = plan.costs.num_shards, len(plan.stages)
     if plan.step_seconds is None:
         sentence = (
-            f"time     no speed is known (flops or seconds_per_block of workers): they are taken "
-            f"to be alike, and links to take no time. The slowest stage takes {plan.slowest:.2f} "
-            "blocks a shard."
+            "time     no speed is known (flops or seconds_per_block of workers): workers are "
+            "assumed to be equally fast, and links to take no time. The slowest stage takes "
+            f"{plan.slowest:.2f} blocks a shard."
         )
     else:
         sentence = (
