@@ -100,7 +100,7 @@ def test_a_template_with_a_clock_is_told_one_day_in_a_run(settings: Settings) ->
         dict(preparation.plan_of(one.settings, one.workload()).options) for one in (usual, other)
     )
     assert {key for key in first if first[key] != second[key]} == {"rows", "data.date"}
-    with pytest.raises(UsageError, match=r"data.date='soon': is no day; use one as 2026-11-28"):
+    with pytest.raises(UsageError, match=r"date='soon': is not a date; use one such as 2026-11-28"):
         made_on("soon")
 
 

@@ -103,7 +103,7 @@ def test_a_classifier_that_stock_peft_would_score_otherwise_is_refused(
 ) -> None:
     """It looks for the last token that is no padding, by the checkpoint's config.json alone."""
     change(checkpoint / "config.json", pad_token_id=noted)
-    told = f"pad_token_id={noted}, and its tokenizer fills up rows with token 0: .* pad_token_id: 0"
+    told = f"pad_token_id={noted}, and its tokenizer pads rows with token 0: .* pad_token_id: 0"
     with pytest.raises(UsageError, match=told):
         model.load(settings(checkpoint), 0)
     model.load(settings(checkpoint, task="text"), 0)  # no language model looks for it

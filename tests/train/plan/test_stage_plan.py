@@ -230,7 +230,7 @@ def test_stages_that_do_not_fit(config: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["pipeline", "plan", str(config)]) == exit_codes.INVALID
     told = capsys.readouterr().err
     assert f"{config}:9:3: error: stage 1 (cpu-b) with blocks 2 to 3: it needs 4" in told
-    assert "and 100 MB are there" in told
+    assert "and its worker has 100 MB" in told
 
 
 def test_no_cut_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

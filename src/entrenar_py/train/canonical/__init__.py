@@ -1,4 +1,4 @@
-"""The canonical all-reduce: DistributedDataParallel that gives the same weights for any world size.
+"""The canonical all-reduce: DistributedDataParallel with the same weights for any world size.
 
 Importing this module doesn't import torch. Calling its functions does.
 """
@@ -18,8 +18,9 @@ def canonical_all_reduce(
 ) -> Reducer:
     """Make `model` compute gradients with the same bits on 1, 2, 4, 8 ... ranks.
 
-    Call it once, on all ranks. A global batch has `micro_batches` micro-batches of one shape on
-    any number of ranks. Rank r of W gets the r-th block of `micro_batches / W` of them:
+    Call it once, on all ranks. A global batch consists of `micro_batches` micro-batches of equal
+    shape, for any number of ranks. Rank r of W gets the r-th block of `micro_batches / W`
+    micro-batches:
 
         for inputs, targets in reducer.fold(batches):      # micro_batches / W of them
             loss_fn(model(inputs), targets).backward()     # the micro-batch's mean, not divided
@@ -28,10 +29,11 @@ def canonical_all_reduce(
     Micro-batch gradients are added along one binary tree over the global batch. A rank with m
     micro-batches holds up to log2(m) + 1 gradients at a time. Plain accumulation holds one.
 
-    GPUs of one host exchange gradients through each other's memory if they can reach it, others
-    through NCCL. `symmetric_memory` overrides this choice. The bits are the same both ways.
+    GPUs of one host exchange gradients through each other's memory if they can access it; all other
+    GPUs exchange them through NCCL. `symmetric_memory` overrides this choice, which doesn't change
+    the bits.
 
-    Raises UsageError if `micro_batches` or the world size is no power of two, if the model has
+    Raises UsageError if `micro_batches` or the world size is not a power of two, if the model has
     parts that depend on the world size, or if `require_deterministic` would raise.
     """
     from entrenar_py.train.canonical.reducer import Reducer
@@ -43,8 +45,8 @@ def require_deterministic() -> None:
     """Raise UsageError unless this process runs kernels that give the same bits in every run.
 
     Checks that torch enforces deterministic algorithms (warn_only=False) and that cuDNN autotuning
-    is off. With a CUDA device, also checks CUBLAS_WORKSPACE_CONFIG. Set that variable before the
-    process starts: whether cuBLAS started without it can't be checked.
+    is off. With a CUDA device, also checks CUBLAS_WORKSPACE_CONFIG, which must be set before the
+    process starts. If cuBLAS started without the variable, this function can't detect it.
     """
     from entrenar_py.train.canonical.requirements import require_deterministic as require
 

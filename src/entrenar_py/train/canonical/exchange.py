@@ -1,7 +1,7 @@
 """An all-reduce that adds the ranks' buffers along a fixed binary tree.
 
-`all_reduce` is the plain, blocking algorithm. It runs on CPUs and is the reference for
-`pipeline.py` and `symmetric.py`, which do the same on GPUs without blocking the host.
+`all_reduce` is the plain, blocking algorithm. It runs on CPUs and is the reference for the two
+classes in `on_gpus.py`, which compute the same on GPUs without blocking the host.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Cut:
 def cut(num_elements: int, *, world_size: int, piece_max: int) -> Cut:
     """Cut `num_elements` into the fewest pieces of up to `piece_max` elements, of similar lengths.
 
-    A piece's length is a positive multiple of `world_size * ALIGNMENT`. The tail is shorter.
+    The length of a piece is a positive multiple of `world_size * ALIGNMENT`. The tail is shorter
+    than that.
     """
     unit = world_size * ALIGNMENT
     num_units = num_elements // unit
@@ -48,8 +49,8 @@ def cut(num_elements: int, *, world_size: int, piece_max: int) -> Cut:
 def add_tree(rows: Tensor, *, scale: float, out: Tensor) -> None:
     """Write `scale` times the sum of `rows` [num_rows, n] along the tree to `out` [n].
 
-    `num_rows` is a power of two. Every addition rounds to the dtype of `rows`, so a node has the
-    same bits whether this rank or another one computed it.
+    `num_rows` is a power of two. Every addition rounds to the dtype of `rows`, so the bits of a
+    node don't depend on which rank computes it.
     """
     while len(rows) > 1:
         rows = rows[0::2] + rows[1::2]
@@ -57,7 +58,7 @@ def add_tree(rows: Tensor, *, scale: float, out: Tensor) -> None:
 
 
 def all_reduce(buffer: Tensor, *, scale: float, piece_max: int, group: dist.ProcessGroup) -> None:
-    """Replace `buffer` [n], on every rank, by `scale` times the tree's sum of all ranks' buffers.
+    """Replace `buffer` [n] on every rank with `scale` times the tree's sum of all ranks' buffers.
 
     Rank r adds the r-th chunk of each piece for all ranks. Every rank adds the whole tail itself.
     """

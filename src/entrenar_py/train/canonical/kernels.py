@@ -1,7 +1,8 @@
 """Triton kernels that add the ranks' rows along the tree, in one pass over memory.
 
-They give the same bits as `exchange.add_tree`, the readable version. A kernel loads an element of
-each row, adds along the tree, rounds to the rows' dtype after each addition, scales, and stores.
+They give the same bits as `exchange.add_tree`, the readable version. A kernel loads one element
+from each row, adds these along the tree, rounds to the rows' dtype after each addition, scales the
+sum, and stores it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _ELEMENTS = 1024  # of each row, for one program: 8 or 16 bytes a thread
 def add_tree(rows: Tensor, *, scale: float, out: Tensor) -> None:
     """Write `scale` times the sum of `rows` [num_rows, n] along the tree to `out` [n].
 
-    Both are contiguous, and `num_rows` is a power of two. Asynchronous, on the current stream.
+    Both tensors are contiguous, and `num_rows` is a power of two. Runs asynchronously on the
+    current stream.
     """
     num_rows, num_columns = rows.shape
     grid = (triton.cdiv(num_columns, _ELEMENTS),)
@@ -89,7 +91,8 @@ def _node(
 ):
     """Return the sum of rows FIRST to FIRST + SPAN - 1 along the tree: left child + right child.
 
-    Row RANK is read from `mine`, the others from `rows`. No row is RANK if RANK is NUM_ROWS.
+    Row RANK is read from `mine`, the other rows from `rows`. If RANK is NUM_ROWS, all rows are read
+    from `rows`.
     """
     if SPAN == 1:
         if FIRST == RANK:

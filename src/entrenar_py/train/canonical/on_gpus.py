@@ -1,11 +1,11 @@
-"""`exchange.all_reduce` on GPUs: over NCCL, and in memory that the GPUs of one host share.
+"""`exchange.all_reduce` on GPUs: over NCCL, or in memory that the GPUs of one host share.
 
 In `Pipeline` three stages overlap: the chunks of piece i + 1 are sent to the ranks that add them,
 the chunks of piece i are added, and the sums of piece i - 1 are gathered. A NCCL communicator runs
-one operation at a time, so sending and gathering use a communicator each.
+one operation at a time, so sending and gathering each have their own communicator.
 
 In `Symmetric` each rank puts the other ranks' chunks of a piece into their memory, adds along the
-tree the chunks that were put into its own, and takes the other ranks' sums from their memory. Copy
+tree the chunks that were put into its own memory, and takes the other ranks' sums from theirs. Copy
 engines do all transfers in parallel with the backward pass.
 """
 
@@ -24,13 +24,13 @@ from torch.futures import Future
 from entrenar_py.train.canonical import kernels
 from entrenar_py.train.canonical.exchange import ALIGNMENT, all_gather, cut
 
-# One slot receives and one is added. The third keeps a link from waiting for memory.
+# While one slot receives, another is added. The third keeps a link from waiting for memory.
 _NUM_RECEIVED = 3
 
 
 @dataclass(frozen=True)
 class _ReceiveSlot:
-    """Receive memory for one piece. The event `free` is recorded after the piece was added."""
+    """Receive memory for one piece. The event `free` is recorded once the piece has been added."""
 
     memory: Tensor  # uint8
     free: torch.cuda.Event
@@ -47,7 +47,7 @@ class _ReceiveSlot:
 
 
 class Pipeline:
-    """The asynchronous all-reduce. All ranks make the same calls in the same order."""
+    """The asynchronous all-reduce over NCCL. All ranks make the same calls in the same order."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, scale: float, device: torch.device, piece_bytes: int
@@ -57,7 +57,7 @@ class Pipeline:
         self._gather = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
         self._world_size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._scale, self._device, self._piece_bytes = scale, device, piece_bytes
-        # High priority: behind the many kernels of the backward pass, the links would stand idle.
+        # High priority: queued after the many kernels of the backward pass, the links would idle.
         self._sending, self._adding, self._ending = (
             torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             for _ in range(3)
@@ -93,7 +93,7 @@ class Pipeline:
         with torch.cuda.stream(self._adding):
             sent.wait()
             self._add(rows, out=mine, slot=slot)
-            # In place: NCCL doesn't copy a rank's own chunk, which is in its place already.
+            # In place: NCCL doesn't copy a rank's own chunk, which is already where it belongs.
             return all_gather(piece, mine, group=self._gather, async_op=True)
 
     def _reduce_tail(self, tail: Tensor) -> None:
@@ -123,9 +123,10 @@ _TIMEOUT_MS = 600_000  # of a barrier: the default of NCCL's process group
 
 @dataclass(frozen=True)
 class _Slot:
-    """Shared memory for one piece: `put[r]` and `sums[r]` are on rank r.
+    """Shared memory for one piece: `put[r]` and `sums[r]` are in the memory of rank r.
 
-    `put[r]` gets the ranks' chunks, uint8 [num_ranks, chunk_bytes], `sums[r]` their sum.
+    `put[r]` receives the ranks' chunks, uint8 [num_ranks, chunk_bytes]. `sums[r]` receives their
+    sum.
     """
 
     put: list[Tensor]
@@ -134,7 +135,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The work for a piece of a buffer: pairs (to, from) to copy, and the rows to add."""
+    """The work for one piece of a buffer: pairs (to, from) of tensors to copy, and rows to add."""
 
     puts: list[tuple[Tensor, Tensor]]
     takes: list[tuple[Tensor, Tensor]]
@@ -145,11 +146,11 @@ class _Piece:
 
 @dataclass
 class _Plan:
-    """The work for a bucket, and the number of the call that did it last.
+    """The work for one bucket, and the number of the last call that did it.
 
     The first call launches the work piece by piece. The second call records it as a CUDA graph,
-    which all calls from then on replay. A replay is one launch instead of some fifty, which would
-    take longer than the work itself for a small bucket.
+    which all later calls replay. A replay is one launch. Without the graph there would be about
+    fifty launches, which for a small bucket would take longer than the work itself.
     """
 
     pieces: list[_Piece]
@@ -159,7 +160,7 @@ class _Plan:
 
 
 class Symmetric:
-    """The asynchronous all-reduce. All ranks make the same calls in the same order."""
+    """The asynchronous all-reduce in shared memory. All ranks make the same calls in one order."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, scale: float, device: torch.device, piece_bytes: int
@@ -183,7 +184,7 @@ class Symmetric:
             torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
-        # Buckets come again in every step, and planning one takes longer than starting its copies.
+        # Every step has the same buckets, and planning one takes longer than starting its copies.
         self._plans: OrderedDict[tuple[int, int, torch.dtype, int], _Plan] = OrderedDict()
         self._calls = 0
 
@@ -251,7 +252,7 @@ class Symmetric:
         )
 
     def _plan(self, buffer: Tensor) -> _Plan:
-        """Return the work for `buffer`, starting with the slot after the previous call's last."""
+        """Return the work for `buffer`. Its first slot follows the previous call's last slot."""
         self._calls += 1
         key = (buffer.data_ptr(), buffer.numel(), buffer.dtype, self._next)
         if key not in self._plans:
@@ -269,16 +270,16 @@ class Symmetric:
         return plan
 
     def _forget(self) -> None:
-        """Drop the plan that was used least recently, and its buffer, after two steps without use.
+        """Drop the least recently used plan, and with it its buffer, after two steps without use.
 
-        torch makes new buckets after the first step.
+        torch creates new buckets after the first step.
         """
         key, oldest = next(iter(self._plans.items()))
         if self._calls - oldest.call > 2 * len(self._plans):
             del self._plans[key]
 
     def _piece(self, piece: Tensor, slot: _Slot) -> _Piece:
-        """Cut `piece` into one chunk for each rank. The last ones may be shorter, or empty."""
+        """Cut `piece` into one chunk for each rank. The last chunks may be shorter, or empty."""
         size = -(-len(piece) // (self._world_size * ALIGNMENT)) * ALIGNMENT
         chunks = [piece[rank * size : (rank + 1) * size] for rank in range(self._world_size)]
         mine, others = chunks[self._rank], [rank for rank in self._others if len(chunks[rank])]

@@ -17,10 +17,10 @@ from entrenar_py.train.canonical import exchange, requirements
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-# Adds the gradients of one rank's micro-batches along the tree, one micro-batch after another.
+# `Counter` adds the gradients of one rank's micro-batches along the tree, one after another.
 #
-# A binary counter: after k micro-batches, it holds one tree node for each bit set in k, the sum
-# of as many micro-batches as the bit's value. Before the last of 2^i micro-batches, all levels
+# It is a binary counter: after k micro-batches, it holds one tree node for each bit set in k. The
+# node of bit i is the sum of 2^i micro-batches. Before the last of 2^i micro-batches, all levels
 # have a node.
 
 Gradients = dict[Tensor, Tensor]  # parameter -> gradient
@@ -56,7 +56,7 @@ class Counter:
 def take(parameters: Iterable[Tensor]) -> Gradients:
     """Return the gradients of `parameters` and reset each `.grad` to None.
 
-    Parameters without a gradient are left out.
+    Parameters without a gradient are left out of the result.
     """
     taken = {}
     for parameter in parameters:
@@ -88,7 +88,7 @@ class Reducer:
     """The result of `canonical_all_reduce`; its docstring shows how to use it.
 
     `shards` are the global indices of this rank's micro-batches, in order. Seed all randomness of
-    a micro-batch from (seed, step, `shard`). Otherwise it depends on the world size.
+    a micro-batch from (seed, step, `shard`). Otherwise the randomness depends on the world size.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Reducer:
         self.shards = range(rank * share, (rank + 1) * share)
         self._shard: int | None = None  # the current micro-batch
         self._model, self._counter = model, Counter()
-        self._reduced: set[Tensor] = set()  # parameters that the hook got in this step
+        self._reduced: set[Tensor] = set()  # parameters that the hook received in this step
         scale = 1 / micro_batches
         if symmetric_memory is None:
             symmetric_memory = requirements.share_memory(device, group)
@@ -126,7 +126,10 @@ class Reducer:
 
     @property
     def shard(self) -> int:
-        """The global index of the current micro-batch; UsageError outside of a loop over `fold`."""
+        """The global index of the current micro-batch.
+
+        Raises UsageError outside of a loop over `fold`.
+        """
         if self._shard is None:
             raise UsageError("reducer.shard outside of the loop over fold(): read it inside of it")
         return self._shard
@@ -136,7 +139,8 @@ class Reducer:
 
         Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
         of all ranks. Raises UsageError if there are too few batches, if a micro-batch had no
-        backward pass, or if a setting in `settings.switches` changed since the reducer was made.
+        backward pass, or if a setting in `requirements.switches` changed since the reducer was
+        created.
         """
         requirements.require_unchanged(self._switches)
         take(self._parameters)
@@ -155,7 +159,7 @@ class Reducer:
             self._counter.clear()
 
     def _keep(self, shard: int) -> None:
-        """Check that `shard` made every gradient, and keep these unless it is the last shard."""
+        """Check that `shard` has every gradient, and keep them unless it is the last shard."""
         last = shard == self.shards[-1]
         node = {} if last else take(self._parameters)
         missing = self._parameters.keys() - (self._reduced if last else node.keys())

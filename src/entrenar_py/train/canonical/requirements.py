@@ -1,4 +1,4 @@
-"""Checks of models, numbers and settings that the canonical all-reduce makes before training."""
+"""Checks that the canonical all-reduce makes before training: of models, numbers and settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def require_deterministic() -> None:
 
 
 def switches() -> dict[str, object]:
-    """Return the settings of this process that select kernels. Cheap enough for every step."""
+    """Return the settings of this process that select kernels. Cheap enough to call every step."""
     backends: Any = torch.backends  # half of it has no types
     cuda, cudnn, matmul = backends.cuda, backends.cudnn, backends.cuda.matmul
     return {
@@ -73,7 +73,7 @@ def switches() -> dict[str, object]:
 
 
 def surroundings(device: torch.device) -> dict[str, object]:
-    """Return the versions and the hardware that select kernels, to check once, at the start."""
+    """Return the versions and the hardware that select kernels. They are checked once."""
     facts: dict[str, object] = {
         "torch.__version__": str(torch.__version__),
         "torch.version.cuda": torch.version.cuda,
@@ -91,7 +91,7 @@ def surroundings(device: torch.device) -> dict[str, object]:
 
 
 def require_same(facts: dict[str, object], group: dist.ProcessGroup) -> None:
-    """Raise UsageError, on all ranks of `group`, unless `facts` are the same on all of them."""
+    """Raise UsageError on all ranks of `group` unless `facts` are the same on all of them."""
     everyone: list[dict[str, object]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, facts, group=group)
     for rank, theirs in enumerate(everyone):
@@ -116,14 +116,14 @@ def share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
     everyone: list[tuple[str, int, set[int]]] = [own for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, own, group=group)
     indices = {index for _, index, _ in everyone}
-    # If each rank sees only its own GPU, all have index 0, and access can't be determined.
+    # If each rank sees only its own GPU, every index is 0, and access can't be determined.
     distinct = len(indices) == len(everyone)
     one_host = len({host for host, _, _ in everyone}) == 1
     return one_host and distinct and all(indices <= peers for _, _, peers in everyone)
 
 
 def require_unchanged(facts: dict[str, object]) -> None:
-    """Raise UsageError unless `switches` returns the values in `facts`, taken earlier."""
+    """Raise UsageError unless `switches` still returns `facts`, which it returned earlier."""
     now = switches()
     for name, value in facts.items():
         if now[name] != value:
@@ -146,7 +146,7 @@ def require_wrapped(model: object) -> None:
 
 
 def require_numbers(*, micro_batches: int, world_size: int) -> None:
-    """Raise UsageError unless ranks can share the tree over the micro-batches evenly."""
+    """Raise UsageError unless the ranks can share the tree over the micro-batches evenly."""
     if not _is_power_of_two(micro_batches):
         raise UsageError(
             f"micro_batches={micro_batches!r}: only a power of two has a tree that ranks can share "
@@ -165,7 +165,10 @@ def require_numbers(*, micro_batches: int, world_size: int) -> None:
 
 
 def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
-    """Return the trainable parameters with their names; UsageError if `model` isn't supported."""
+    """Return the trainable parameters with their names.
+
+    Raises UsageError if `model` isn't supported.
+    """
     parameters = {}
     for name, parameter in model.module.named_parameters():
         if not parameter.requires_grad:

@@ -1,1 +1,1 @@
-"""Soft targets: a teacher's shards, what makes them, and the student that learns from them."""
+"""Distillation: a teacher's shards of soft targets, their production, and the student's loss."""

@@ -1,4 +1,4 @@
-"""Asks a teacher what has no answer yet, and writes the rows that `entrenar finetune` learns."""
+"""Asks a teacher for missing answers, and writes the rows that `entrenar finetune` learns from."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from entrenar_py.train.distill.teacher import Generation
 from entrenar_py.train.model import preparation, rows
 from entrenar_py.train.model.settings import Completions, Distillation, Settings
 
-_VERSION = 1  # of what an answer depends on
-LEAST_TEMPERATURE = 1e-3  # above 0; with less a checkpoint's logits overflow
+_VERSION = 1  # of the list of facts that an answer depends on
+LEAST_TEMPERATURE = 1e-3  # the least one above 0; below it, logits overflow
 _ENDS = (".jsonl", ".ndjson")
 
 
 class Source(Protocol):
-    """Whatever answers prompts."""
+    """An endpoint or a checkpoint that answers prompts."""
 
     @property
     def identity(self) -> list[str]:
-        """The source of the answers: another source may give other answers."""
+        """The source of the answers: different sources may give different answers."""
         ...
 
     @property
     def day(self) -> str | None:
-        """The day that chat templates get, if this source has any with a clock."""
+        """The day that chat templates receive; None if the source has no template with a clock."""
         ...
 
     def answers(
@@ -61,7 +61,7 @@ class Source(Protocol):
 
 @dataclass
 class Progress:
-    """The progress of the requests: `before` prompts had an answer when they began."""
+    """The progress of the requests: `before` prompts already had an answer when they began."""
 
     total: int
     before: int
@@ -76,20 +76,20 @@ class Progress:
 
     @property
     def per_s(self) -> float:
-        """Answers and failures a second since it began."""
+        """The number of answers and failures per second since the requests began."""
         made = self.done - self.before + len(self.failed)
         return made / max(time.monotonic() - self.began_s, 1e-9)
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until all is asked, at this pace."""
+        """The estimated seconds until all prompts are asked; None before the first result."""
         left = self.total - self.done - len(self.failed)
         return left / self.per_s if self.per_s else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The rows that were written: `lacking` is the number of missing original ones."""
+    """Counts of the written rows: `lacking` is how many original rows were too few."""
 
     synthetic: int
     original: int
@@ -98,14 +98,14 @@ class Written:
 
 
 class Asking:
-    """The stage `entrenar distill text`."""
+    """The command `entrenar distill text`."""
 
     def __init__(
         self, settings: Settings, section: Distillation, *, url: str | None, backend: str | None
     ) -> None:
-        """Read all rows; ask nothing. `url` stands for the endpoint and the teacher of `section`.
+        """Read all rows; ask nothing. `url` replaces the endpoint and the teacher of `section`.
 
-        Raises UsageError for what can't be used.
+        Raises UsageError for settings or rows that can't be used.
         """
         if section.text is None:
             raise UsageError(
@@ -123,7 +123,7 @@ class Asking:
         )
 
     def _digest(self) -> str:
-        """Return 32 hex digits over what an answer depends on but its prompt and length."""
+        """Return 32 hex digits over all that an answer depends on, except its prompt and length."""
         text, settings = self.text, self._settings
         facts = [
             _VERSION,
@@ -137,8 +137,8 @@ class Asking:
     def run(self, listen: Callable[[Progress], None], stopping: threading.Event) -> Progress:
         """Ask every prompt that has no answer, until `stopping` is set.
 
-        Raises UsageError for what every prompt would meet, and SystemFailure if the journal can't
-        be written.
+        Calls `listen` with the progress after each result. Raises UsageError for an error that
+        every prompt would meet, and SystemFailure if the journal can't be written.
         """
         distinct = self.prompts.distinct
         known = [self.journal.answer(prompt) for prompt in distinct]
@@ -165,9 +165,9 @@ class Asking:
         return Failed("the answer has calls of functions that can't be read")
 
     def write(self) -> Written:
-        """Write the rows, all at once, in the order of the prompts, then the original ones.
+        """Write all rows at once: answers in the order of the prompts, then original rows.
 
-        Nothing is written if no answer is whole. Raises SystemFailure.
+        Writes nothing if no answer is whole. Raises SystemFailure if the file can't be written.
         """
         lines, num_whole = dict[str, None](), 0
         for prompt in self.prompts.distinct:
@@ -205,7 +205,7 @@ def _source(
     url: str | None,
     backend: str | None,
 ) -> Source:
-    """Return what answers. Raises UsageError unless exactly one is named."""
+    """Return the source of the answers. Raises UsageError unless exactly one is named."""
     place = url or text.endpoint
     if place is None and section.teacher is None:
         raise UsageError(
@@ -228,7 +228,10 @@ def _source(
 
 
 def _require_output(settings: Settings, text: Completions) -> None:
-    """Raise UsageError for rows under a name that `finetune` can't read, or that are read here."""
+    """Raise UsageError for a temperature that is too low, or a file that can't be used for rows.
+
+    `finetune` must be able to read its name, no input may match it, and it must be new or ours.
+    """
     if not text.rows.name.lower().endswith(_ENDS):
         raise UsageError(
             f"distill.text.rows={text.rows}: JSON lines are written; use a name that ends with "
@@ -259,7 +262,7 @@ def _require_output(settings: Settings, text: Completions) -> None:
 
 
 def _fits(file: Path, pattern: Path) -> bool:
-    """Return whether `pattern`, a path or a pattern, names `file` now or once it exists."""
+    """Return whether `pattern`, a path or a pattern, matches `file` now or once it exists."""
     own = Path(os.path.realpath(file))
     if file.exists() and any(sign in pattern.name for sign in "*?["):
         return own in {Path(os.path.realpath(path)) for path in rows.files(pattern)}
@@ -270,7 +273,7 @@ def _fits(file: Path, pattern: Path) -> bool:
 
 
 def _write(path: Path, lines: Sequence[str]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
         try:

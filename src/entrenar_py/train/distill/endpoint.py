@@ -1,8 +1,8 @@
-"""Asks an OpenAI-compatible server, several prompts at a time, again where that may help.
+"""Sends prompts to an OpenAI-compatible server, several at a time, with retries where they help.
 
-All requests run as tasks of one loop of events, which turns only while an answer is waited for. So
-whatever a request waits for (a name, a connection, the next byte) ends when it is cancelled or its
-time is over, and no thread is left behind.
+All requests run as tasks of one event loop, which runs only while the caller waits for an answer.
+So whatever a request waits for (a name, a connection, the next byte) ends when the request is
+cancelled or times out, and no thread is left behind.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from entrenar_py.train.model.settings import Completions
 if TYPE_CHECKING:
     import httpx2
 
-_SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # others are not OpenAI's
+_SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # OpenAI knows no other keys
 _SHOWN_CHARS = 200
-VALUES_MAX = 2**16  # of a reply: an answer has a few, calls of functions some hundred
-# How answers end, by OpenAI and by servers that say it in their own words.
+VALUES_MAX = 2**16  # JSON values in a reply: an answer has a few, function calls some hundred
+# How answers end, in the words of OpenAI and of other servers.
 _WHOLE = ("stop", "tool_calls", "function_call", "eos", "eos_token", "end_turn", "stop_sequence")
 _TRUNCATED = ("length", "max_tokens", "model_length")
 
 
 class BadReplyError(ValueError):
-    """A reply that holds no answer, and why."""
+    """Raised for a reply that holds no answer; says why."""
 
 
 def request_of(prompt: Prompt) -> tuple[str, dict[str, Any]]:
-    """Return the path below the base URL, and the part of the body that is the prompt."""
+    """Return the path below the base URL, and the part of the body that holds the prompt."""
     if not isinstance(prompt.asked, Conversation):
         return "completions", {"prompt": prompt.asked}
     body: dict[str, Any] = {"messages": [_message(one) for one in prompt.asked.messages]}
@@ -78,7 +78,7 @@ def _call_of(number: int, call: Message) -> Message:
 
 
 def answer_of(body: bytes) -> Answer:
-    """Return the answer in a reply's body. Raises BadReplyError."""
+    """Return the answer in a reply's body. Raises BadReplyError if it holds none."""
     record = _record(body)
     choices = record.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
@@ -119,7 +119,7 @@ def _record(body: bytes) -> Mapping[str, Any]:
 
 
 def problem_of(body: bytes) -> str:
-    """Return what a body says of an error, in a few words."""
+    """Return the error message in a body, shortened."""
     try:
         record = json_text.load(body, values_max=VALUES_MAX)
     except ValueError:
@@ -132,14 +132,14 @@ def problem_of(body: bytes) -> str:
 
 
 REPLY_BYTES_MAX = 2**24
-# What a reply has but its answer, and what JSON makes of a token (128 characters, 6 bytes each).
+# Bytes of a reply around its answer, and of a token in JSON (128 characters, 6 bytes each).
 _AROUND_BYTES, _TOKEN_BYTES = 2**20, 2**10
 CONNECT_S = 30.0
-FIRST_WAIT_S = 1.0  # before a request is tried again; then twice as long each time
+FIRST_WAIT_S = 1.0  # before the first retry; doubled for each further retry
 WAIT_S_MAX = 600.0
-HOPELESS = 16  # prompts in a row that the server failed; the others are not asked then
-_TICK_S = 0.2  # until signals are looked at
-_AGAIN = (408, 409, 425, 429)  # statuses below 500 that another try may change
+HOPELESS = 16  # after this many prompts in a row that the server failed, no more are asked
+_TICK_S = 0.2  # between checks for signals
+_AGAIN = (408, 409, 425, 429)  # statuses below 500 that a retry may change
 _REFUSALS = {
     401: "name the environment variable with the right key in distill.text.key_variable",
     403: "use a key that may use the model (distill.text.key_variable)",
@@ -149,7 +149,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """The address of the requests: a base URL that is known to be usable."""
+    """The address of the requests: a base URL that has been checked."""
 
     url: str
     host: str
@@ -162,7 +162,7 @@ class Address:
 
 
 def address(url: str) -> Address:
-    """Return the parts of a base URL. Raises UsageError."""
+    """Return the parts of a base URL. Raises UsageError if it is not one."""
     advice = "use a base URL such as http://host:8000/v1"
     if not url.isascii() or not url.isprintable() or " " in url:
         raise UsageError(f"endpoint={url!r}: it has characters that no URL has; {advice}")
@@ -188,9 +188,10 @@ def address(url: str) -> Address:
 
 
 def key(variable: str | None) -> str | None:
-    """Return the API key in the environment's `variable`, None without one.
+    """Return the API key in the environment variable `variable`; None if `variable` is None.
 
-    Raises UsageError, which does not show it.
+    Raises UsageError if the variable is empty or its value can't be a key. The message doesn't show
+    the value.
     """
     if variable is None:
         return None
@@ -209,9 +210,9 @@ def key(variable: str | None) -> str | None:
 
 
 class _TroubleError(Exception):
-    """A request without an answer, and whether to try again, after some seconds if it names them.
+    """A request without an answer. `again` says whether to retry, after `after_s` seconds if given.
 
-    `is_servers` is False for what is the prompt's own fault.
+    `is_servers` is False if the prompt itself is at fault.
     """
 
     def __init__(
@@ -223,14 +224,14 @@ class _TroubleError(Exception):
 
 @dataclass(frozen=True)
 class _Unserved(Failed):
-    """A prompt that the server failed, so that it may fail all others, too."""
+    """A prompt that failed because of the server, which may therefore fail all others, too."""
 
 
 class Endpoint:
-    """A server and how it is asked. It has the key, which nothing prints."""
+    """A server, and the way its requests are sent. The API key is never printed."""
 
     def __init__(self, section: Completions, place: Address, *, seed: int) -> None:
-        """Raises UsageError if the model's name or the key is missing, or the library."""
+        """Raises UsageError if the model's name, the key or the HTTP library is missing."""
         if section.served_model is None:
             raise UsageError(
                 "distill.text.served_model is missing: the name that the endpoint "
@@ -243,12 +244,12 @@ class Endpoint:
 
     @property
     def shows_key(self) -> bool:
-        """True if the key goes to another machine in a form that anyone between can read."""
+        """True if the key is sent unencrypted to another machine."""
         return self._key is not None and not self._place.is_secure and not self._place.is_local
 
     @property
     def day(self) -> None:
-        """The server has the template, and a clock of its own."""
+        """None: the server has the template, and its own clock."""
         return
 
     @property
@@ -259,10 +260,10 @@ class Endpoint:
     def answers(
         self, prompts: Sequence[Prompt], stopping: threading.Event
     ) -> Generator[tuple[Prompt, Result], None, None]:
-        """Yield each prompt with its answer, or why it has none, in the order in which they come.
+        """Yield each prompt with its answer, or the reason why it has none, in order of arrival.
 
-        Once `stopping` is set, or the caller leaves, what is asked is given up. Raises UsageError
-        for a reply that any prompt would have.
+        Once `stopping` is set or the caller leaves, pending requests are cancelled. Raises
+        UsageError for a reply that any prompt would get.
         """
         left, in_a_row = iter(prompts), 0
         flying = dict[asyncio.Task[Result], Prompt]()
@@ -276,7 +277,7 @@ class Endpoint:
                     break
                 waiting = asyncio.wait(flying, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
                 done, _ = loop.run_until_complete(waiting)
-                # An error ends all this: the answers that came with it first.
+                # An error ends the loop, so the answers that came with it are yielded first.
                 for task in sorted(done, key=lambda task: task.exception() is not None):
                     prompt, result = flying.pop(task), task.result()
                     in_a_row = in_a_row + 1 if isinstance(result, _Unserved) else 0
@@ -291,7 +292,7 @@ class Endpoint:
         headers = {
             "Content-Type": "application/json",
             "Accept": "application/json",
-            "Accept-Encoding": "identity",  # the bytes of a reply are counted as they come
+            "Accept-Encoding": "identity",  # the bytes of a reply are counted as they arrive
             "User-Agent": f"entrenar-py/{entrenar_py.__version__}",
             "Connection": "close",
         }
@@ -300,7 +301,7 @@ class Endpoint:
         client: httpx2.AsyncClient = self._http.AsyncClient(
             headers=headers,
             timeout=self._http.Timeout(None, connect=CONNECT_S),
-            limits=self._http.Limits(),  # `answers` says how many there are
+            limits=self._http.Limits(),  # `answers` limits the number of requests
             verify=ssl.create_default_context() if self._place.is_secure else True,
             trust_env=False,  # a proxy of the environment would see the key
         )
@@ -348,7 +349,7 @@ class Endpoint:
     async def _exchange(
         self, path: str, body: dict[str, Any], client: httpx2.AsyncClient
     ) -> tuple[int, float | None, bytes]:
-        """Return the status of a reply, when to come again, and its body."""
+        """Return a reply's status, the seconds to wait before a retry (or None), and its body."""
         content = json.dumps(body, default=str).encode()
         request = client.build_request("POST", f"{self._place.url}/{path}", content=content)
         try:
@@ -369,13 +370,13 @@ class Endpoint:
                 f"{self._section.new_tokens} tokens (distill.text.new_tokens)",
                 again=False,
             )
-        if self._key is not None:  # some send it back
+        if self._key is not None:  # some servers echo it
             data = _without(self._key, data)
         after_s = _seconds(reply.headers.get("Retry-After"), reply.headers.get("Date"))
         return reply.status_code, after_s, data
 
     def _broken(self, error: BaseException) -> Exception:
-        """Return what a connection that failed means: for this prompt, or for all of them."""
+        """Return the error for a failed connection: for this prompt alone, or for all of them."""
         first = _first_cause(error)
         if isinstance(first, ssl.SSLCertVerificationError):
             return UsageError(
@@ -384,7 +385,7 @@ class Endpoint:
                 "its issuer (SSL_CERT_FILE)"
             )
         reason = str(first) or type(first).__name__
-        if self._key is not None:  # some servers send it back
+        if self._key is not None:  # some servers echo it
             reason = reason.replace(self._key, "***")
         return _TroubleError(f"no connection, or one that broke ({reason})", again=True)
 
@@ -407,7 +408,7 @@ async def _end(client: httpx2.AsyncClient, tasks: Iterable[asyncio.Task[Result]]
 
 
 async def _body(reply: httpx2.Response, bytes_max: int) -> bytes:
-    """Return a reply's body, or a byte more than is allowed."""
+    """Return a reply's body, at most one byte more than is allowed."""
     body = bytearray()
     async for part in reply.aiter_raw():
         body += part
@@ -417,19 +418,19 @@ async def _body(reply: httpx2.Response, bytes_max: int) -> bytes:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the error at the beginning of a chain: the library's own say little."""
+    """Return the error at the start of a chain, since the library's own errors say little."""
     while True:
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         elif isinstance(cause := error.__cause__ or error.__context__, Exception):
             error = cause
-        else:  # also a cancellation, by which a time-out ends what it waited for
+        else:  # also if the cause is a cancellation, by which a time-out ends a request
             return error
 
 
 def _without(key: str, body: bytes) -> bytes:
-    """Return a body in which stars stand for the key, however JSON has written it."""
-    with suppress(ValueError):  # else it is hidden where it stands as it is
+    """Return a body in which stars replace the key, however JSON has escaped it."""
+    with suppress(ValueError):  # if it is not JSON, only the unescaped key is replaced
         body = json.dumps(json_text.load(body, values_max=VALUES_MAX)).encode()
     for form in {key, json.dumps(key)[1:-1]}:
         body = body.replace(form.encode(), b"***")
@@ -437,14 +438,14 @@ def _without(key: str, body: bytes) -> bytes:
 
 
 def seed_of(prompt: Prompt, seed: int) -> int:
-    """Return the seed of a prompt's answer: the same whenever it is asked."""
+    """Return the seed of a prompt's answer, which is the same each time the prompt is asked."""
     return (int(prompt.digest, 16) ^ seed) % 2**63
 
 
 def _seconds(due: str | None, now: str | None) -> float | None:
-    """Return what a Retry-After says: seconds, or a date; None for neither.
+    """Return the seconds to wait by a Retry-After header, a number or a date; else None.
 
-    A date is compared with `now`, the answer's own date, since clocks differ, and jump.
+    A date is compared with `now`, the reply's own Date header, since clocks differ, and jump.
     """
     if due is None:
         return None

@@ -1,18 +1,18 @@
-"""The manifest of a folder of shards: its facts, its complete shards, and claims on the others.
+"""The manifest of a folder of shards: its facts, its complete shards, and claims on missing shards.
 
-The list is JSON lines in a BLAKE3 chain, as in a ledger. The first line has the facts, each other
-one a shard that is whole. A shard that was made again has a line more, which counts how often it
-had been made. A writer that has only some of the shards (`--part 2/3`) has a list of its own, so
-that folders can be put together by copying.
+A manifest is one or more lists. A list is a file of JSON lines in a BLAKE3 chain, as in a ledger.
+The first line has the facts; each further line names one complete shard. If a shard is produced
+again, another line is added, which counts how often it had been produced before. A writer that
+produces only some of the shards (`--part 2/3`) has a list of its own, so that folders can be merged
+by copying.
 
-A row of a shard is one position of one sample: the token there, and those before it, are what the
-teacher saw, and `target`, the token after it, is what it predicts. Log-probabilities are natural,
-at temperature 1. `rest` is the log of the mass that the other tokens have together, -inf if there
-are none.
+A row of a shard is one position of one sample. The teacher saw the tokens up to that position, and
+predicts the next token, `target`. Log-probabilities are natural, at temperature 1. `rest` is the
+log of the total probability of all tokens that are not stored, -inf if all are stored.
 
-A claim is a byte of one lock file, a byte for each shard. The kernel gives a lock up when its
-process ends, however it ends, so no claim outlives its owner, and none needs a heartbeat. On NFS
-the server keeps the locks, for all machines that mount the folder.
+A claim is a lock on one byte of the lock file, which has a byte for each shard. The kernel releases
+a lock when its process ends, however it ends. So no claim outlives its owner, and claims need no
+heartbeat. On NFS the server keeps the locks, for all machines that mount the folder.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ METADATA_KEY = b"entrenar-distill"  # of a file's metadata
 class Facts:
     """The facts that all shards of a folder have in common.
 
-    The digests are 32 hex digits each. `rows` are the rows of each shard, and `samples` its
-    samples; the order in which shards have them follows from `seed`. `temperature` is always 1:
-    that of the loss is chosen later.
+    `teacher`, `tokenizer` and `data` are digests of 32 hex digits each. `rows` is the number of
+    rows of each shard, `samples` the number of its samples. The order of samples in the shards
+    follows from `seed`. `temperature` is always 1; the loss chooses its own later.
     """
 
     teacher: str
@@ -74,12 +74,12 @@ class Facts:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards when all are complete."""
+        """The number of shards once all are complete."""
         return len(self.rows)
 
     @property
     def digest(self) -> str:
-        """32 hex digits over all of it."""
+        """32 hex digits over all facts."""
         return blake3(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest(16)
 
     @property
@@ -88,14 +88,14 @@ class Facts:
         return self.top_k < self.vocabulary
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a mapping that JSON can hold."""
+        """Return the facts as a mapping that JSON can hold."""
         return asdict(self) | {"samples": list(self.samples), "rows": list(self.rows)}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Facts:
-        """Return the facts that `to_dict` made `record` of.
+        """Return the facts from a mapping that `to_dict` returned.
 
-        Raises UsageError for any other record, such as one of another version.
+        Raises UsageError for any other mapping, such as one of another version.
         """
         version = record.get("version")
         if version != VERSION:
@@ -125,22 +125,22 @@ class Facts:
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """Return 32 hex digits over the text of each token.
+    """Return 32 hex digits over the text and the number of each token.
 
-    Rows are tokenised once, by the student's tokenizer. So a teacher has to take the same numbers
-    for the same texts, and may have another chat template.
+    Rows are tokenised once, by the student's tokenizer. So the teacher's tokenizer must give the
+    same number to the same text. Its chat template may be different.
     """
     told = sorted(tokenizer.get_vocab().items())
     return blake3(json.dumps(told).encode()).hexdigest(16)
 
 
 def num_tokens(tokenizer: Any) -> int:
-    """Return one more than the largest number of a token; there may be gaps between them."""
+    """Return the largest token number plus one. Numbers may have gaps."""
     return 1 + max(map(int, tokenizer.get_vocab().values()))
 
 
 def file_name(number: int, num_shards: int) -> str:
-    """Return the name of the shard `number`, counted from 0."""
+    """Return the file name of the shard `number`, counted from 0."""
     return f"shard-{number:05d}-of-{num_shards:05d}.parquet"
 
 
@@ -149,7 +149,7 @@ def columns(facts: Facts, number: int) -> pa.Schema:
     pa = arrow()
     value = {"float16": pa.float16(), "float32": pa.float32()}[facts.stored]
     listed = {**facts.to_dict(), "shard": number}
-    del listed["samples"], listed["rows"]  # a file need not list those of all others
+    del listed["samples"], listed["rows"]  # a file need not repeat the sizes of all shards
     return pa.schema(
         [
             pa.field("sample", pa.int32(), nullable=False),
@@ -166,7 +166,7 @@ def columns(facts: Facts, number: int) -> pa.Schema:
 
 
 def fixed(kind: Any, size: int) -> Any:
-    """Return the type of lists of `size` values of `kind`."""
+    """Return the Arrow type of lists of `size` values of type `kind`."""
     pa = arrow()
     return pa.list_(pa.field("element", kind, nullable=False), size)
 
@@ -185,15 +185,15 @@ def arrow() -> Any:
 
 CLAIMS_FILE = "claims.lock"
 _FORM = "hhqqi0q"  # struct flock of Linux: type, whence, start, length, process
-APPENDING_S = 60.0  # a line takes milliseconds, and a stopped process keeps the lock for ever
+APPENDING_S = 60.0  # writing a line takes milliseconds, but a stopped process keeps its lock
 CLAIM_LOOK_EVERY_S = 0.02
-_APPENDING = 2**40  # the byte that stands for the list; shards have those from 0 on
+_APPENDING = 2**40  # the byte that stands for the lists; those of shards begin at 0
 
 
 class Claims:
-    """The claims of this process in `folder`. Only one object a process and folder may exist.
+    """The claims of this process in `folder`. A process may have only one such object for a folder.
 
-    A process that closes any handle of a file gives up all its locks on that file, so the handle
+    A process that closes any handle of a file releases all its locks on that file, so the handle
     stays open.
     """
 
@@ -214,14 +214,14 @@ class Claims:
         return True
 
     def give_up(self, shard: int) -> None:
-        """Give a claim up."""
+        """Release a claim."""
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, shard)
 
     @contextmanager
     def appending(self) -> Iterator[None]:
-        """Keep other writers from the folder's lists in the body.
+        """Keep other writers away from the folder's lists inside the context.
 
-        Raises as `take` does, and SystemFailure if another process keeps this one out for long.
+        Raises as `take` does, and SystemFailure if another process holds the lock for APPENDING_S.
         """
         until_s = time.monotonic() + APPENDING_S
         while not self.take(_APPENDING):
@@ -230,7 +230,7 @@ class Claims:
                 holder = "another process" if owner is None else f"process {owner}"
                 raise SystemFailure(
                     f"distill.logits={self._folder}: {holder} has kept its lists locked for "
-                    f"{APPENDING_S:g} s (is it stopped?); end it, or let it go on"
+                    f"{APPENDING_S:g} s (is it stopped?); end it, or let it continue"
                 )
             time.sleep(CLAIM_LOOK_EVERY_S)
         try:
@@ -251,26 +251,26 @@ class Claims:
             ) from error
 
     def close(self) -> None:
-        """Give all claims up."""
+        """Release all claims."""
         os.close(self._file)
 
 
 def being_made(folder: Path, num_shards: int) -> dict[int, int]:
-    """Return the shards that other processes make just now, with the process id of each.
+    """Return the shards that other processes are producing, with the process id of each.
 
-    The id of a process on another machine says nothing. Only Linux is asked: elsewhere there are
-    none.
+    The id of a process on another machine says nothing here. On systems other than Linux, the
+    result is empty.
     """
     try:
         file = os.open(folder / CLAIMS_FILE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # nobody has made any here
+    except OSError:  # no process has ever claimed a shard here
         return {}
     owners: dict[int, int] = {}
     try:
         for shard in range(num_shards):
             if (owner := _owner(file, shard)) is not None:
                 owners[shard] = owner
-    except OSError:  # no locks there
+    except OSError:  # the file system has no locks
         return owners
     finally:
         os.close(file)
@@ -278,7 +278,7 @@ def being_made(folder: Path, num_shards: int) -> dict[int, int]:
 
 
 def _owner(file: int, byte: int) -> int | None:
-    """Return the process that has the lock on `byte`; None if none has, or the system is not Linux.
+    """Return the process that holds the lock on `byte`; None if none does, or if this is not Linux.
 
     Raises OSError on a file system without locks.
     """
@@ -296,9 +296,9 @@ _AGAIN = "make the shards again in an empty folder, or copy the folder again"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A shard that is whole: its rows, its bytes, and the BLAKE3 digest of its file.
+    """A complete shard in a list: its rows, its bytes, and the BLAKE3 digest of its file.
 
-    `remade` is how often it had been made before.
+    `remade` is how often it had been produced before.
     """
 
     shard: int
@@ -310,14 +310,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listed:
-    """The lists of a folder, taken together: its facts, and its shards by number."""
+    """The merged lists of a folder: its facts, and its shards by number."""
 
     facts: Facts
     shards: dict[int, Entry]
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of the shards that no list has."""
+        """The numbers of the shards that are in no list."""
         return [n for n in range(self.facts.num_shards) if n not in self.shards]
 
 
@@ -327,22 +327,22 @@ def name_of(part: tuple[int, int] | None) -> str:
 
 
 def read(folder: Path) -> Listed | None:
-    """Return what `Lists` of `folder` say, all of them read again."""
+    """Return the merged lists of `folder`, read from the start; None if there is none yet."""
     return Lists(folder).read()
 
 
 class Lists:
-    """The lists of a folder, which may grow: each call of `read` reads what was added."""
+    """The lists of a folder, which may grow: each call of `read` reads only what was added."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[Path, _List] = {}
 
     def read(self) -> Listed | None:
-        """Return what all lists say together, or None if there is none yet.
+        """Return all lists merged, or None if there is none yet.
 
-        A last line that is not whole yet is left out. Raises UsageError for a list that was edited
-        or damaged, and for lists of different facts.
+        A last line that is not complete yet is ignored. Raises UsageError for a list that was
+        edited or damaged, and for lists with different facts.
         """
         listed: Listed | None = None
         try:
@@ -381,7 +381,7 @@ def _difference(one: Facts, other: Facts) -> str:
 
 
 class _List:
-    """One list, up to its last whole line: its facts and shards, and where the next line begins."""
+    """A list up to its last complete line: its facts and shards, and where the next line begins."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -393,7 +393,7 @@ class _List:
         self.end, self.chain, self._num_lines = 0, "", 0
 
     def update(self) -> None:
-        """Read the lines that were added; all of them, if it is another file than before."""
+        """Read the lines that were added, or all lines if the file was replaced."""
         try:
             self._read_on()
         except UsageError:
@@ -409,7 +409,7 @@ class _List:
                     self._begin()
                 file.seek(self.end)
                 for line in files.lines(file):
-                    if not line.endswith(b"\n"):  # its writer was killed, or is just writing it
+                    if not line.endswith(b"\n"):  # its writer was killed, or is still writing
                         return
                     self._take(line)
         except FileNotFoundError:
@@ -419,7 +419,7 @@ class _List:
             raise UsageError(f"{self._path}: {told}; {_AGAIN}") from error
 
     def _take(self, line: bytes) -> None:
-        """Take up the next line. Raises UsageError for one that breaks the chain."""
+        """Add the next line. Raises UsageError for a line that breaks the chain."""
         where = f"{self._path}:{self._num_lines + 1}"
         try:
             record = json_text.load(line)
@@ -458,15 +458,15 @@ def _entry(record: dict[str, Any], facts: Facts) -> Entry:
 
 
 class Writer:
-    """Appends to a list in `folder`; several processes may do so at a time."""
+    """Appends to a list in `folder`. Several processes may append at the same time."""
 
     def __init__(
         self, folder: Path, facts: Facts, part: tuple[int, int] | None, claims: Claims
     ) -> None:
-        """Begin the list, if it does not exist.
+        """Begin the list if it does not exist.
 
-        Raises UsageError if the folder has shards of other facts, and OSError if it can't be
-        written.
+        Raises UsageError if the folder has shards with different facts, and OSError if the list
+        can't be written.
         """
         self._path, self._claims, self._lists = folder / name_of(part), claims, Lists(folder)
         self._list = _List(self._path)
@@ -481,9 +481,9 @@ class Writer:
             self._update()
 
     def add(self, entry: Entry) -> Entry:
-        """Add a shard that has its file in place; return what the list has of it.
+        """Add a shard with a file that is in place; return its entry in the list.
 
-        Raises OSError if it can't be written.
+        Raises OSError if the list can't be written.
         """
         with self._claims.appending():
             there = self._lists.read()
@@ -500,13 +500,13 @@ class Writer:
             self._list.update()
 
     def _append(self, record: dict[str, Any]) -> None:
-        """Write one line after the last whole one, and let the disk have it."""
+        """Write one line after the last complete one, and flush it to the disk."""
         text, _ = ledger.dump_line(self._list.chain, record)
         file = files.open_to_write(self._path)
         try:
-            os.ftruncate(file, self._list.end)  # a part of a line: its writer was killed
+            os.ftruncate(file, self._list.end)  # removes the partial line of a killed writer
             line, at = text.encode() + b"\n", self._list.end
-            while line:  # a disk that is nearly full takes a part of it
+            while line:  # a disk that is nearly full may accept only a part
                 written = os.pwrite(file, line, at)
                 line, at = line[written:], at + written
             os.fsync(file)
@@ -515,5 +515,5 @@ class Writer:
 
 
 def path_of(folder: Path, facts: Facts, shard: int) -> Path:
-    """Return where the shard is."""
+    """Return the path of a shard's file."""
     return folder / file_name(shard, facts.num_shards)

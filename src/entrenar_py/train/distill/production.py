@@ -1,4 +1,4 @@
-"""Makes the shards of a teacher, each one once, with other processes that do the same."""
+"""Produces the shards of a teacher, each one once, together with other processes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from entrenar_py.train.distill.teacher import Batch, Kept, Teacher
 from entrenar_py.train.model import model, model_folder
 from entrenar_py.train.model.preparation import Prepared
 
-LOOK_EVERY_S = 1.0  # at what other processes make
-PIECE_BYTES = 2**25  # of rows that are computed, and then written, at a time
-WAITING_MAX = 2  # pieces, each held in memory
+LOOK_EVERY_S = 1.0  # between checks of what other processes have produced
+PIECE_BYTES = 2**25  # bytes of rows that are computed, then written, at a time
+WAITING_MAX = 2  # pieces that may wait to be written, each in memory
 
-Part = tuple[int, int]  # the number of a part, from 1 on, and of all parts
+Part = tuple[int, int]  # the number of a part, counted from 1, and the number of parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A shard that this process made: its numbers of rows and tokens, and seconds."""
+    """A shard that this process produced: its numbers of rows and tokens, and the seconds taken."""
 
     shard: int
     rows: int
@@ -44,9 +44,10 @@ class Made:
 
 @dataclass
 class Progress:
-    """The progress of a stage. `rows_done` and `shards_done` count those of other processes, too.
+    """The progress of the command.
 
-    `rows_left` are those of this process's part. `state` is running, stopped or completed.
+    `rows_done` and `shards_done` include the work of other processes. `rows_left` counts only this
+    process's part. `state` is running, stopped or completed.
     """
 
     facts: Facts
@@ -59,17 +60,17 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since this process began."""
+        """The seconds since this process began."""
         return time.monotonic() - self.began_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of this process, over all its shards."""
+        """The tokens per second of this process, over all its shards."""
         return sum(one.tokens for one in self.made) / self.seconds if self.made else 0.0
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until this process has finished its part, at its own pace."""
+        """The estimated seconds until this process has finished its part; at first None."""
         own = sum(one.rows for one in self.made)
         return self.rows_left * self.seconds / own if own else None
 
@@ -78,10 +79,10 @@ Listener = Callable[[Progress], None]
 
 
 class Stage:
-    """The stage `entrenar distill logits` of one process."""
+    """The command `entrenar distill logits` in one process."""
 
     def __init__(self, prepared: Prepared, name: str, part: Part | None = None) -> None:
-        """Read no weights yet; `name` is the backend. Raises UsageError for what can't be used."""
+        """Read no weights yet; `name` is the backend. Raises UsageError for unusable settings."""
         section = student.of(prepared)
         self.device = teacher.device_of(name)
         self.prepared, self.folder, self._part = prepared, section.shards, part
@@ -102,10 +103,10 @@ class Stage:
         )
 
     def run(self, listen: Listener, stopping: threading.Event) -> bool:
-        """Make all shards of this process's part; return False if `stopping` was set before.
+        """Produce all shards of this process's part; return False if `stopping` was set first.
 
-        Shards that others make are waited for, and made here if their makers die. Raises
-        SystemFailure if a file can't be written.
+        Waits for shards that other processes are producing, and produces them here if those
+        processes die. Raises SystemFailure if a file can't be written.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -119,15 +120,15 @@ class Stage:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             advice = "make room" if is_full else "give a folder that can be written to"
             raise SystemFailure(
-                f"distill.logits={self.folder}: {problem}; {advice}, and start it again: it goes "
-                "on with the first missing shard"
+                f"distill.logits={self.folder}: {problem}; {advice}, and start it again: it "
+                "continues with the first missing shard"
             ) from error
 
     def _make_all(
         self, claims: Claims, writer: Writer, listen: Listener, stopping: threading.Event
     ) -> bool:
         progress, loaded = Progress(self.facts), cast("Teacher | None", None)
-        checked: dict[int, Entry] = {}  # their files have been looked at
+        checked: dict[int, Entry] = {}  # shards with files that were checked
         with _Writing(writer) as writing:
 
             def left() -> list[int]:
@@ -144,11 +145,11 @@ class Stage:
                     break
                 free = [shard for shard in due if shard not in writing.shards]
                 mine = next((shard for shard in free if claims.take(shard)), None)
-                if mine is None:  # they are written here, or others make them
+                if mine is None:  # all are being written here, or produced by others
                     if not writing.settle():
                         stopping.wait(LOOK_EVERY_S)
                     continue
-                # It may have been made between the look and the claim.
+                # Another process may have produced it just before the claim.
                 if mine in left():
                     loaded = loaded or self._teacher()
                     shards.remove_unfinished(self.folder, self.facts, mine)
@@ -156,13 +157,13 @@ class Stage:
                 if mine not in writing.shards:
                     claims.give_up(mine)
             writing.settle()
-            is_complete = not left()  # what the list says, once all has been written
+            is_complete = not left()  # according to the lists, once all has been written
         progress.state = "completed" if is_complete else "stopped"
         listen(progress)
         return is_complete
 
     def _left(self, checked: dict[int, Entry], progress: Progress) -> list[int]:
-        """Return the shards of this part that are missing or damaged; counts those of all parts."""
+        """Return the missing or damaged shards of this part; updates the counts in `progress`."""
         listed = self._lists.read()
         there = {} if listed is None else listed.shards
         for shard, entry in there.items():
@@ -182,7 +183,7 @@ class Stage:
         return left
 
     def _teacher(self) -> Teacher:
-        """Return the teacher. Raises UsageError for one that can't take the rows."""
+        """Return the teacher. Raises UsageError if it can't take the rows."""
         section, prepared = student.of(self.prepared), self.prepared
         known = manifest.num_tokens(prepared.tokenizer)
         loaded = teacher.load(self._settings, section, self.device, known=known)
@@ -200,7 +201,7 @@ class Stage:
     def _make(
         self, loaded: Teacher, shard: int, writing: _Writing, stopping: threading.Event
     ) -> None:
-        """Compute a shard and write its pieces meanwhile; leave it if it is stopped."""
+        """Compute a shard while its earlier pieces are written; abandon it if `stopping` is set."""
         file = ShardWriter(self.folder, self.facts, shard, self.places.starts(shard))
         began_s, tokens = time.monotonic(), 0
         writing.begin(shard, file)
@@ -216,7 +217,7 @@ class Stage:
         writing.end(shard, tokens, began_s)
 
     def _pieces(self, shard: int) -> Iterator[list[int]]:
-        """Yield a shard's samples in pieces: their rows have PIECE_BYTES, or one sample more."""
+        """Yield a shard's samples in pieces that end once their rows have PIECE_BYTES."""
         piece, num_bytes = list[int](), 0
         for sample in self.places.of_shards[shard]:
             piece.append(sample)
@@ -234,7 +235,7 @@ class Stage:
 
 
 class _Writing:
-    """Writes pieces of shards in a thread, where some may wait; a context that ends with it."""
+    """Writes pieces of shards in a thread with a queue. A context, which ends with the thread."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -259,13 +260,16 @@ class _Writing:
         self._files[shard] = file
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Let the thread write; waits, and raises what an earlier call raised, if some wait."""
+        """Let the thread write a piece.
+
+        If the queue is full, waits for the oldest entry, and raises what that raised.
+        """
         while len(self._pending) >= WAITING_MAX:
             self._take()
         self._pending.append(self._thread.submit(write))
 
     def end(self, shard: int, tokens: int, began_s: float) -> None:
-        """Put a shard's file into its place and into the list, once its pieces are written."""
+        """Once a shard's pieces are written, move its file into place and add it to the list."""
         file = self._files[shard]
 
         def finish() -> tuple[Made, Entry]:
@@ -273,7 +277,7 @@ class _Writing:
             seconds = time.monotonic() - began_s
             return Made(shard=shard, rows=entry.rows, tokens=tokens, seconds=seconds), entry
 
-        # It holds no rows, so it counts as none of those that wait.
+        # It holds no rows, so the limit of waiting pieces doesn't apply.
         self._pending.append(self._thread.submit(finish))
 
     def finished(self) -> list[tuple[Made, Entry]]:
@@ -289,7 +293,7 @@ class _Writing:
         self._files.pop(shard).close()
 
     def settle(self) -> bool:
-        """Wait until all is written; return whether anything was left to be."""
+        """Wait until all is written; return whether anything was pending."""
         was_busy = bool(self._pending)
         while self._pending:
             self._take()
@@ -306,7 +310,7 @@ def _write(file: ShardWriter, parts: Sequence[tuple[Batch, Kept]], ids: Sequence
 
 
 def require_tokenizer(prepared: Prepared, folder: Path) -> None:
-    """Raise UsageError unless the teacher in `folder` has the student's tokenizer."""
+    """Raise UsageError unless the teacher in `folder` has the same tokens as the student."""
     theirs = manifest.vocabulary_digest(model.tokenizer(prepared.settings, folder))
     own = manifest.vocabulary_digest(prepared.tokenizer)
     if theirs != own:
@@ -318,7 +322,7 @@ def require_tokenizer(prepared: Prepared, folder: Path) -> None:
 
 
 def _facts(prepared: Prepared, vocabulary: int, digest: str) -> tuple[Facts, Places]:
-    """Return the facts of the shards that the run's configuration asks for."""
+    """Return the facts of the configured shards, and the places of their rows."""
     section = student.of(prepared)
     places = student.places(prepared.train, prepared.settings.seed, section.shard_samples)
     every = range(len(places.of_shards))

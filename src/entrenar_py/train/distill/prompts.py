@@ -1,7 +1,7 @@
-"""The prompts that a teacher is to answer, the rows that its answers become, and their journal.
+"""The prompts for a teacher, the rows that its answers become, and the journal of the answers.
 
-The journal is JSON lines next to the rows. A line is appended when an answer comes, so a process
-that is killed loses no answer that it has got.
+The journal is a file of JSON lines next to the rows. A line is appended when an answer arrives, so
+a process that is killed loses no answer that it has received.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Prompt:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits over what is asked."""
+        """32 hex digits over the prompt."""
         asked = self.asked
         told = asked if isinstance(asked, str) else [asked.messages, asked.tools]
         return blake3(dump(told, sort_keys=True).encode()).hexdigest(16)
@@ -42,9 +42,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """A teacher's answer. Its `outcome` is WHOLE, TRUNCATED or REFUSED; only the first is learned.
+    """A teacher's answer. Its `outcome` is WHOLE, TRUNCATED or REFUSED; only WHOLE is learned.
 
-    `calls` are the functions that it calls, in OpenAI's form.
+    `calls` are its function calls, in OpenAI's form.
     """
 
     outcome: str
@@ -69,7 +69,8 @@ Result = Answer | Failed
 class Prompts:
     """Distinct prompts in the order of their rows.
 
-    `repeated` is the number of rows that ask what an earlier one does; `skipped` can't be used.
+    `repeated` is the number of rows with the prompt of an earlier row. `skipped` are the rows that
+    can't be used.
     """
 
     distinct: Sequence[Prompt]
@@ -99,7 +100,7 @@ def read(settings: Settings, path: Path) -> Prompts:
 
 
 def _prompt(row: Row, settings: Settings) -> Prompt | BadRow:
-    """Return the prompt of a row, unless nothing could be learned with it."""
+    """Return the prompt of a row, or why nothing could be learned from an answer to it."""
     prompt = _of_row(row, settings)
     if isinstance(prompt, BadRow):
         return prompt
@@ -131,14 +132,14 @@ def _of_row(row: Row, settings: Settings) -> Prompt | BadRow:
 
 
 def row_of(prompt: Prompt, answer: Answer, data: Data) -> dict[str, Any]:
-    """Return the row that `entrenar finetune` learns a whole answer from."""
+    """Return the row from which `entrenar finetune` learns a whole answer."""
     question = prompt.asked
     if isinstance(question, str):
         return {data.text_field: question + answer.content}
     turn: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if answer.calls:
         turn["tool_calls"] = list(answer.calls)
-    # Earlier answers were not this teacher's, and are not learned.
+    # Earlier answers are not from this teacher, so they are not learned.
     before = [
         {**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in question.messages
     ]
@@ -147,7 +148,7 @@ def row_of(prompt: Prompt, answer: Answer, data: Data) -> dict[str, Any]:
 
 
 def is_learnable(prompt: Prompt, answer: Answer, data: Data) -> bool:
-    """Return whether `entrenar finetune` can read the answer's row: calls may be damaged."""
+    """Return whether `entrenar finetune` can read the answer's row: calls may be malformed."""
     if isinstance(prompt.asked, str):
         return True
     try:
@@ -158,12 +159,15 @@ def is_learnable(prompt: Prompt, answer: Answer, data: Data) -> bool:
 
 
 def dump(value: Any, *, sort_keys: bool = False) -> str:
-    """Return a value as JSON on one line; what JSON has no form for, as a date, becomes text."""
+    """Return a value as JSON on one line; values without a JSON form, as dates, become text."""
     return json.dumps(value, sort_keys=sort_keys, default=str)
 
 
 def originals(settings: Settings) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of `data.train`; raises as `read` does."""
+    """Yield the rows of `data.train`.
+
+    Raises RowsError for rows that can't be used, unless `data.on_error` is `skip`.
+    """
     skipped, num_rows = list[BadRow](), 0
     for row in rows.read(settings.data.train):
         if isinstance(row, BadRow):
@@ -174,24 +178,23 @@ def originals(settings: Settings) -> Iterator[Mapping[str, Any]]:
     samples.require_usable(settings.data, f"data.train={settings.data.train}", skipped, num_rows)
 
 
-JOURNAL_END = ".journal"  # of its name, after that of the rows
+JOURNAL_END = ".journal"  # is appended to the name of the rows
 
 
 class Journal:
-    """The answers in the journal of the rows at `rows`, which this process alone may append to.
+    """The answers in the journal of the rows at `rows`, to which only this process may append.
 
-    A `day` that templates get is written with each answer.
-    `others` counts the lines of other settings, `damaged` those that are none. The prompts of both
-    count as not asked.
+    If templates receive a `day`, it is written with each answer. `others` counts the lines with
+    other settings, `damaged` the lines that can't be read. The prompts of both count as unanswered.
     """
 
     def __init__(
         self, rows: Path, settings: str, new_tokens: int, *, day: str | None = None
     ) -> None:
-        """Open it, or begin it, for answers of at most `new_tokens` tokens.
+        """Open or create the journal, for answers of at most `new_tokens` tokens.
 
-        `settings` is the digest of all else that an answer depends on. Raises UsageError if it
-        can't be written, or if another process has it open.
+        `settings` is the digest of all else that an answer depends on. Raises UsageError if the
+        journal can't be written, or if another process has it open.
         """
         self.path, self._settings = journal_of(rows), settings
         self._new_tokens, self._day = new_tokens, day
@@ -229,7 +232,7 @@ class Journal:
             ) from error
 
     def _read(self) -> None:
-        """Read all whole lines, and cut off a part of one: its writer was killed."""
+        """Read all complete lines, and cut off a partial one, which a killed writer left."""
         end = 0
         try:
             with files.open_file(self.path) as file:
@@ -267,18 +270,18 @@ class Journal:
                 self.damaged += 1
 
     def _holds(self, outcome: str, most: int) -> bool:
-        """Return whether an outcome with at most `most` tokens is that of this limit, too.
+        """Return whether an outcome under the limit `most` is also valid under this limit.
 
-        A whole answer stays the same with a higher limit, and a truncated one with a lower one.
+        A whole answer stays the same with a higher limit, and a truncated one with a lower limit.
         """
         return most >= self._new_tokens if outcome == TRUNCATED else most <= self._new_tokens
 
     def answer(self, prompt: Prompt) -> Answer | None:
-        """Return the answer to `prompt`, if there is one."""
+        """Return the answer to `prompt`, None if there is none."""
         return self._answers.get(prompt.digest)
 
     def add(self, prompt: Prompt, answer: Answer) -> None:
-        """Keep an answer. Raises SystemFailure if it can't be written."""
+        """Append an answer. Raises SystemFailure if it can't be written."""
         record: Mapping[str, Any] = {
             "settings": self._settings,
             "new_tokens": self._new_tokens,
@@ -300,7 +303,7 @@ class Journal:
         self._answers[prompt.digest] = answer
 
     def close(self) -> None:
-        """Let the disk have it, and others open it. Raises SystemFailure if the disk can't."""
+        """Flush the journal to the disk and release it. Raises SystemFailure if that fails."""
         try:
             os.fsync(self._file)
         except OSError as error:
@@ -318,11 +321,11 @@ def journal_of(rows: Path) -> Path:
 
 
 def day_of(journal: Path) -> str | None:
-    """Return the day that the first answer in a journal was given with, if it says one."""
+    """Return the day with which the first answer in a journal was given; None if there is none."""
     try:
         with files.open_file(journal) as file:
             record = json_text.load(next(iter(files.lines(file)), b""))
     except (OSError, ValueError):
-        return None  # whoever opens it to write tells what is wrong with it
+        return None  # opening the journal to write reports what is wrong with it
     day = record.get("day") if isinstance(record, dict) else None
     return day if isinstance(day, str) else None

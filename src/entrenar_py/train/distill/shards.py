@@ -1,8 +1,8 @@
-"""Shards as Parquet files: how they are written, checked, read by a student, and looked at.
+"""Shards as Parquet files: writing, checking, reading by a student, and their status.
 
-A student needs the rows of its samples in an order that no shard has, often while shards still
-come. So `TeacherRows` opens a file when its first row is needed, waits for one that isn't listed
-yet, and keeps some decoded row groups, the last ones used.
+A student needs the rows of its samples in an order that differs from that of the shards, often
+while later shards are still being produced. So `TeacherRows` opens a file when its first row is
+needed, waits for one that isn't listed yet, and keeps the most recently used decoded row groups.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from entrenar_py.train.distill import manifest
 from entrenar_py.train.distill.manifest import Entry, Facts, Listed, Lists, path_of
 from entrenar_py.train.model.samples import Samples
 
-GROUP_BYTES = 2**20  # of a row group's rows, at least, but for the last one of a file
+GROUP_BYTES = 2**20  # the least size of a row group, except for the last one of a file
 COMPRESSION = "zstd"
-_HASHED_BYTES = 2**22  # at a time
+_HASHED_BYTES = 2**22  # bytes hashed at a time
 _COLUMNS = ("sample", "position", "target", "tokens", "log_probabilities", "rest")
 _AGAIN = "make it again by `entrenar distill logits`, or copy it again"
 
@@ -41,8 +41,8 @@ _AGAIN = "make it again by `entrenar distill logits`, or copy it again"
 class Rows:
     """The teacher's rows of some samples, one after another.
 
-    `sample`, `position` and `target` are int32 [m], `tokens` int32 [m, k], `log_probabilities`
-    float16 or float32 [m, k], and `rest` float32 [m].
+    `sample`, `position` and `target` are int32 [m], `tokens` is int32 [m, k], `log_probabilities`
+    is float16 or float32 [m, k], and `rest` is float32 [m].
     """
 
     sample: NDArray[np.int32]
@@ -61,11 +61,11 @@ class Rows:
         return sum(getattr(self, name).nbytes for name in _COLUMNS)
 
     def part(self, rows: slice) -> Rows:
-        """Return some consecutive rows, not copied."""
+        """Return some consecutive rows as views."""
         return Rows(*(getattr(self, name)[rows] for name in _COLUMNS))
 
     def taken(self, rows: NDArray[np.int64]) -> Rows:
-        """Return copies of `rows`, in their order."""
+        """Return copies of `rows`, in the order of these indices."""
         return Rows(*(getattr(self, name)[rows] for name in _COLUMNS))
 
 
@@ -77,30 +77,30 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 class Places:
-    """The places of each sample's rows: in the order in which a run with `seed` first visits them.
+    """The place of each sample's rows, with samples in the order of the first epoch with `seed`.
 
-    So its first epoch reads one shard after another, and can begin while later ones are made.
+    So the first epoch reads one shard after another, and can begin while later ones are produced.
     """
 
     def __init__(self, samples: Samples, visit: Sequence[int], num_each: int) -> None:
-        """`visit` has the number of each sample once; a shard has `num_each`."""
+        """`visit` has the number of each sample once; a shard has `num_each` samples."""
         self._samples = samples
         self.of_shards = [visit[n : n + num_each] for n in range(0, len(visit), num_each)]
         self._place = np.empty(len(visit), np.int64)
         self._place[list(visit)] = np.arange(len(visit))
         self._num_each = num_each
-        self._starts = -1, np.zeros(0, np.int64)  # of the shard that was last asked for
+        self._starts = -1, np.zeros(0, np.int64)  # the result of the last call of `starts`
 
     def shard_of(self, sample: int) -> int:
         """Return the number of the shard that has `sample`."""
         return int(self._place[sample]) // self._num_each
 
     def rows_of(self, shard: int) -> int:
-        """Return the number of rows that the shard has."""
+        """Return the number of rows in the shard."""
         return int(self._samples.num_targets[list(self.of_shards[shard])].sum())
 
     def starts(self, shard: int) -> NDArray[np.int64]:
-        """Return where the rows of each of a shard's samples begin, and where the last ones end."""
+        """Return the first row of each of a shard's samples, and at the end the number of rows."""
         known, starts = self._starts
         if known != shard:
             counts = self._samples.num_targets[list(self.of_shards[shard])]
@@ -109,11 +109,11 @@ class Places:
         return starts
 
     def index_in(self, shard: int, sample: int) -> int:
-        """Return which of the shard's samples `sample` is."""
+        """Return the index of `sample` among the samples of its shard."""
         return int(self._place[sample]) - shard * self._num_each
 
     def positions(self, sample: int) -> NDArray[np.int64]:
-        """Return the positions of a sample's rows: of each token before one to predict."""
+        """Return the positions of a sample's rows: those just before a token to predict."""
         return np.flatnonzero(self._samples.is_target[self._samples.part(sample)]) - 1
 
     def targets(self, sample: int) -> NDArray[np.int32]:
@@ -123,7 +123,7 @@ class Places:
 
 
 def groups(facts: Facts, starts: NDArray[np.int64]) -> list[slice]:
-    """Return the rows of each row group: whole samples, GROUP_BYTES or more together."""
+    """Return the rows of each row group: whole samples with a total of GROUP_BYTES or more."""
     slices, begin = list[slice](), 0
     least = max(1, GROUP_BYTES // row_bytes(facts))
     for end in map(int, starts[1:]):
@@ -140,9 +140,9 @@ def row_bytes(facts: Facts) -> int:
 
 
 class ShardWriter:
-    """Writes a shard's file under another name, and moves it to its place when the disk has it.
+    """Writes a shard's file under a temporary name, and moves it into place once it is on the disk.
 
-    `add` takes rows one after another. Raises OSError if the file can't be written.
+    `add` takes consecutive rows. Raises OSError if the file can't be written.
     """
 
     def __init__(self, folder: Path, facts: Facts, shard: int, starts: NDArray[np.int64]) -> None:
@@ -160,7 +160,7 @@ class ShardWriter:
         )
 
     def add(self, rows: Rows) -> None:
-        """Write the next rows, as soon as a group is whole."""
+        """Append rows. A row group is written as soon as it is complete."""
         self._held.append(rows)
         pa, self._num_rows = manifest.arrow(), self._num_rows + len(rows)
         while self._due and self._due[0].stop <= self._num_rows:
@@ -173,7 +173,7 @@ class ShardWriter:
             self._held = [rows.part(slice(size, None))]
 
     def finish(self) -> Entry:
-        """Put the file in its place, and return its line of the list."""
+        """Put the file in its place, and return its entry for the list."""
         assert not self._due, "all rows were added"
         self._writer.close()
         with self._own.open("rb") as file:
@@ -188,14 +188,17 @@ class ShardWriter:
         return entry
 
     def close(self) -> None:
-        """Remove the file if it is not whole."""
+        """Remove the temporary file if it was not finished."""
         with contextlib.suppress(OSError, ValueError):
             self._writer.close()
         self._own.unlink(missing_ok=True)
 
 
 def remove_unfinished(folder: Path, facts: Facts, shard: int) -> None:
-    """Remove what killed processes left of a shard; only the process that claimed it may."""
+    """Remove temporary files of a shard that killed processes left.
+
+    Only the process that claimed the shard may call this.
+    """
     for path in folder.glob(f".{path_of(folder, facts, shard).name}.*"):
         path.unlink(missing_ok=True)
 
@@ -221,7 +224,7 @@ def _arrays(form: Any, rows: Rows) -> list[Any]:
 def digest_of(path: Path) -> str:
     """Return the BLAKE3 digest of a file, 32 hex digits."""
     hasher, piece = blake3(max_threads=blake3.AUTO), memoryview(bytearray(_HASHED_BYTES))
-    # Not as a mapping: a file that shrinks meanwhile, on NFS say, would kill this process.
+    # Not memory-mapped: if the file shrank meanwhile (on NFS, say), that would kill this process.
     with files.open_file(path) as file:
         while number := file.readinto(piece):
             hasher.update(piece[:number])
@@ -248,7 +251,7 @@ class File:
     """An open shard, read by row groups."""
 
     def __init__(self, folder: Path, facts: Facts, shard: int, starts: NDArray[np.int64]) -> None:
-        """Raises UsageError for a file that is no such shard."""
+        """Raises UsageError if the file is not this shard."""
         self.path = path_of(folder, facts, shard)
         self._groups, self._facts = groups(facts, starts), facts
         pa = manifest.arrow()
@@ -260,7 +263,7 @@ class File:
         self._require(manifest.columns(facts, shard))
 
     def _require(self, form: Any) -> None:
-        """Raise UsageError unless the file has the columns and the metadata of its place."""
+        """Raise UsageError unless columns, metadata and row groups of the file are as expected."""
         schema = self._file.schema_arrow
         for field in form:
             if field.name not in schema.names:
@@ -271,7 +274,7 @@ class File:
                     f"and not {field.type}; {_AGAIN}"
                 )
         metadata, wanted = _told(schema.metadata), _told(form.metadata)
-        # The digest over all facts comes last: it says only that something differs.
+        # The digest over all facts comes last, since it says only that something differs.
         for name, value in sorted(wanted.items(), key=lambda item: item[0] == "facts"):
             if metadata.get(name) != value:
                 raise UsageError(
@@ -295,7 +298,7 @@ class File:
         return int(self._groups[group].start)
 
     def read(self, group: int) -> Rows:
-        """Return the rows of a group. Raises UsageError for one that can't be decoded."""
+        """Return the rows of a group. Raises UsageError if they can't be decoded or used."""
         pa = manifest.arrow()
         try:
             table = self._file.read_row_group(group, columns=list(_COLUMNS), use_threads=False)
@@ -309,7 +312,7 @@ class File:
         return rows
 
     def _require_distributions(self, rows: Rows, first: int) -> None:
-        """Raise UsageError for a row that no softmax has; row `first` comes first."""
+        """Raise UsageError for a row that no softmax gives; `first` is the first row's number."""
         found = not_distributions(rows)
         if found is not None:
             index, problem = found
@@ -320,9 +323,9 @@ class File:
 
 
 def not_distributions(rows: Rows) -> tuple[int, str] | None:
-    """Return the index of the first row that is no distribution, and why; None if all are.
+    """Return the index of the first row that is not a distribution, and why; None if all are.
 
-    A student would learn NaN from one, or other shares than a teacher has.
+    From such a row a student would learn NaN, or probabilities that differ from the teacher's.
     """
     logs = np.concatenate([rows.log_probabilities, rows.rest[:, None]], 1, dtype=np.float64)
     ordered = np.sort(rows.tokens, 1)
@@ -340,9 +343,9 @@ def not_distributions(rows: Rows) -> tuple[int, str] | None:
     return row, f"its probabilities and the rest add up to {total[row]:.6g}"
 
 
-# What float32 explains of the sum of a row's probabilities: a teacher subtracts logs that are as
-# large as its logits. Those of 2^16 are half an ulp off, 2^-8, each of the three times that they
-# are rounded.
+# How far float32 rounding may move the sum of a row's probabilities from 1. A teacher subtracts
+# logs that are as large as its logits. At 2^16, each of three roundings is off by up to half an
+# ulp, 2^-8.
 EXPLAINED = 3 * 2.0**-8
 
 
@@ -380,8 +383,8 @@ def _told(metadata: Any) -> dict[str, Any]:
 
 ARRIVAL_LOOK_EVERY_S = 0.5
 TELL_AFTER_S = 10.0
-HELD_BYTES = 2**28  # of decoded row groups
-OPEN_MAX = 256  # files
+HELD_BYTES = 2**28  # the most bytes of decoded row groups in memory
+OPEN_MAX = 256  # the most open files
 
 Say = Callable[[str], None]
 
@@ -391,7 +394,7 @@ def facts_of(
 ) -> Facts:
     """Return the facts of the shards in `folder`; waits until a first list exists.
 
-    Raises UsageError if none is after `patience_s` seconds, or for one that can't be read, and
+    Raises UsageError if there is none after `patience_s` seconds, or if a list can't be read, and
     SystemFailure once `ended` is set.
     """
     begin, is_told = time.monotonic(), False
@@ -416,7 +419,7 @@ def _wait_on(ended: threading.Event, folder: Path, seconds: float) -> None:
 
 
 class TeacherRows:
-    """The teacher's rows of any samples. Not for several threads at a time."""
+    """The teacher's rows of any samples. Not safe for use by several threads."""
 
     def __init__(
         self,
@@ -429,9 +432,9 @@ class TeacherRows:
         ended: threading.Event,
         say: Say = printing.say,
     ) -> None:
-        """A shard that is missing, or not whole, is waited for, `patience_s` seconds at most.
+        """Waits up to `patience_s` seconds for a shard that is missing or not complete.
 
-        All tokens are below `num_tokens`. Once `ended` is set, nothing is waited for.
+        All tokens are below `num_tokens`. Once `ended` is set, no call waits any longer.
         """
         self.facts = facts
         self._folder, self._places = folder, places
@@ -439,22 +442,22 @@ class TeacherRows:
         self._ended = ended
         self._lists, self._listed = Lists(folder), Listed(facts, {})
         self._files: OrderedDict[int, File] = OrderedDict()
-        # Shards with compared digests, and their files' states then: a run with a new order
-        # in each epoch opens a file again and again.
+        # Shards with digests that were compared, and the states of their files at that time: a
+        # run with a new order in each epoch opens the same file many times.
         self._seen: dict[int, tuple[Entry, tuple[int, ...] | None]] = {}
-        self._held: OrderedDict[tuple[int, int], Rows] = OrderedDict()  # by shard and group
+        self._held: OrderedDict[tuple[int, int], Rows] = OrderedDict()  # key: shard and group
         self._held_bytes = 0
 
     def rows(self, samples: Sequence[int]) -> Rows:
         """Return the rows of `samples`, one sample after another.
 
-        Raises SystemFailure for a shard that doesn't come in time, and for rows of other
+        Raises SystemFailure if a shard doesn't arrive in time, or if its rows belong to other
         samples.
         """
         return joined([self._rows(int(sample)) for sample in samples])
 
     def interrupt(self) -> None:
-        """End a wait in another thread, which raises SystemFailure."""
+        """End a wait in another thread, which then raises SystemFailure."""
         self._ended.set()
 
     def require(self, samples: Sequence[int]) -> None:
@@ -521,7 +524,7 @@ class TeacherRows:
         return self._files[shard]
 
     def _wait(self, shard: int) -> None:
-        """Wait until the shard is listed, and its file has the listed bytes."""
+        """Wait until the shard is listed and its file has the listed bytes."""
         begin, last = time.monotonic(), ""
         while problem := self._lacks(shard):
             waited = time.monotonic() - begin
@@ -538,7 +541,7 @@ class TeacherRows:
             )
 
     def _lacks(self, shard: int) -> str:
-        """Return what a shard lacks to be read; "" if nothing."""
+        """Return why a shard can't be read yet; "" if it can."""
         if shard not in self._listed.shards:
             try:
                 listed = self._lists.read()
@@ -557,7 +560,7 @@ class TeacherRows:
         if state is not None and self._seen.get(shard) == (entry, state):
             return ""
         lack = problem(self._folder, self.facts, entry)
-        if lack:  # it may be listed again when it has been made again
+        if lack:  # the list is read again: the shard may have been produced again
             self._listed = Listed(self.facts, {})
         else:
             self._seen[shard] = entry, state
@@ -579,7 +582,11 @@ def _shown(numbers: np.ndarray) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The shards of a folder by number; `damaged` says what is wrong, `making` which process."""
+    """The state of a folder's shards.
+
+    `damaged` maps shards to what is wrong, `making` maps shards to the process that produces them.
+    `rows` and `num_bytes` count complete shards only.
+    """
 
     facts: Facts
     rows: int
@@ -590,11 +597,11 @@ class Status:
 
     @property
     def is_whole(self) -> bool:
-        """True if every shard exists, and is undamaged."""
+        """True if every shard exists and is undamaged."""
         return not self.missing and not self.damaged
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines for a person."""
+        """Yield the status as lines of text."""
         facts = self.facts
         yield f"teacher {facts.teacher}, tokenizer {facts.tokenizer}, rows {facts.data}"
         yield (
@@ -615,7 +622,7 @@ class Status:
         yield "all rows are complete" if self.is_whole else "go on with `entrenar distill logits`"
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Return the status in a form that JSON can hold."""
         return {
             "facts": self.facts.to_dict(),
             "rows": self.rows,
@@ -628,7 +635,7 @@ class Status:
 
 
 def status(folder: Path) -> Status:
-    """Return what is in `folder`; reads every shard. Raises UsageError if it has no list."""
+    """Return the status of `folder`; reads every shard. Raises UsageError if it has no list."""
     listed = manifest.read(folder)
     if listed is None:
         raise UsageError(

@@ -1,11 +1,12 @@
-"""The student that learns from a teacher's shards, and its loss, without ever holding all logits.
+"""The student's loss on a teacher's shards, computed without ever holding all logits.
 
     alpha T^2 KL(teacher_T || student_T) + (1 - alpha) cross entropy        (Hinton et al., 2015)
 
-summed over positions. The teacher's distribution has its k most likely tokens and, as one more
-class, the mass of all other tokens. The student's is put into the same classes, and both are then
-raised to 1 / T and normalised. With all tokens kept there is no such class, and this is the
-divergence of softmax(z / T). All of it is in float32, from log-softmax.
+It is summed over positions. The classes of the teacher's distribution are its k most likely tokens
+and, as one more class, all other tokens together. The student's distribution is put into the same
+classes. Both are then raised to 1 / T and normalised. If all tokens are kept, there is no class of
+other tokens, and the divergence is that of softmax(z / T). Everything is computed in float32, from
+log-softmax.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from entrenar_py.train.model.workload import Finetuning
 
 @dataclass(frozen=True)
 class Mix:
-    """The weights of both parts of the loss: `alpha` in [0, 1], and the temperature T > 0.
+    """The weights of the two parts of the loss: `alpha` in [0, 1], and the temperature T > 0.
 
-    `has_rest` is false where the teacher's rows have every token of the vocabulary.
+    `has_rest` is False if the teacher's rows have every token of the vocabulary.
     """
 
     alpha: float
@@ -48,10 +49,10 @@ class Mix:
 
 
 class Taught(NamedTuple):
-    """The lesson of m positions: `targets` int64 [m], negative where nothing is to be learned.
+    """The training data of m positions: `targets`, int64 [m], is negative where there is none.
 
-    Of the teacher there are `tokens` int64 [m, k], `log_probabilities` [m, k], and `rest`, the log
-    of the mass of all other tokens, [m].
+    From the teacher come `tokens`, int64 [m, k], `log_probabilities` [m, k], and `rest` [m], the
+    log of the total probability of all other tokens.
     """
 
     targets: Tensor
@@ -63,13 +64,13 @@ class Taught(NamedTuple):
 def divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
     """Return T^2 KL(teacher_T || student_T) of each row, float32 [m].
 
-    Both are log-probabilities [m, classes] at temperature 1. A class of the teacher without mass,
-    -inf, counts nothing.
+    Both arguments are log-probabilities [m, classes] at temperature 1. A class to which the teacher
+    gives probability 0 (-inf) adds nothing.
     """
     wanted = (teacher / temperature).log_softmax(-1)
     own = (student / temperature).log_softmax(-1)
     shares = wanted.exp()
-    # 0 * (-inf - x) is no number, and a class without mass has none of the divergence.
+    # 0 * (-inf - x) is NaN, and a class with probability 0 adds nothing to the divergence.
     terms = torch.where(shares > 0, shares * (wanted - own), 0.0)
     return temperature**2 * terms.sum(-1)
 
@@ -95,10 +96,10 @@ def of_logits(logits: Tensor, taught: Taught, mix: Mix) -> Tensor:
 
 
 def of_hidden(hidden: Tensor, weight: Tensor, taught: Taught, mix: Mix) -> Tensor:
-    """Return `of_logits` of `hidden @ weight.T`, some hundred positions at a time.
+    """Return `of_logits` of `hidden @ weight.T`, computed for some hundred positions at a time.
 
-    `hidden` is [m, d], and `weight` [vocabulary, d]. The products have the format of
-    torch.autocast, where that is on.
+    `hidden` is [m, d], and `weight` [vocabulary, d]. Matrix products have the dtype of
+    torch.autocast where that is on.
     """
     dtype = precision.current(hidden.device)
     if dtype != torch.float32:
@@ -112,9 +113,10 @@ def of_hidden(hidden: Tensor, weight: Tensor, taught: Taught, mix: Mix) -> Tenso
 class _Distilled(torch.autograd.Function):
     """See `of_hidden`. The gradients are computed in the forward pass, at scale 1.
 
-    With u the student's log-probabilities by class, s = softmax(u / T) and q the teacher's, the
-    divergence's derivative by u is T (s - q), which sums to 0. So that by a logit of a kept token
-    is T (s - q) of its class, and by any other one T (s - q) of the rest, times its share there.
+    Let u be the student's log-probabilities by class, s = softmax(u / T), and q the teacher's
+    probabilities at temperature T. The derivative of the divergence with respect to u is T (s - q),
+    which sums to 0. So the derivative with respect to the logit of a kept token is T (s - q) of its
+    class. For any other token it is T (s - q) of the rest, times the token's share of the rest.
     """
 
     @staticmethod
@@ -159,8 +161,8 @@ def _loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of some positions, and its gradient [m, vocabulary].
 
-    `logits` is float32, and its memory is used for the gradient. Passes over the vocabulary are
-    what takes time: there are six of them.
+    `logits` is float32, and its memory is reused for the gradient. Most of the time goes into the
+    six passes over the vocabulary.
     """
     alpha, temperature = mix.alpha, mix.temperature
     is_there = targets >= 0
@@ -170,7 +172,7 @@ def _loss_and_gradient(
     if mix.has_rest:
         _put(logits, tokens, torch.full_like(kept, -torch.inf))
         top = logits.amax(-1, keepdim=True)
-        # Less their own maximum, since next to a token that is sure all others may vanish.
+        # Relative to their own maximum: next to a near-certain token, all others may underflow.
         logits -= top
         mass = logits.exp_().sum(-1, keepdim=True)
         rest = mass.log() + top
@@ -182,7 +184,7 @@ def _loss_and_gradient(
     shares = (teacher / temperature).log_softmax(-1).exp()
     loss = alpha * divergence(teacher, student, temperature) + (1 - alpha) * entropy
     counts = is_there[:, None].to(logits.dtype)
-    # Of each class: the part of the divergence, and that of cross entropy but for the target's -1.
+    # Gradient by class: of the divergence, and of the cross entropy except for the target's -1.
     parts = alpha * temperature * (own.exp() - shares) + (1 - alpha) * student.exp()
     parts *= counts
     if mix.has_rest:
@@ -193,13 +195,13 @@ def _loss_and_gradient(
 
 
 def _put(into: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Write `values` [m, k] into the `columns`, int64 [m, k], of each row; they are distinct.
+    """Write `values` [m, k] into the `columns`, int64 [m, k], of each row. Columns are distinct.
 
-    So any kernel gives the same bits. Those for columns that are not would wait for a GPU.
+    So any kernel gives the same bits. Kernels for columns that may repeat would wait for the GPU.
     """
     is_on = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Not `torch.use_deterministic_algorithms`: it has compiled blocks of a model compiled again.
+    # Not `torch.use_deterministic_algorithms`: it makes torch recompile a model's blocks.
     torch._C._set_deterministic_algorithms(False)
     try:
         into.scatter_(1, columns, values)
@@ -207,11 +209,11 @@ def _put(into: Tensor, columns: Tensor, values: Tensor) -> None:
         torch._C._set_deterministic_algorithms(is_on, warn_only=only_warns)
 
 
-_UNPACKED = 6  # tensors of a batch; packed rows have their positions, too
+_UNPACKED = 6  # tensors of a batch without packing; packed rows add their positions
 
 
 class Student(Finetuning):
-    """Next tokens, and a teacher's distributions of them, learned by `module`."""
+    """The workload of `module`, which learns next tokens and a teacher's distributions of them."""
 
     def __init__(
         self,
@@ -222,10 +224,10 @@ class Student(Finetuning):
         mix: Mix,
         **options: Any,
     ) -> None:
-        """Take the arguments of `Finetuning`, the teacher's rows and how they count."""
+        """Take the arguments of `Finetuning`, the teacher's rows, and the weights of the loss."""
         self.teacher, self.mix = teacher, mix
         super().__init__(module, train, **options)
-        # A worker with other shards has other data.
+        # A worker with different shards has different data.
         self.data_digest = blake3(f"{train.digest} {teacher.facts.digest}".encode()).hexdigest(16)
 
     def new_objective(self, class_weights: Sequence[float]) -> Objective:
@@ -250,11 +252,12 @@ class Student(Finetuning):
         self.teacher.require(ids)
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return what the loss is a function of; waits for rows that are still to come.
+        """Return the tensors that the loss is a function of; waits for rows that don't exist yet.
 
-        That is tokens int64 [n, t], places with a target int64 [m], of n * t, these targets int64
-        [m], and of the teacher there tokens int64 [m, k], log-probabilities float32 [m, k] and the
-        log of the rest float32 [m]. If samples are packed, positions int64 [n, t] follow.
+        These are: tokens int64 [n, t]; places with a target, int64 [m], as indices into n * t;
+        their targets, int64 [m]; and the teacher's tokens int64 [m, k], log-probabilities float32
+        [m, k] and log of the rest float32 [m] at these places. If samples are packed, positions
+        int64 [n, t] follow.
         """
         tokens, places, targets, *positions = super().batch(ids)
         order = list(range(len(ids)))
@@ -264,7 +267,7 @@ class Student(Finetuning):
         rows = self.teacher.rows([ids[number] for number in order])
         num_targets = int((targets != IGNORED).sum())
         assert len(rows) == num_targets, "the teacher has a row for each target"
-        # What fills up has distinct tokens, as every row has.
+        # Padding rows have distinct tokens, as every row has.
         room, top_k = len(targets) - len(rows), rows.tokens.shape[1]
         filling = np.broadcast_to(np.arange(top_k, dtype=np.int64), (room, top_k))
         return (
@@ -283,14 +286,14 @@ def _filled(values: Any, room: int) -> Any:
 
 
 class StudentObjective(NextTokens):
-    """The loss of a student's batch."""
+    """The loss of a student's batch, as a module."""
 
     def __init__(self, module: nn.Module, mix: Mix, top_k: int) -> None:
         super().__init__(module)
         self._mix, self._top_k = mix, top_k
 
     def kind(self, batch: Batch) -> tuple[bool, ...]:
-        """Return on what the operations depend: if it is one row, and if rows are packed."""
+        """Return what the operations depend on: if there is one row, and if rows are packed."""
         return len(batch[0]) == 1, len(batch) > _UNPACKED
 
     def example(self, kind: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
@@ -301,7 +304,7 @@ class StudentObjective(NextTokens):
         return tokens, places, targets, kept, shares, torch.full((len(places),), -1.0), *positions
 
     def forward(self, *batch: Tensor) -> Tensor:
-        """Return the summed loss of what `Student.batch` returned, 0-d float32."""
+        """Return the summed loss of a result of `Student.batch`, 0-d float32."""
         tokens, places, targets, kept, shares, rest, *positions = batch
         taught = Taught(targets, kept, shares, rest)
         packed = positions[0] if positions else None
@@ -316,8 +319,8 @@ class StudentObjective(NextTokens):
 def facts_of(prepared: Prepared, ended: threading.Event | None = None) -> Facts:
     """Return the facts of a run's shards, once a first list of them exists.
 
-    Raises UsageError if they are of another tokenizer, of other rows, or of other settings, and
-    SystemFailure if `ended` is set while there is none.
+    Raises UsageError if they have another tokenizer, other rows or other settings, and
+    SystemFailure if `ended` is set while there is no list.
     """
     section, ended = of(prepared), ended or threading.Event()
     facts = shards.facts_of(section.shards, patience_s=section.wait_s, ended=ended)
@@ -326,7 +329,7 @@ def facts_of(prepared: Prepared, ended: threading.Event | None = None) -> Facts:
 
 
 def of(prepared: Prepared) -> Distillation:
-    """Return the section `distill`; raises UsageError if the configuration has none."""
+    """Return the section `distill`. Raises UsageError if the configuration has none."""
     section = prepared.settings.distill
     if section is None:
         raise UsageError(
@@ -336,7 +339,7 @@ def of(prepared: Prepared) -> Distillation:
 
 
 def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> None:
-    """Raise UsageError unless the shards are of the run's tokenizer, rows and settings."""
+    """Raise UsageError unless the shards have the run's tokenizer, rows and settings."""
     own = manifest.vocabulary_digest(prepared.tokenizer)
     where = f"distill.logits={section.shards}"
     if facts.tokenizer != own:
@@ -364,9 +367,9 @@ def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> 
 
 
 def places(train: Samples, seed: int, num_each: int) -> Places:
-    """Return where each sample's rows are in shards of `num_each` samples.
+    """Return the places of each sample's rows, in shards of `num_each` samples.
 
-    Their order is that in which a run with `seed` first visits them.
+    Samples are in the order in which a run with `seed` first visits them.
     """
     order = sharding.order(len(train), preparation.seeds(seed).rng("order", 0))
     return Places(train, order, num_each)
@@ -375,7 +378,7 @@ def places(train: Samples, seed: int, num_each: int) -> Places:
 def workload(
     prepared: Prepared, kind: type[Student] = Student, ended: threading.Event | None = None
 ) -> Finetuning:
-    """Return the workload of a run, a `kind` of student if it learns from a teacher.
+    """Return the workload of a run: a student of class `kind` if it learns from a teacher.
 
     Raises as `Prepared.workload` and `facts_of` do.
     """
@@ -384,7 +387,7 @@ def workload(
         return prepared.workload()
     ended = ended or threading.Event()
     facts = facts_of(prepared, ended)
-    # Heads of one family may be filled up to other sizes, with tokens that no tokenizer has.
+    # Heads of one model family may be padded to different sizes, with tokens no tokenizer has.
     vocabulary = vocabulary_of(model_folder.configuration(prepared.settings))
     if vocabulary != facts.vocabulary and not facts.has_rest:
         raise UsageError(
@@ -392,7 +395,7 @@ def workload(
             f"{facts.vocabulary} logits, and the student has {vocabulary} "
             f"({prepared.settings.model}); make them with a smaller top_k"
         )
-    # A teacher keeps tokens that the tokenizer has, unless more are asked for than there are.
+    # A teacher keeps only tokens that the tokenizer has, unless top_k is larger than their number.
     known = manifest.num_tokens(prepared.tokenizer)
     if vocabulary < min(known, facts.vocabulary):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""A teacher: a checkpoint that is run forward. Its likeliest tokens, and its answers to prompts."""
+"""A teacher: a checkpoint that runs forward. Gives its most likely tokens, and answers prompts."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from entrenar_py.train.model.conversations import BadConversationError
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Completions, Distillation, Lora, Settings
 
-LENGTHS = 8  # rows are filled up to a multiple of this
+LENGTHS = 8  # rows are padded to a multiple of this
 _BLOCK = 128  # columns
-_LOGITS_MAX = 2**28  # made at a time on a GPU: 512 MiB in bfloat16
+_LOGITS_MAX = 2**28  # computed at a time on a GPU: 512 MiB in bfloat16
 _STORED = {"float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The kept part of some positions: each [m, k], and `rest` [m].
+    """The stored part of the distributions at m positions: two tensors [m, k], and `rest` [m].
 
-    Once `copied` has happened, if it is not None, they are on the host.
+    They are on the host; if `copied` is not None, only after that event.
     """
 
     tokens: Tensor
@@ -63,7 +63,7 @@ class Kept:
     copied: torch.cuda.Event | None = None
 
     def arrays(self) -> list[Any]:
-        """Return them as arrays; waits for a GPU, but not for what it was given later."""
+        """Return the tensors as arrays. Waits until a GPU has copied them, but no longer."""
         if self.copied is not None:
             self.copied.synchronize()
         return [one.numpy() for one in (self.tokens, self.log_probabilities, self.rest)]
@@ -75,9 +75,9 @@ class Teacher:
     def __init__(
         self, module: nn.Module, device: torch.device, *, top_k: int, stored: str, known: int
     ) -> None:
-        """Keep the `top_k` most likely of the tokens below `known`, those that a tokenizer has.
+        """Keep the `top_k` most likely tokens among those below `known`, which a tokenizer has.
 
-        If there are fewer of these, all tokens are looked at.
+        If there are fewer than `top_k` of these, tokens are chosen from the whole vocabulary.
         """
         config = cast("Any", module).config
         self.vocabulary = int(config.get_text_config().vocab_size)
@@ -89,7 +89,10 @@ class Teacher:
 
     @torch.inference_mode()
     def kept(self, tokens: Tensor, places: Tensor) -> Kept:
-        """Return what is kept at `places`, int64 [m], of `tokens`, int64 [n, t], flattened."""
+        """Return what is kept at `places`, int64 [m], which are indices into all of `tokens`.
+
+        `tokens` is int64 [n, t].
+        """
         replaced = (
             nullcontext() if self._head is None else objectives.replaced_by_identity(self._head)
         )
@@ -110,7 +113,7 @@ class Teacher:
         return Kept(copies[0], copies[1], copies[2], copied)
 
     def _here(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the device, without waiting for its present work."""
+        """Return a copy on the device, without waiting for the device's present work."""
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
@@ -128,8 +131,8 @@ def _to_host(tensor: Tensor) -> Tensor:
 def kept_of(logits: Tensor, *, top_k: int, known: int, stored: torch.dtype) -> Kept:
     """Return what is kept of `logits` [m, vocabulary]: the `top_k` largest of the first `known`.
 
-    Log-probabilities are rounded to the format `stored`. The rest is NaN where logits are not
-    finite. The logits' memory is used.
+    Log-probabilities are rounded to the dtype `stored`. The rest is NaN where logits are not
+    finite. The memory of `logits` is overwritten.
     """
     if top_k == logits.shape[-1]:
         tokens = torch.arange(top_k, device=logits.device).expand(len(logits), -1)
@@ -137,7 +140,7 @@ def kept_of(logits: Tensor, *, top_k: int, known: int, stored: torch.dtype) -> K
     else:
         found, tokens = largest(logits[:, :known], top_k)
         values = found.float()
-        # Not 1 less the sum of what is kept: of a teacher that is sure, rounding alone is left.
+        # Not 1 minus the sum of what is kept: for a confident teacher, only rounding would be left.
         others = _log_sum(logits.scatter_(1, tokens, -torch.inf))
     whole = torch.logaddexp(values.logsumexp(-1), others)
     rest = torch.where(whole.isfinite(), others - whole, torch.nan)
@@ -145,10 +148,10 @@ def kept_of(logits: Tensor, *, top_k: int, known: int, stored: torch.dtype) -> K
 
 
 def largest(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the `top_k` largest of each row, largest first, and their columns.
+    """Return the `top_k` largest values of each row, largest first, and their columns.
 
-    Of blocks of columns, those with the largest maxima have them all. So a large vocabulary is
-    passed over once, in place of eight times.
+    Columns are grouped into blocks. The blocks with the `top_k` largest maxima contain all results,
+    so a large vocabulary is read once instead of eight times.
     """
     number = logits.shape[1] // _BLOCK
     if number <= 2 * top_k:
@@ -163,7 +166,7 @@ def largest(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     top = values.topk(top_k, dim=-1, sorted=True)
     block = (top.indices // _BLOCK).clamp(max=top_k - 1)
     columns = chosen.gather(1, block) * _BLOCK + top.indices % _BLOCK
-    past = top.indices - top_k * _BLOCK  # among the columns that fill no block
+    past = top.indices - top_k * _BLOCK  # index among the last columns, which fill no block
     return top.values, torch.where(past >= 0, size + past, columns)
 
 
@@ -176,7 +179,7 @@ def _log_sum(logits: Tensor) -> Tensor:
 
 @cache
 def _compiled() -> Callable[[Tensor], Tensor]:
-    """Return a kernel that reads each logit once, which takes a sixth of the operations' time."""
+    """Return a kernel that reads each logit once, in a sixth of the time of separate operations."""
 
     def log_sum(logits: Tensor) -> Tensor:
         return logits.float().logsumexp(-1)
@@ -188,19 +191,20 @@ def _compiled() -> Callable[[Tensor], Tensor]:
 def device_of(name: str) -> torch.device:
     """Return the device of the backend `name`.
 
-    Raises UsageError for one on which no teacher runs, and BackendUnavailable if it isn't there.
+    Raises UsageError for a backend on which no teacher runs, and BackendUnavailable if it is
+    missing.
     """
     kind = scenario.backend_kind(name)
     if kind not in ("cpu", "cuda"):
         raise UsageError(f"--backend={name}: a teacher runs on cpu or cuda; use one of these")
-    backends.open_backend(name)  # a device that is missing ends the command here
+    backends.open_backend(name)  # raises here if the device is missing
     return torch.device(name if kind == "cuda" else "cpu")
 
 
 def settings_of(settings: Settings, section: Distillation) -> Settings:
-    """Return the settings by which the teacher's checkpoint is loaded.
+    """Return the settings with which the teacher's checkpoint is loaded.
 
-    Raises UsageError if none is named.
+    Raises UsageError if no teacher is named.
     """
     if section.teacher is None:
         raise UsageError(
@@ -227,7 +231,10 @@ def load(settings: Settings, section: Distillation, device: torch.device, *, kno
 
 
 def checkpoint(settings: Settings, section: Distillation, device: torch.device) -> nn.Module:
-    """Return the teacher's model, on the CPU, as it runs on `device`; raises as `load` does."""
+    """Return the teacher's model on the CPU, in the form that runs on `device`.
+
+    Raises UsageError if it can't be loaded, or for int8 on a device that is not a CPU.
+    """
     if section.precision == "int8" and device.type != "cpu":
         raise UsageError(
             f"distill.precision=int8 on {device}: int8 is for CPUs; use bfloat16 there"
@@ -240,9 +247,10 @@ def checkpoint(settings: Settings, section: Distillation, device: torch.device) 
 
 
 def _quantise(module: nn.Module) -> None:
-    """Put the linear layers within blocks in int8, by bitsandbytes' LLM.int8() for CPUs.
+    """Convert the linear layers within blocks to int8, with bitsandbytes' LLM.int8() for CPUs.
 
-    Raises UsageError for a model without any. A warning says if other weights are most.
+    Raises UsageError for a model without such layers. Warns if most weights in blocks are in other
+    layers.
     """
     try:
         from bitsandbytes import nn as quantised
@@ -279,7 +287,7 @@ def _quantise(module: nn.Module) -> None:
 
 
 def _require_running(module: nn.Module) -> None:
-    """Raise UsageError if the model can't compute with its layers in int8: it may read weights."""
+    """Raise UsageError if the model can't run with int8 layers: its code may read their weights."""
     try:
         with torch.inference_mode():
             module.eval()(input_ids=torch.tensor([[1, 2, 3, 4]]), use_cache=False)
@@ -292,9 +300,10 @@ def _require_running(module: nn.Module) -> None:
 
 
 def batches(samples: Samples, ids: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Yield batches of `ids`, longest samples first; each has at most `batch_tokens`, filled up.
+    """Yield batches of `ids`, longest samples first, with up to `batch_tokens` tokens with padding.
 
-    They follow from a shard's samples alone, so it has the same bits whoever makes it.
+    A longer sample is a batch of its own. Batches depend only on a shard's samples, so a shard has
+    the same bits whichever process computes it.
     """
     batch = list[int]()
     for sample in sorted(ids, key=lambda i: (-samples.length(i), i)):
@@ -317,7 +326,7 @@ class Batch:
     def __init__(
         self, samples: Samples, places: Places, ids: Sequence[int], pad_token: int, longest: int
     ) -> None:
-        """`longest` is the length of the longest sample of all: no row has more tokens."""
+        """`longest` is the length of the longest of all samples: no row is padded beyond it."""
         self.ids = ids
         length = min(_filled(max(map(samples.length, ids))), longest)
         tokens = np.full((len(ids), length), pad_token, np.int64)
@@ -335,7 +344,7 @@ class Batch:
         self.num_tokens = sum(map(samples.length, ids))
 
     def rows(self, kept: Kept) -> Rows:
-        """Return the batch's rows, with what was kept of them.
+        """Return the batch's rows with what was kept of them.
 
         Raises SystemFailure if the teacher's logits are not finite.
         """
@@ -351,7 +360,7 @@ class Batch:
 
 
 def in_order(parts: Sequence[Rows], ids: Sequence[int]) -> Rows:
-    """Return the rows of `parts`, those of each sample together and in the order of `ids`."""
+    """Return the rows of `parts`, grouped by sample, with samples in the order of `ids`."""
     rows = joined(parts)
     rank = np.empty(max(ids) + 1, np.int64)
     rank[list(ids)] = np.arange(len(ids))
@@ -359,7 +368,7 @@ def in_order(parts: Sequence[Rows], ids: Sequence[int]) -> Rows:
 
 
 class Generation:
-    """The checkpoint `distill.teacher` on one device. Reads its weights when the first is asked."""
+    """The checkpoint `distill.teacher` on one device. Its weights are loaded when needed."""
 
     def __init__(
         self, settings: Settings, section: Distillation, text: Completions, name: str
@@ -375,7 +384,7 @@ class Generation:
                 f"distill.teacher={self._own.model}: its tokenizer has no chat template, which "
                 "task: instruct needs; use the checkpoint of a chat model, or task: text"
             )
-        # What is resumed goes on with the day on which it began.
+        # A resumed command continues with the day on which it began.
         begun = day_of(journal_of(text.rows))
         dated = preparation.dated(settings, self._tokenizer, begun)
         self.day = dated.data.date if rendering.has_clock(self._tokenizer) else None
@@ -384,7 +393,7 @@ class Generation:
 
     @property
     def identity(self) -> list[str]:
-        """The source of the answers: digests and format; reads all of the checkpoint."""
+        """The source of the answers: digests and precision. Reads the whole checkpoint."""
         ends = self._own.model / "generation_config.json"
         return [
             model_folder.digest(self._own.model),
@@ -397,10 +406,10 @@ class Generation:
     def answers(
         self, prompts: Sequence[Prompt], stopping: threading.Event
     ) -> Generator[tuple[Prompt, Result], None, None]:
-        """Yield each prompt with its answer, or why it has none.
+        """Yield each prompt with its answer, or with the reason why it has none.
 
-        Once `stopping` is set, the answer in work is given up. Raises UsageError if the checkpoint
-        can't be loaded.
+        Once `stopping` is set, the answer in progress is abandoned. Raises UsageError if the
+        checkpoint can't be loaded.
         """
         for prompt in prompts:
             try:
@@ -443,7 +452,7 @@ class Generation:
     def _generated(
         self, prompt: Prompt, tokens: list[int], most: int, stopping: threading.Event
     ) -> list[int]:
-        """Return the new tokens, at most `most`. Sampling follows from the seed and the prompt."""
+        """Return up to `most` new tokens. Sampling depends only on the seed and the prompt."""
         prompt_tokens = torch.tensor([tokens], device=self._device)
         is_cuda = self._device.type == "cuda"
         temperature = self._text.temperature
@@ -478,7 +487,7 @@ class Generation:
         answer = str(decode(new, skip_special_tokens=True))
         if not isinstance(prompt.asked, str):
             return answer
-        # Some tokenizers leave out a space where a text begins.
+        # Some tokenizers drop a space at the beginning of a text.
         whole = str(decode([*tokens, *new], skip_special_tokens=True))
         before = str(decode(tokens, skip_special_tokens=True))
         return whole.removeprefix(before) if whole.startswith(before) else answer
@@ -501,10 +510,10 @@ def _require_finite(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(config: Any) -> Any:
-    """Return a way of generating with the ends of `config` alone.
+    """Return a generation configuration with only the end tokens of `config`.
 
-    A checkpoint's penalties, beams and the like are not followed: the settings have the
-    temperature, and nothing else is asked for.
+    Penalties, beams and the like of the checkpoint are ignored: the settings give the temperature,
+    and nothing else is supported.
     """
     from transformers import GenerationConfig
 

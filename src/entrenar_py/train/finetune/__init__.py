@@ -1,3 +1,3 @@
-"""`entrenar finetune`: a checkpoint in Hugging Face's format, trained on the devices there are."""
+"""`entrenar finetune`: trains a checkpoint in Hugging Face's format on the available devices."""
 
-NEW_TOKENS = 128  # of an answer, at most, unless it is said
+NEW_TOKENS = 128  # the most tokens of an answer, by default

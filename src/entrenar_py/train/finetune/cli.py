@@ -1,7 +1,7 @@
-"""The commands of `entrenar` that fine-tune, and the command line of a rank of torchrun.
+"""The commands of `entrenar` that fine-tune, and the command line of a torchrun rank.
 
-Nothing here imports torch at its beginning: a slip in a configuration is reported at once, and
-what a command needs is imported by that command.
+Nothing here imports torch at the top: a mistake in a configuration is reported at once, and each
+command imports what it needs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _LOADING = "loads torch and transformers, which takes some seconds"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one of them; return the exit code. Raises UsageError and ContractError."""
+    """Run one of these commands; return the exit code. Raises UsageError and ContractError."""
     if arguments.command == "finetune":
         if arguments.config == Path("init"):
             printing.say_lines(settings_file.template().rstrip())
             return exit_codes.DONE
-        settings_file.load(arguments.config)  # a slip is reported before torch is loaded
+        settings_file.load(arguments.config)  # a mistake is reported before torch is loaded
         _tell_loading()
         staffing.load_ahead(arguments.backends)
         from entrenar_py.train.finetune import local
@@ -105,7 +105,7 @@ def _tell_loading() -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """Print a plan; the configuration is invalid for devices on which nothing fits."""
+    """Print a plan; return the exit code, INVALID if nothing fits on the devices."""
     from entrenar_py.train.finetune import foresight
     from entrenar_py.train.model.hyper_parameters import Facts
     from entrenar_py.train.plan import text
@@ -134,18 +134,19 @@ PROG = "entrenar_py.finetune"
 
 
 def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str = "env://") -> int:
-    """Train as the rank that `environment` names; return the exit code.
+    """Train as the rank that `environment` describes; return the exit code.
 
-    Rank 0 prints. Errors before ranks have joined are printed by the first rank of each host.
+    Rank 0 prints errors. Those that occur before ranks have joined are printed by the first rank of
+    each host.
     """
     arguments = _parser().parse_args(argv)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what is meant so
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns about intended settings
     is_first = environment.get("RANK", "0") == "0"
     try:
         from entrenar_py.train.finetune.strategies import launch  # brings torch
 
         here = launch.world(environment)
-    except EntrenarError as error:  # of one host alone: the others wait for it
+    except EntrenarError as error:  # on one host alone; the others wait for it
         if environment.get("LOCAL_RANK", "0") == "0":
             _tell(error)
         return _code(error)

@@ -33,9 +33,9 @@ PAGE_FILE = "report.html"
 
 
 def write_page(section: Distillation, progress: Progress) -> Path:
-    """Write the page, and return its path; warn if it can't be written: the shards exist.
+    """Write the page, and return its path. Only warns if it can't be written: the shards exist.
 
-    Processes that share the folder write the same file: it is that of the last one.
+    Processes that share the folder write the same file, so it shows the last one's progress.
     """
     path = section.shards / PAGE_FILE
     own = path.with_name(f".{PAGE_FILE}.{secrets.token_hex(8)}")
@@ -84,7 +84,7 @@ def _page_facts(section: Distillation, progress: Progress) -> Iterator[tuple[str
 
 
 TELL_EVERY_S = 10.0
-P = TypeVar("P")  # how far a stage is
+P = TypeVar("P")  # the progress of a command
 
 
 def logits(arguments: argparse.Namespace) -> int:
@@ -99,13 +99,13 @@ def logits(arguments: argparse.Namespace) -> int:
         f"{section.shards}"
     )
     show = _Shown(_line_of_shards, partial(write_page, section))
-    with stopped_by_signals("stops when the batch in work is done") as stopping:
+    with stopped_by_signals("stops when the batch in progress is done") as stopping:
         is_done = stage.run(show, stopping)
     show.last()
     if show.progress is not None:
         printing.say(f"drawn in {write_page(section, show.progress)}")
     if not is_done:
-        printing.say("stopped; start it again to go on with the first missing shard")
+        printing.say("stopped; start it again to continue with the first missing shard")
         return exit_codes.STOPPED
     subject = (
         "all shards are"
@@ -130,7 +130,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def look(arguments: argparse.Namespace) -> int:
-    """Say what is in a folder of shards; 1 if something is missing or damaged."""
+    """Print the status of a folder of shards; return WRONG if a shard is missing or damaged."""
     status = shards.status(arguments.folder)
     for line in status.lines():
         printing.say(line)
@@ -140,7 +140,10 @@ def look(arguments: argparse.Namespace) -> int:
 
 
 def settings_of(path: Path) -> tuple[Settings, Distillation]:
-    """Return the configuration at `path` and its section; raises as `settings_file.load` does."""
+    """Return the configuration at `path` and its section `distill`.
+
+    Raises as `settings_file.load` does, and UsageError without the section.
+    """
     settings = settings_file.load(path)
     if settings.distill is None:
         raise UsageError(
@@ -152,9 +155,9 @@ def settings_of(path: Path) -> tuple[Settings, Distillation]:
 
 @contextmanager
 def stopped_by_signals(told: str) -> Iterator[threading.Event]:
-    """Yield an event that SIGINT, SIGTERM and SIGHUP set; a second one ends the process as usual.
+    """Yield an event that SIGINT, SIGTERM and SIGHUP set. A second signal ends the process.
 
-    At the first one, `told` is printed.
+    At the first signal, `told` is printed.
     """
     stopping = threading.Event()
     before = {}
@@ -167,7 +170,7 @@ def stopped_by_signals(told: str) -> Iterator[threading.Event]:
         printing.say(told)
 
     signals.settle()
-    if signals.noted():  # while something was loaded, and the interrupt got lost
+    if signals.noted():  # it came while something was loaded, and the interrupt was lost
         stopping.set()
     for number in signals.taken():
         before[number] = signal.signal(number, stop)
@@ -179,12 +182,12 @@ def stopped_by_signals(told: str) -> Iterator[threading.Event]:
 
 
 class _Shown(Generic[P]):
-    """Prints how far a stage is, now and then, and never the same line twice."""
+    """Prints the progress of a command at intervals, and never the same line twice."""
 
     def __init__(
         self, line: Callable[[P], str], draw: Callable[[P], object] = lambda _: None
     ) -> None:
-        """`draw` is called whenever it is time for a `line`."""
+        """`draw` is called each time that a `line` is due."""
         self.progress: P | None = None
         self._line, self._draw = line, draw
         self._next_s, self._said = 0.0, ""
@@ -227,7 +230,7 @@ def _line_of_answers(progress: answers.Progress) -> str:
     return ", ".join(parts)
 
 
-_FAILURES_SHOWN = 20  # prompts that failed
+_FAILURES_SHOWN = 20  # failed prompts that are listed
 
 
 def text(arguments: argparse.Namespace) -> int:
@@ -237,7 +240,7 @@ def text(arguments: argparse.Namespace) -> int:
     with closing(asking.journal):
         _say_what_is_there(asking)
         show = _Shown(_line_of_answers)
-        notice = "stops: what is asked now is given up"
+        notice = "stops: requests in progress are cancelled"
         with stopped_by_signals(notice) as stopping:
             progress = asking.run(show, stopping)
         show.last()
@@ -280,7 +283,7 @@ def _say_what_is_there(asking: Asking) -> None:
 
 
 def _say_end(asking: Asking, progress: answers.Progress, written: Written) -> int:
-    """Say what became of all prompts; 1 if any failed, or if there is no row."""
+    """Print what became of all prompts; return WRONG if any failed, or if there is no row."""
     text = asking.text
     _, truncated, refused = answers.counts(progress)
     if written.synthetic:

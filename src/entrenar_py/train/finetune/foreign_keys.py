@@ -1,6 +1,6 @@
-"""Keys of other fine-tuning tools: what a configuration of ours has in their place.
+"""Keys of other fine-tuning tools, and the keys that our configuration has instead.
 
-The reader of a configuration and the docs' page of keys use this one table.
+The reader of a configuration and the docs' page of keys both use this table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _LINEAR = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The names of one thing in each of TOOLS, our key ("" if nothing is to be set), and a note."""
+    """The names of one setting in each of TOOLS, our key ("" if there is none), and a note.
+
+    `others` are names without a tool.
+    """
 
     axolotl: tuple[str, ...] = ()
     trl: tuple[str, ...] = ()
@@ -196,9 +199,9 @@ ROWS = (
 
 
 def tell(record: Record, own: Callable[[], Mapping[str, Collection[str]]]) -> list[str]:
-    """Report the keys of a mapping that other tools have, or other sections; return them.
+    """Report keys of a mapping that belong to other tools or to other sections; return them.
 
-    `own` returns the names of our keys, by section; "" is the configuration itself.
+    `own` returns the names of our keys by section; "" is the top level.
     """
     keys = []
     for key in record.node.fields:
@@ -211,7 +214,7 @@ def tell(record: Record, own: Callable[[], Mapping[str, Collection[str]]]) -> li
 
 
 def advice(key: str) -> str:
-    """Return what to write in place of a key of another tool; "" for one that none has."""
+    """Return what to write instead of a key of another tool; "" if no tool has it."""
     for row in ROWS:
         if key in row.others or any(key in names for names in row.by_tool):
             return f"did you mean {row.ours}? {row.note}".rstrip() if row.ours else row.note
@@ -225,7 +228,7 @@ def _elsewhere(key: str, own: Mapping[str, Collection[str]]) -> str:
 
 
 def of_targets(targets: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong with `lora.targets`: values that stand for all layers in other tools."""
+    """Yield problems of `lora.targets`: values that stand for all layers in other tools."""
     for target in targets:
         if target in _ALL_LINEAR:
             yield (
@@ -235,7 +238,7 @@ def of_targets(targets: Collection[str]) -> Iterator[str]:
 
 
 def table() -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the docs' table: the tools' names, our key, and the note."""
+    """Yield the rows of the docs' table: the names in each tool, our key, and the note."""
     for row in ROWS:
         if any(row.by_tool):
             named = (", ".join(f"`{name}`" for name in names) for names in row.by_tool)

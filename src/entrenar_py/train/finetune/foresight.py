@@ -1,4 +1,4 @@
-"""Messages before a run begins: its rows, rules that it breaks, memory that it lacks."""
+"""Checks and messages before a run begins: its rows, the rules that it breaks, its memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def say_rows(prepared: Prepared) -> None:
 
 
 def say_teacher(workload: object) -> None:
-    """Print from which teacher's shards the run learns, if it learns from any.
+    """Print which teacher's shards a student learns from; nothing for any other workload.
 
-    The checkpoint that the configuration names need not be here, so nothing is compared with it.
+    The teacher's checkpoint may be missing here, so it is not compared with the shards.
     """
     if isinstance(workload, Student):
         facts = workload.teacher.facts
@@ -46,22 +46,22 @@ def say_teacher(workload: object) -> None:
 
 
 def say_warnings() -> None:
-    """Print what transformers warned of so far, and what of a checkpoint is not used."""
+    """Print the warnings of transformers so far, and which parts of a checkpoint are not used."""
     for text in model_folder.notes():
         printing.warn(f"entrenar: warning: {text}")
 
 
 def say_skipped(skipped: Sequence[BadRow]) -> None:
-    """Print how many rows were skipped, and the first of them with the reason."""
+    """Print the number of skipped rows, and the first of them with the reason."""
     if skipped:
         printing.say(f"skipped: {counted(len(skipped), 'row')} (data.on_error: skip)")
         printing.say_lines("\n".join(samples.listed(skipped)))
 
 
 def keep_skipped(prepared: Prepared) -> None:
-    """List all skipped rows in a file of the output folder; remove that of an earlier run.
+    """List all skipped rows in a file of the output folder, or remove that of an earlier run.
 
-    Raises UsageError if it can't be written.
+    Raises UsageError if the file can't be written.
     """
     path, skipped = prepared.settings.output / SKIPPED, _skipped(prepared)
     try:
@@ -76,7 +76,7 @@ def keep_skipped(prepared: Prepared) -> None:
 
 
 def _skipped(prepared: Prepared) -> list[BadRow]:
-    """Return the rows that were skipped, each once: parts of a file have those of all of it."""
+    """Return the skipped rows without duplicates: both parts of a split file list all of them."""
     validation = prepared.validation
     both = (*prepared.train.skipped, *(() if validation is None else validation.skipped))
     return list(dict.fromkeys(both))
@@ -85,7 +85,7 @@ def _skipped(prepared: Prepared) -> list[BadRow]:
 def show_remarks(path: Path, facts: Facts) -> None:
     """Print a warning for each rule that the configuration at `path` breaks.
 
-    Raises ContractError for values that can't train anything.
+    Raises ContractError for values with which training is impossible.
     """
     problems = Problems()
     root = settings_file.read(path, problems)
@@ -100,32 +100,33 @@ def show_remarks(path: Path, facts: Facts) -> None:
         printing.warn(problem.line)
 
 
-_BANDWIDTH = 1e9  # any: only memory is looked at
+_BANDWIDTH = 1e9  # any value: only memory is checked
 
 
 def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
     """Print what is unusual in the configuration at `path`; refuse a run that does not fit.
 
-    Workers compute on the backends `names`, in turns. A model that needs unforeseeable memory is
-    said to be so, and runs. Raises ContractError for values that can't train anything, and
-    UsageError for a device with too little memory.
+    Workers compute on the backends `names`, in turns. If a model's memory can't be estimated, a
+    warning says so, and the run is allowed. Raises ContractError for values with which training is
+    impossible, and UsageError for a device with too little memory.
     """
     devices, places = plan.of_backends(names, prepared.settings.devices), list(dict.fromkeys(names))
     _look(path, prepared, devices, "star", turns=[places.index(name) for name in names])
 
 
 def workers_that_fit(prepared: Prepared, most: int) -> int:
-    """Return how many workers, at most `most`, the CPU's memory has room for; 1 if that is unknown.
+    """Return for how many workers, up to `most`, the CPU has memory; 1 if that is unknown.
 
-    A run of one that does not fit is refused by `look`.
+    The result is also 1 if not even one worker fits. `look` refuses that run.
     """
     return _fitting(prepared.settings, most, longest=_longest(prepared))
 
 
 def planned(settings: Settings, devices: Sequence[Device], *, longest: int | None) -> Settings:
-    """Return settings with the workers that a run starts on this machine's CPU, if that is all.
+    """Return settings with the number of workers that a run would start on this machine's CPU.
 
-    `longest` is the number of tokens of the longest row, None if rows were not read.
+    Settings are returned unchanged if they give a number, or if a device is not a CPU. `longest` is
+    the number of tokens of the longest row, None if rows were not read.
     """
     if settings.workers is not None or any(one.kind != "cpu" for one in devices):
         return settings
@@ -154,10 +155,10 @@ def look_as_ranks(
     num_hosts: int,
     free: Sequence[int] = (),
 ) -> None:
-    """Do what `look` does for `num_ranks` ranks of torchrun, as many on each of `num_hosts`.
+    """Do what `look` does for `num_ranks` torchrun ranks, with the same number on each host.
 
-    On this host they compute on `names` in turns. Others are taken to have the same devices. With
-    `free` each rank has its own GPU, with this many bytes left.
+    Ranks on this host compute on `names` in turns. Other hosts are assumed to have the same
+    devices. If `free` is given, each rank has its own GPU, with this many free bytes.
     """
     settings = replace(prepared.settings, workers=num_ranks)
     assert settings.strategy is not None, "ranks of torchrun have one"
@@ -174,7 +175,7 @@ def look_as_ranks(
 def remark(path: Path, prepared: Prepared, shape: Shape | None = None) -> None:
     """Print what is unusual in the configuration at `path`, with a model of `shape`.
 
-    Raises ContractError for values that can't train anything.
+    Raises ContractError for values with which training is impossible.
     """
     settings, rows = prepared.settings, hyper_parameters.rows_of(prepared)
     number = (shape or Shape(settings)).num_parameters
@@ -199,13 +200,13 @@ def _look(
     try:
         plan.rehearse(run, strategy)
     except UsageError as error:
-        printing.warn(f"{plan.RULE} is not looked at: {error}")
+        printing.warn(f"{plan.RULE} is not checked: {error}")
         return
     plan.require_memory(run, strategy)
 
 
 def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
-    """Return what rules look at in the rows, and the longest; None for rows that can't be read.
+    """Return facts about the rows, and the tokens of the longest; None for both if unreadable.
 
     Needs no weights. Raises UsageError for a model that doesn't exist.
     """
@@ -214,7 +215,7 @@ def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
         prepared = preparation.prepare(settings, needs_weights=False)
     except UsageError as error:
         first = str(error).splitlines()[0]
-        printing.warn(f"rows are not looked at, and taken for data.max_tokens long: {first}")
+        printing.warn(f"rows are not checked, and assumed to be data.max_tokens long: {first}")
         return None, None
     return hyper_parameters.rows_of(prepared), _longest(prepared)
 

@@ -1,9 +1,9 @@
-"""Joining a run: between the coordinator's offer and its start, a worker gets settings and files.
+"""Joining a run: a worker gets settings and files between the coordinator's offer and its start.
 
 Code of a checkpoint is fetched and run only if this worker's own command line allows it.
 
-In a layer pipeline a worker first learns the stages, then loads the stage that it gets. Of the
-checkpoint's weights it fetches only the files with blocks of that stage.
+In a layer pipeline, a worker first receives the stages, then loads the stage that it is assigned.
+Of the checkpoint's weights it fetches only the files with blocks of that stage.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ _ADVICE = "use one release on both ends"
 
 
 def settings_of(listed: Contents) -> Settings:
-    """Return the settings of a run; its model is a name. Raises SystemFailure for unknown ones."""
+    """Return the settings of a run. Raises SystemFailure if they can't be read.
+
+    The model is a name, not a path.
+    """
     try:
         return settings_file.of_text(settings_file.to_text(listed.settings), SETTINGS)
     except ContractError as error:
@@ -64,7 +67,7 @@ def settings_of(listed: Contents) -> Settings:
 def rows_of(listed: Contents, files: ReceivedFiles, settings: Settings) -> Samples:
     """Return the run's samples, which are among `files`.
 
-    Raises SystemFailure for samples that are not what a coordinator of this release writes.
+    Raises SystemFailure if they are not in the form that a coordinator of this release writes.
     """
     train = samples.read_kept(files.path(listed.samples))
     if train is None or not _fits(train, listed, settings):
@@ -106,9 +109,9 @@ def require_same(folder: Path, files: Sequence[File]) -> None:
 def link(
     wanted: Iterable[File], files: ReceivedFiles, folder: Path, own: Path | None = None
 ) -> None:
-    """Put links to the `wanted` files into `folder`, under the names that these have.
+    """Put links to the `wanted` files into `folder`, under the names of these files.
 
-    They are among the received `files`, or in the folder `own` if that is given.
+    The links point to the received `files`, or to the folder `own` if that is given.
     """
     for file in wanted:
         place = files.path(file) if own is None else own / file.name
@@ -120,15 +123,16 @@ def _fits(found: Samples, listed: Contents, settings: Settings) -> bool:
     return found.is_consistent and len(listed.class_weights) == num_labels
 
 
-INDEX_BYTES_MAX = 2**26  # a weight's name and its file's take some 150
+INDEX_BYTES_MAX = 2**26  # an entry, with a weight's and a file's name, takes about 150
 
 
 async def obtain_stage(
     listed: Contents, files: ReceivedFiles, source: Source, arguments: argparse.Namespace
 ) -> StageJoining | Finish:
-    """Return what joins the run; a Finish if its files can't be had.
+    """Return an object that joins the run, or a Finish if its files can't be fetched.
 
-    Raises UsageError for an `--id` that the plan does not have, and a model of another content.
+    Raises UsageError for an `--id` that the plan does not have, and for a model with different
+    content.
     """
     small = [file for file in listed.model if not file.name.endswith(WEIGHTS)]
     if arguments.model is not None:
@@ -142,7 +146,7 @@ async def obtain_stage(
 
 @dataclass(frozen=True, kw_only=True)
 class StageJoining:
-    """Joins one run.
+    """Joins one layer pipeline.
 
     `stack` is the name of the list of the model's blocks, and `width` the size of its hidden
     states.
@@ -163,7 +167,7 @@ class StageJoining:
     def of(
         cls, listed: Contents, files: ReceivedFiles, source: Source, arguments: argparse.Namespace
     ) -> StageJoining:
-        """Return what joins the run that `listed` describes, by the model's configuration."""
+        """Return an object that joins the run of `listed`, from the model's configuration."""
         settings = settings_of(listed)
         with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
             folder = Path(name)
@@ -218,7 +222,7 @@ class StageJoining:
         )
 
     def _member(self, plan: TrainingPlan, stay: Stay, stage: int) -> StageMember:
-        """Load `stage`, in a thread; its files are fetched if they are not here."""
+        """Load `stage` in a thread, after fetching its files if they are not here."""
         own = self.cut.stages[stage]
         stay.tell(f"loads stage {stage}: {wording.spanned('block', own)}")
         with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
@@ -281,12 +285,12 @@ Say = Callable[[str], None]
 async def obtain(
     source: Source, arguments: argparse.Namespace, say: Say
 ) -> Finetuning | Joining | Finish:
-    """Return the workload of the run at `source`, or why it can't be had.
+    """Return the workload of the run at `source`, or a Finish that says why there is none.
 
-    If the run is a layer pipeline, return what joins it: the stage is known later.
-
-    Raises UsageError for a model of another content, a cache that can't be written, and code that
-    is not allowed; SystemFailure for a coordinator that sends what it did not announce.
+    For a layer pipeline, return an object that joins it, since the stage is known only later.
+    Raises UsageError for a model with different content, a cache that can't be written, and code
+    that is not allowed, and SystemFailure if the coordinator sends something else than it
+    announced.
     """
     listed = await _list(source)
     if isinstance(listed, Finish):
@@ -315,7 +319,7 @@ async def obtain(
         try:
             return await making
         except asyncio.CancelledError:
-            ended.set()  # else a wait for the first shard would outlive this worker
+            ended.set()  # otherwise a wait for the first shard would outlive this worker
             raise
 
 
@@ -324,7 +328,7 @@ def _received(say: Say, source: Source) -> ReceivedFiles:
 
 
 async def _list(source: Source) -> Contents | Finish:
-    """Return the list of the run's files."""
+    """Return the list of the run's files, or a Finish if it can't be fetched."""
     content = b""
 
     def missing() -> list[Part]:
@@ -359,10 +363,10 @@ def _workload(
     logits: Path | None,
     ended: threading.Event,
 ) -> Finetuning:
-    """Return the model with its samples. `folder` is needed only until then.
+    """Return the model with its samples. `folder` is not needed after that.
 
-    `own` is this machine's copy of the checkpoint, and `logits` that of a teacher's shards, which
-    are waited for until `ended` is set.
+    `own` is this machine's copy of the checkpoint, `logits` that of a teacher's shards. Shards are
+    waited for until `ended` is set.
     """
     settings = _with_shards(settings_of(listed), logits)
     settings = replace(settings, model=_checkpoint(listed, files, folder) if own is None else own)
@@ -374,7 +378,7 @@ def _workload(
 def _with_shards(settings: Settings, logits: Path | None) -> Settings:
     """Return the settings with this machine's folder of a teacher's shards.
 
-    Raises UsageError if the run needs one that is not given, or the other way round.
+    Raises UsageError if the run needs a folder and none is given, or the reverse.
     """
     if settings.distill is None:
         if logits is not None:

@@ -1,7 +1,7 @@
-"""`entrenar finetune`: coordinator and workers on this machine, a process each.
+"""`entrenar finetune`: the coordinator and the workers on this machine, each in its own process.
 
-A worker joins by TCP, as another machine's does, and gets the settings over a pipe: one way to
-train, on one machine or on several. It has one thread (`staffing`).
+A worker joins over TCP, as a worker on another machine does, and gets the settings through a pipe.
+So there is one way to train, on one machine or on several. A worker has one thread (`staffing`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ REPORT_EVERY_S = 2.0
 
 
 def work(pipe: Connection) -> None:
-    """Do the one job that comes over `pipe`."""
-    torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    """Do the one job that arrives through `pipe`."""
+    torch.set_num_threads(1)  # the number of threads changes the order of sums
     desk = Job(pipe)
     job = desk.next()
     if job is not None:
         try:
             finish = asyncio.run(_stay(desk, json.loads(job)))
-        except SystemFailure as error:  # a teacher's shard does not come, which no restart fixes
+        except SystemFailure as error:  # a teacher's shard is missing, which no restart fixes
             finish = Finish("failed", str(error))
         desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
 
@@ -91,7 +91,7 @@ async def _report_memory(desk: Job) -> None:
 
 
 def _let_in(member: Member, backend: Backend, effect: Effect) -> None:
-    """Record what this worker computes on when it is admitted."""
+    """Record which device this worker computes on when it is admitted."""
     if isinstance(effect, Load):
         member.recorder.emit(
             trace.Attempt(
@@ -110,7 +110,7 @@ def _abandoned() -> None:
 LOOPBACK = Address("127.0.0.1", 0)
 SECRET_BYTES = 32
 LOOK_EVERY_S = 0.5
-DEATHS_MAX = 4  # of one worker, which then stays away
+DEATHS_MAX = 4  # a worker that died this often is not started again
 
 
 def train(
@@ -124,10 +124,10 @@ def train(
 ) -> int:
     """Train as the configuration at `path` says; return the exit code.
 
-    Workers compute on the backends called `names` in turns, and there is one for each of them at
-    least. On the CPU alone there are as many as its cores, the shards and the memory allow, unless
-    the configuration says how many. `halt_on_spike` and `tensorboard` are as in `Task`. `follow`
-    says whether a student waits for its teacher's shards, None: as the configuration says. Raises
+    Workers compute on the backends called `names` in turns, with at least one worker for each. If
+    the CPU is the only backend, the number of workers follows from its cores, the shards and the
+    memory, unless the configuration gives it. `halt_on_spike` and `tensorboard` are as in `Task`.
+    `follow` says whether a student waits for its teacher's shards; None means as configured. Raises
     ContractError and UsageError for a problem found before the run begins, and BackendUnavailable
     for a device that is missing or does not start.
     """
@@ -142,7 +142,7 @@ def train(
     coordinator.require_intended(settings.output / task.CHECKPOINT, resume=resume)
     if (
         max(settings.num_workers, len(names)) > settings.training.num_shards
-    ):  # else the file's reader has refused it
+    ):  # without backends, the file's reader has already refused it
         raise UsageError(
             f"--backend={','.join(names)}: {path} has training.num_shards="
             f"{settings.training.num_shards}, so a worker would have no shard; use num_shards >= "
@@ -183,7 +183,7 @@ def train(
             prepared,
             workload,
             plan=config.plan,
-            # What validation rows are scored on: a GPU of torch if a worker has one.
+            # Validation rows are scored on a CUDA device if a worker has one.
             device=torch.device(next((name for name in names if name.startswith("cuda")), "cpu")),
             listening=workers.start,
             memory=workers.memory,
@@ -192,20 +192,20 @@ def train(
         ) as finetuning,
     ):
         code = coordinator.serve(config, finetuning, resume=resume)
-        # Nobody stopped it: what the workers lacked has to be fixed before it goes on.
+        # No user stopped it: the workers' problem has to be fixed before the run can resume.
         is_given_up = code == exit_codes.STOPPED and workers.are_gone
         return exit_codes.WRONG if is_given_up else code
 
 
 def _staff(prepared: Prepared, names: Sequence[str], *, resume: bool) -> tuple[int, str]:
-    """Return the number of workers, and why more cores than that are not used."""
+    """Return the number of workers, and the reason why no more cores are used."""
     settings = prepared.settings
     most = staffing.busy(staffing.num_cores(), settings.training.num_shards)
     if settings.workers is not None or tuple(names) != ("cpu",):
         chosen = max(settings.num_workers, len(names))
         return chosen, f"workers: {most} would use more of them, with the same bits"
     if resume and (begun := staffing.begun_with(settings.output / task.LEDGER)):
-        return begun, "the run began with so many workers"
+        return begun, "the run began with this many workers"
     return foresight.workers_that_fit(prepared, most), "this machine has no memory for more workers"
 
 
@@ -217,16 +217,16 @@ def _following(settings: Settings, follow: bool | None) -> Settings:
 
 
 def _opened(names: Sequence[str]) -> dict[str, str]:
-    """Return the device of each backend, opened once here so that a missing one ends the run."""
+    """Return the device of each backend. Opening them here ends the run early if one is missing."""
     return {name: backends.open_backend(name).device for name in dict.fromkeys(names)}
 
 
 class _Workers:
-    """The worker processes, one for each rank. One that dies is started again, some times."""
+    """The worker processes, one for each rank. One that dies is started again, up to a limit."""
 
     def __init__(self, settings: Settings, config: Config, names: Sequence[str]) -> None:
         self._config, self._names = config, names
-        # Not the file's name: the file may be another one when a worker is started again.
+        # Not the file's name: the file may have changed when a worker is started again.
         self._settings = settings_file.to_text(settings_file.to_record(settings))
         preload = staffing.preloaded(names)
         self._crew = Crew(work, preload=preload, one_job=True)
@@ -270,19 +270,19 @@ class _Workers:
         printing.say(f"worker {rank} died ({how}) and is started again")
         try:
             self._begin(rank)
-        except SystemFailure as error:  # the next look finds it dead again
+        except SystemFailure as error:  # the next check finds it dead again
             printing.say(f"worker {rank}: {error}")
 
     def _stay_away(self, rank: int, reason: str) -> None:
-        printing.say(f"{reason} and stays away")
+        printing.say(f"{reason} and is not started again")
         if all(self._deaths[other] == DEATHS_MAX for other in self._hands):
             self.are_gone = True
             self._give_up(f"no worker is left: {reason}")
 
     def _look(self) -> None:
-        """Hear the workers' notes, and start those again that died.
+        """Read the workers' notes, and start workers again that died.
 
-        The coordinator has given their shards to others.
+        By then, the coordinator has given their shards to others.
         """
         for rank, hand in self._hands.items():
             while hand.pipe.poll() and (note := hand.heard()) is not None:
@@ -292,7 +292,7 @@ class _Workers:
                 continue
             if code:
                 self._died(rank, code)
-            elif code == 0 and (reason := _failure(hand)):  # such as rows that changed meanwhile
+            elif code == 0 and (reason := _failure(hand)):  # for example, rows have changed
                 self._deaths[rank] = DEATHS_MAX
                 self._stay_away(rank, f"worker {rank} ended ({reason})")
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)

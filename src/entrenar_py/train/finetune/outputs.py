@@ -1,4 +1,4 @@
-"""The output folder: written so that a part is never taken for the whole, and used afterwards."""
+"""The output folder: written such that a partial output is never used, and read back later."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Tuned
 
-PARTIAL = "export.partial"  # in the folder: files that are being written
+PARTIAL = "export.partial"  # a folder in the output: files that are being written
 _FULL = os.strerror(errno.ENOSPC)  # also in the errors of safetensors, which have no number
 _REPLACED_WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -44,10 +44,11 @@ _REPLACED_WEIGHTS = (".safetensors", ".safetensors.index.json")
 def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Path]:
     """Yield a new folder for files. At the end they are synced, and moved into `folder`.
 
-    Without the files named in `marks` nobody takes `folder` for a model: old ones go before
-    anything is moved, new ones come last, in their order. Weights of an earlier model go, too.
-    Raises SystemFailure, with `advice`, if a file can't be written, and `folder` is as it was; or
-    if one can't be moved, and `folder` is no model then. An interrupt leaves nothing behind.
+    Without the files named in `marks`, `folder` is not recognised as a model. So old ones are
+    removed before anything is moved, and new ones are moved last, in their order. Weights of an
+    earlier model are removed, too. Raises SystemFailure, with `advice`, if a file can't be written
+    (then `folder` is unchanged) or moved (then `folder` is no model). An interrupt leaves no
+    temporary files.
     """
     partial = folder / PARTIAL
     try:
@@ -55,7 +56,7 @@ def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Pa
         partial.mkdir(parents=True)
         yield partial
         names = sorted(path.name for path in partial.iterdir())
-        mode = partial.stat().st_mode & 0o666  # as the user's umask has it; safetensors' is 0600
+        mode = partial.stat().st_mode & 0o666  # from the user's umask; safetensors writes 0600
         for path in partial.rglob("*"):
             if path.is_file():
                 path.chmod(mode)
@@ -63,7 +64,7 @@ def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Pa
         _move(partial, folder, [name for name in names if name not in marks], marks)
     except (
         Exception
-    ) as error:  # tokenizers and safetensors raise kinds of their own for a full disk
+    ) as error:  # tokenizers and safetensors raise their own exceptions for a full disk
         told = escaping.shortened(_problem(error, partial))
         raise SystemFailure(f"output {folder}: can't be written ({told}); {advice}") from error
     finally:
@@ -102,9 +103,9 @@ def _sync(path: Path) -> None:
 
 
 SETTINGS = "run.json"  # in the output folder: the settings, for later commands
-DIGESTS = "digests"  # in it, next to the settings: of what the run's model and tokenizer were
-MARKS = ("config.json", "adapter_config.json")  # without them nobody loads the weights
-_OWN = (SETTINGS, "state.checkpoint", "ledger.jsonl", "metrics.jsonl")  # of a run
+DIGESTS = "digests"  # a key in SETTINGS: the digests of the run's model and tokenizer
+MARKS = ("config.json", "adapter_config.json")  # without these, no library loads the weights
+_OWN = (SETTINGS, "state.checkpoint", "ledger.jsonl", "metrics.jsonl")  # files of a run
 _OTHERS = (*MARKS, "tokenizer.json")
 _WEIGHTS = (".safetensors", ".bin")
 _TEMPLATES = "additional_chat_templates"
@@ -113,7 +114,7 @@ _ADVICE = "make room or give access, and export it with --resume"
 
 @dataclass(frozen=True)
 class Digests:
-    """Digests, by content, of what a run was made of: 32 hex digits each."""
+    """Digests of the content of a run's model and tokenizer, 32 hex digits each."""
 
     model: str
     tokenizer: str
@@ -124,10 +125,10 @@ def write(
 ) -> Path:
     """Write adapters (or the whole model) and tokenizer to the output folder, and return it.
 
-    Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors. The checkpoint
-    had `model_digest` when it was loaded. Raises SystemFailure if it can't be written; an earlier
-    output is then whole. Raises it, too, if stock libraries don't read what was trained; the files
-    are then kept.
+    Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors. `model_digest` is
+    the digest of the checkpoint when it was loaded. Raises SystemFailure if a file can't be
+    written; an earlier output is then unchanged. Also raises it if stock libraries read a different
+    model than was trained; the files are then kept.
     """
     record = settings_file.to_record(prepared.settings)
     output = prepared.settings.output
@@ -143,9 +144,9 @@ def write(
 
 
 def read_settings(output: Path) -> tuple[Settings, Digests | None]:
-    """Return what `write` noted of a run, None for digests of a release that had none.
+    """Return the settings and digests that `write` stored; None for digests of older releases.
 
-    Raises UsageError or ContractError for anything that it did not write.
+    Raises UsageError or ContractError if `write` did not write them.
     """
     path = output / SETTINGS
     record = dict(model_folder.record(path, str(output)))
@@ -166,8 +167,8 @@ def read_settings(output: Path) -> tuple[Settings, Digests | None]:
 def tokenizer_digest(folder: Path) -> str:
     """Return 32 hex digits over all files in `folder` that decide what its tokenizer does.
 
-    These are its words, its special tokens and its chat templates. Files, and not what a library
-    makes of them: a later release may show that differently.
+    These are its vocabulary, its special tokens and its chat templates. The files are hashed, not
+    what a library reads from them, since a later release may represent that differently.
     """
     hasher = blake3()
     places = [folder / name for name in package.TOKENIZER]
@@ -179,9 +180,9 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def require_own(settings: Settings) -> None:
-    """Raise UsageError if the output folder has files of others, which an export would replace.
+    """Raise UsageError if an export would replace files in the output folder that no run wrote.
 
-    These are the checkpoint that is trained, and any other one that no run has written.
+    These are the checkpoint that is trained, or any other checkpoint.
     """
     output = settings.output
     problem = f"output={output}: it has a checkpoint that no run has written"
@@ -197,14 +198,14 @@ def require_own(settings: Settings) -> None:
 def _listed(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
-    except OSError:  # none yet, or told when it is made
+    except OSError:  # it doesn't exist yet, or creating it will report the problem
         return []
 
 
 def make_folder(prepared: Prepared) -> Path:
-    """Make the output folder, with a list of the rows that were skipped, and return it.
+    """Create the output folder, with a list of the skipped rows, and return its path.
 
-    Raises UsageError if that can't be done.
+    Raises UsageError if that is impossible.
     """
     output = prepared.settings.output
     try:
@@ -226,9 +227,9 @@ class Output:
 
 
 def load(path: Path, *, trusts: bool) -> Output:
-    """Return what a run wrote to the folder `path`. Raises UsageError if there is no output.
+    """Return what a run wrote to the folder `path`. Raises UsageError if it is no output.
 
-    Python of the checkpoint runs if the user `trusts` it, whatever the folder says.
+    Python code of the checkpoint runs only if the user `trusts` it, whatever the folder says.
     """
     record = path / SETTINGS
     if not record.is_file():
@@ -248,11 +249,11 @@ def load(path: Path, *, trusts: bool) -> Output:
 
 
 def _require_same(path: Path, settings: Settings, digests: Digests | None) -> None:
-    """Raise UsageError for another model below the adapters, or tokenizer, than the run had."""
+    """Raise UsageError if the model under the adapters, or the tokenizer, is not the run's."""
     if digests is None:
         printing.warn(
             f"entrenar: warning: {path / SETTINGS}: an older release wrote no digests of "
-            "model and tokenizer, so nobody checks that they are the run's"
+            "model and tokenizer, so it isn't checked that they are the run's"
         )
         return
     if settings.adapts and (digest := model_folder.digest(settings.model)) != digests.model:
@@ -270,9 +271,10 @@ def _require_same(path: Path, settings: Settings, digests: Digests | None) -> No
 
 
 def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[str]:
-    """Yield the lines of the answer to `prompt`: a class with its probability, or a text.
+    """Yield the lines of the answer to `prompt`: classes with their probabilities, or a text.
 
-    A text has at most `new_tokens`, by default NEW_TOKENS.
+    A text has at most `new_tokens` tokens, by default NEW_TOKENS. Raises UsageError for a prompt
+    that can't be answered.
     """
     if not prompt.strip():
         raise UsageError("--prompt is empty; give a text")
@@ -313,7 +315,7 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
 
 
 def _asked(tokenizer: Any, prompt: str, day: str | None) -> list[int]:
-    """Return a question as the chat template writes it. Raises UsageError if it refuses that."""
+    """Return the tokens of a question in the chat template. Raises UsageError if it is refused."""
     turn = {"role": "user", "content": prompt}
     try:
         return ChatEncoder(tokenizer, day).prompt(
@@ -339,7 +341,7 @@ def _require_room(output: Output, tokens: Sequence[int], new_tokens: int) -> Non
 def evaluate(output: Output, path: Path) -> Scores:
     """Return the scores of a trained model on the rows of the file at `path`.
 
-    Prints which rows were skipped, if the run's settings say so.
+    Prints the skipped rows, if the run's settings skip any.
     """
     settings, tokenizer = output.settings, output.tokenizer
     rows = samples.load(settings, path, tokenizer, cache=preparation.cache())
@@ -353,10 +355,10 @@ def evaluate(output: Output, path: Path) -> Scores:
 def merge(output: Output, merged: Path) -> None:
     """Write a checkpoint to `merged` in which the adapters are added to their layers' weights.
 
-    The weights are float32: narrower ones would round away most of what was learned. Those in NF4
-    or 16 bits become the numbers that they stand for, as trained. Raises UsageError if there are no
-    adapters, or `merged` is not empty, and SystemFailure if it can't be written, or stock
-    transformers doesn't read the merged model there.
+    The weights are float32: narrower ones would round away most of what was learned. Weights in NF4
+    or 16 bits are decoded to the same values as in training. Raises UsageError if there are no
+    adapters or if `merged` is not empty, and SystemFailure if it can't be written or if stock
+    transformers read a different model from it.
     """
     if not output.settings.adapts:
         raise UsageError(f"{output.folder}: method: full has no adapters; it is a model already")

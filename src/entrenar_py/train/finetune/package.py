@@ -1,13 +1,13 @@
-"""The files of a fine-tuning run, as workers fetch them: the list of them, and what may be in it.
+"""The files of a fine-tuning run, as workers fetch them: their list, and what it may contain.
 
-A list is written by a coordinator and read by a worker, which trusts none of its names: only plain
-ones, of kinds that hold no code and no pickles.
+A list is written by a coordinator and read by a worker, which trusts none of its names. It accepts
+only plain names, of file types that hold no code and no pickles.
 
-A worker's cache has files under their SHA-256, verified, and shared by workers of one host. A file
-is written to `DIGEST.part` by the process that holds the lock `DIGEST.lock`, and renamed when it is
-whole and its digest is right. What a killed worker has left there is gone on with. The holder of a
-lock signs it, and touches it whenever bytes were hashed or came: a worker that waits for the lock
-sees by that whether it makes sense to wait on.
+A worker's cache has verified files, named by their SHA-256 and shared by all workers of one host. A
+file is written to `DIGEST.part` by the process that holds the lock `DIGEST.lock`, and renamed once
+it is complete and its digest is right. What a killed worker left there is continued. The holder of
+a lock signs it, and touches it whenever bytes were hashed or received. So a worker that waits for
+the lock can see whether waiting makes sense.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# What a checkpoint has but its weights. Other files, such as pickled weights, are left out.
+# The files of a checkpoint other than weights. Others, such as pickled weights, are left out.
 PLAIN = ("config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -66,7 +66,7 @@ _ADVICE = "use one release on both ends"
 
 @dataclass(frozen=True, slots=True, order=True)
 class File:
-    """A file: its name in its folder, its size, and the SHA-256 of its content in hex digits."""
+    """A file: its name without a folder, its size, and the SHA-256 of its content in hex digits."""
 
     name: str
     num_bytes: int
@@ -83,13 +83,14 @@ class Contents:
     model: Sequence[File]
 
     def files(self) -> list[File]:
-        """Return all files of the package, each content once, in a fixed order."""
+        """Return all files of the package, without files of equal content, in a fixed order."""
         return list({file.digest: file for file in (*self.model, self.samples)}.values())
 
 
 def may_be_named(name: str, *, with_code: bool) -> bool:
-    """Return whether a checkpoint's file may have this name: no path, no pickle, no code unless
-    that is wanted.
+    """Return whether a checkpoint's file may have this name: no path, no pickle.
+
+    Code is allowed only with `with_code`.
     """
     if _NAME.fullmatch(name) is None:
         return False
@@ -97,7 +98,7 @@ def may_be_named(name: str, *, with_code: bool) -> bool:
 
 
 def dump(contents: Contents) -> bytes:
-    """Return the list of `contents`; UsageError if a checkpoint has too many files for one."""
+    """Return the list of `contents`. Raises UsageError if a checkpoint has too many files."""
     record = {"version": VERSION, **asdict(contents)}
     text = json.dumps(record, sort_keys=True).encode()
     if len(text) > LIST_BYTES_MAX:
@@ -109,7 +110,7 @@ def dump(contents: Contents) -> bytes:
 
 
 def parse(data: bytes) -> Contents:
-    """Return what a list says. Raises UsageError for anything but what `dump` writes."""
+    """Return the contents of a list. Raises UsageError for anything that `dump` can't write."""
     try:
         record = json_text.load(data, names_once=True)
         version = record.pop("version")
@@ -173,11 +174,12 @@ def _file(record: Any) -> File:
 
 
 WAIT_S = 0.2  # for another worker that fetches the same file
-HASHED_BYTES = 2**20  # at a time
+HASHED_BYTES = 2**20  # bytes hashed at a time
 TOUCHED_EVERY_S = 0.5
-WRONG_MAX = 2  # whole files with a wrong digest, of one file
+WRONG_MAX = 2  # attempts to fetch a file that end with a wrong digest
 
-# Fetches what its first argument lists before each connection, each piece by its second one.
+# Fetches files. The first argument lists what is missing, and is called before each connection; the
+# second one stores a piece.
 Fetch = Callable[
     [Callable[[], Sequence[Part]], Callable[[str, int, Buffer], None]], Awaitable[Finish]
 ]
@@ -185,7 +187,7 @@ Fetch = Callable[
 
 @dataclass
 class _Partial:
-    """A file that is being fetched, open for writing after its first `num_bytes`."""
+    """A file that is being fetched. Its first `num_bytes` are written, and it is open for more."""
 
     file: File
     handle: int
@@ -194,12 +196,13 @@ class _Partial:
 
 
 class ReceivedFiles:
-    """The files in `folder`. `num_fetched` counts the bytes that came since this was made."""
+    """The files in `folder`. `num_fetched` counts the bytes received since this was created."""
 
     def __init__(self, folder: Path, say: Callable[[str], None], *, patience_s: float) -> None:
-        """Make the folder; UsageError if that is impossible.
+        """Create the folder. Raises UsageError if that is impossible.
 
-        Another process that fetches a file is waited for until nothing has come for `patience_s`.
+        While another process fetches a file, this one waits until nothing has arrived for
+        `patience_s`.
         """
         self._folder, self._say, self._patience_s = folder, say, patience_s
         self._locks = dict[str, int]()  # digest -> handle of the lock that this process holds
@@ -214,26 +217,27 @@ class ReceivedFiles:
             raise self._unusable(folder, error) from error
 
     def path(self, file: File) -> Path:
-        """Return where `file` is once it is whole."""
+        """Return the path of `file` once it is complete."""
         return self._folder / file.digest
 
     async def get(self, files: Sequence[File], fetch: Fetch) -> Finish | None:
-        """Return once all `files` are here, whole and verified; a Finish that isn't `completed`.
+        """Return None once all `files` are here and verified, or a Finish that isn't `completed`.
 
-        Raises UsageError if they can't be written, SystemFailure if the coordinator sends others.
+        Raises UsageError if they can't be written, and SystemFailure if the coordinator sends
+        different bytes.
         """
         seen, since = list[int](), 0.0
         while left := [file for file in files if not await asyncio.to_thread(self._has, file)]:
             with ExitStack() as locks:
                 mine = [file for file in left if self._lock(file, locks)]
-                mine = [file for file in mine if not self._has(file)]  # made before the lock
+                mine = [file for file in mine if not self._has(file)]  # may be new by now
                 finish = await self._fetch(mine, fetch, locks) if mine else None
             if finish is not None and finish.status != "completed":
                 return finish
             if mine:
                 continue
             if not seen:
-                self._say(f"another worker of this host fetches {left[0].name}: waits for it")
+                self._say(f"waits for another worker of this host, which fetches {left[0].name}")
             touched = [self._touched(file) for file in left]
             if touched != seen:
                 seen, since = touched, time.monotonic()
@@ -247,7 +251,7 @@ class ReceivedFiles:
             opened = await asyncio.to_thread(self._opened, file)
             self._partials[file.digest] = opened
             stack.callback(self._closed, file)
-            if opened.num_bytes == file.num_bytes:  # a worker was killed before it renamed it
+            if opened.num_bytes == file.num_bytes:  # a worker was killed before renaming it
                 self._end(opened)
         here = sum(one.num_bytes for one in self._partials.values())
         total = sum(file.num_bytes for file in files)
@@ -259,7 +263,7 @@ class ReceivedFiles:
     # --- whole files ------------------------------------------------------------------------------
 
     def _has(self, file: File) -> bool:
-        """Return whether `file` is here with the right content. Remove it if it is damaged."""
+        """Return whether `file` is here with the right content. Removes it if it is damaged."""
         if file.digest in self._whole:
             return True
         path = self.path(file)
@@ -301,10 +305,10 @@ class ReceivedFiles:
         return True
 
     def _unlock(self, file: File) -> None:
-        os.close(self._locks.pop(file.digest))  # the file stays, since another may wait for it
+        os.close(self._locks.pop(file.digest))  # it stays: another process may wait for it
 
     def _touch(self) -> None:
-        """Show those that wait for this process's locks that it goes on."""
+        """Show processes that wait for this process's locks that it makes progress."""
         if time.monotonic() - self._touched_s >= TOUCHED_EVERY_S:
             self._touched_s = time.monotonic()
             for handle in self._locks.values():
@@ -322,7 +326,7 @@ class ReceivedFiles:
         os.close(handle)
         return (
             f"{file.name}: {holder} fetches it, and nothing has come for {self._patience_s:g} s "
-            f"({lock}); end that process or let it go on, or set XDG_CACHE_HOME to another folder"
+            f"({lock}); end that process, let it continue, or set XDG_CACHE_HOME to another folder"
         )
 
     def _beside(self, file: File, suffix: str) -> Path:
@@ -335,10 +339,10 @@ class ReceivedFiles:
         except OSError as error:
             raise self._unusable(path, error) from error
 
-    # --- files that are on their way --------------------------------------------------------------
+    # --- partial files ----------------------------------------------------------------------------
 
     def _opened(self, file: File) -> _Partial:
-        """Return what is here of `file`, hashed, and open for more."""
+        """Return the part of `file` that is here, hashed, and open for more."""
         handle = self._opened_own(file, ".part")
         try:
             if os.fstat(handle).st_size > file.num_bytes:
@@ -362,7 +366,7 @@ class ReceivedFiles:
         ]
 
     def _store(self, digest: str, offset: int, content: Buffer) -> None:
-        """Append a piece; rename the file after its last one."""
+        """Append a piece. After the last one, rename the file."""
         partial = self._partials[digest]
         assert offset == partial.num_bytes, "pieces come in order"
         try:
@@ -402,6 +406,6 @@ class ReceivedFiles:
         name = "" if path == self._folder else f"{path.name} "
         return UsageError(
             f"cache {self._folder}: {name}can't be used ({own_files.problem(error, self._folder)});"
-            " make room or give access, or set XDG_CACHE_HOME to another folder. What has come is "
-            "kept"
+            " make room or give access, or set XDG_CACHE_HOME to another folder. What has arrived "
+            "is kept"
         )

@@ -1,9 +1,9 @@
 """A run as one self-contained HTML page: curves, scores, settings, versions, the ledger's digest.
 
-No scripts and no requests. What comes from files, such as the names of classes, is escaped.
+It has no scripts and makes no requests. Text from files, such as names of classes, is escaped.
 
-Curves are read back from the metrics: all of a run, however often it was resumed. Long runs are
-thinned out while they are read, so that memory does not grow with the steps.
+Curves are read back from the metrics: those of the whole run, however often it was resumed. Long
+runs are thinned out while they are read, so that memory does not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from entrenar_py.train.wire import pipeline
 from entrenar_py.train.wire.pipeline import Timed
 
 _WIDTH, _ROW, _LEFT, _BOTTOM = 900, 26, 80, 30
-PASSES_MAX = 2_000  # drawn in one picture
+PASSES_MAX = 2_000  # more passes are not drawn
 
 
 def passes_of(record: Mapping[str, Any]) -> dict[int, list[Timed]]:
-    """Return each rank's passes in a line of the metrics; none if they are not of that form."""
+    """Return each rank's passes in a record of the metrics; an empty mapping if it is malformed."""
     passes = dict[int, list[Timed]]()
     given = record.get("passes_us")
     for rank, times in given.items() if isinstance(given, dict) else ():
@@ -47,7 +47,7 @@ def passes_of(record: Mapping[str, Any]) -> dict[int, list[Timed]]:
 
 
 def draw_passes(passes: Mapping[int, Sequence[Timed]], num_shards: int) -> Iterator[str]:
-    """Yield the picture of `passes`, by rank, with what stages of equal speed would wait."""
+    """Yield a drawing of `passes`, by rank, with the waiting time, and that of equal stages."""
     every = [timed for of_rank in passes.values() for timed in of_rank]
     idle = pipeline.idle_share(passes)
     if idle is None or len(every) > PASSES_MAX:
@@ -88,7 +88,7 @@ def _pass_box(timed: Timed, start: int, end: int, top: int) -> str:
     )
 
 
-POINTS_MAX = 400  # of a curve of steps
+POINTS_MAX = 400  # points of a curve
 NOTES_MAX = 100
 BEGINNINGS = ("listening", "began")  # a coordinator's run, and one of torchrun's ranks
 ALERTS = ("spike", "halted", "left", "not_saved", "not_scored", "gap", "unchecked")
@@ -96,12 +96,12 @@ ALERTS = ("spike", "halted", "left", "not_saved", "not_scored", "gap", "unchecke
 
 @dataclass
 class History:
-    """The measurements of a run, by the number of steps made.
+    """The measurements of a run, by the number of steps that were completed.
 
-    `losses` are means and `norms` the largest of stretches of equal length. `alerts` are the words
-    of the last NOTES_MAX notes that are no routine; `num_alerts` counts all of them by name.
-    `evaluations` are records of `run_events.Scored`, by step. `passes` are those of each rank of a
-    layer pipeline in the last step.
+    Steps are grouped into stretches of equal length: `losses` are their means, `norms` their
+    maxima. `alerts` has the texts of the last NOTES_MAX notes that are alerts; `num_alerts` counts
+    all alerts by name. `evaluations` are records of `run_events.Scored`, by step. `passes` are
+    those of each rank of a layer pipeline in the last step.
     """
 
     num_steps: int
@@ -114,7 +114,7 @@ class History:
     _sums: dict[int, tuple[float, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
 
     def take(self, record: dict[str, Any]) -> None:
-        """Take a line of the metrics; one that is not of the form of `run_events` is left out."""
+        """Add a record of the metrics. A record that is not one of `run_events` is ignored."""
         what, step = record.get("what"), record.get("step")
         if type(step) is not int:
             return
@@ -140,9 +140,9 @@ class History:
 
 
 def read_history(path: Path, *, num_steps: int) -> History:
-    """Return the history in the metrics at `path`, from the last time that the run started over.
+    """Return the history in the metrics at `path`, since the run last began at step 0.
 
-    Raises OSError if the file can't be read. Lines that were cut off are left out.
+    Raises OSError if the file can't be read. Incomplete lines are ignored.
     """
     history = History(num_steps)
     with files.open_file(path) as file:
@@ -167,7 +167,7 @@ def _is_finite(value: object) -> TypeGuard[float]:
 
 
 FILE = "report.html"  # in the output folder
-CLASSES_MAX = 40  # in the tables
+CLASSES_MAX = 40  # classes in a table
 CURVES_MAX = 6  # classes in a chart
 _BADGES = {"completed": "held", "stopped": "inconclusive"}
 _PACKAGES = ("transformers", "peft", "tokenizers", "safetensors", "bitsandbytes")
@@ -177,8 +177,8 @@ _PACKAGES = ("transformers", "peft", "tokenizers", "safetensors", "bitsandbytes"
 class Outcome:
     """The end of a run: `status` with its `reason`, after `made` steps of `num_steps`.
 
-    `ledger` is the last line of its ledger, None without one. `num_rows` counts rows that were
-    trained on and rows that were evaluated on. `digest` is that of the trained tensors.
+    `ledger` is the last line of its ledger, None without one. `num_rows` has the numbers of
+    training rows and of validation rows. `digest` is that of the trained tensors.
     """
 
     status: str
@@ -191,7 +191,7 @@ class Outcome:
 
 
 def render(settings: Settings, outcome: Outcome, history: History) -> str:
-    """Return the HTML document, with a line end."""
+    """Return the HTML document, with a final line end."""
     return "\n".join(_document(settings, outcome, history)) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""`entrenar pipeline`: plans stages, or converts a configuration of old."""
+"""`entrenar pipeline`: plans stages, or converts a configuration of an earlier framework."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
 
 _DOCTOR = "doctor"
-_WORTH = 0.99  # another order is named if its slowest stage takes less than this share
+_WORTH = 0.99  # a different order is suggested if its slowest stage takes less than this fraction
 
 
 def plan(options: argparse.Namespace) -> int:
     """Print the stages of a configuration, or the best ones; return the exit code.
 
-    Raises ContractError and UsageError for what is invalid, and for stages that don't fit.
+    Raises ContractError and UsageError for invalid input, and for stages that don't fit.
     """
     if options.json is not None:
         arguments.require_writable(options.json, "json")
@@ -52,7 +52,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _costs(options: argparse.Namespace) -> tuple[StageCosts, int | None]:
-    """Return the costs of the configuration's model, and the tokens of the longest row."""
+    """Return the costs of the configuration's model, and the longest row's number of tokens."""
     settings = settings_file.load(options.config)
     if settings.strategy != LAYER_PIPELINE:
         strategy = settings.strategy or "no strategy"
@@ -91,9 +91,9 @@ def _plan(options: argparse.Namespace, costs: StageCosts, workers: list[StageWor
             return stages
         if len(workers) > stage_plan.ORDERS_OF_MAX:
             raise UsageError(
-                f"--order best with {len(workers)} workers: all orders of "
-                f"{stage_plan.ORDERS_OF_MAX} are tried, not of more; give them in the order they "
-                "have"
+                f"--order best with {len(workers)} workers: it tries all orders of up to "
+                f"{stage_plan.ORDERS_OF_MAX} workers; leave it out, and give the workers in the "
+                "order that they should have"
             )
     return stage_plan.propose(costs, workers)
 
@@ -101,7 +101,7 @@ def _plan(options: argparse.Namespace, costs: StageCosts, workers: list[StageWor
 def _tell_order(
     options: argparse.Namespace, costs: StageCosts, workers: list[StageWorker], stages: StagesPlan
 ) -> None:
-    """Tell if another order of the workers is faster."""
+    """Print a hint if a different order of the workers is faster."""
     if costs.run.settings.stages or options.order == "best":
         return
     other = stage_plan.faster_order(costs, workers)
@@ -114,7 +114,7 @@ def _tell_order(
 
 
 def _at_its_line(path: Path, error: UsageError) -> None:
-    """Raise `error` as a problem at its line, if it is about a field of the configuration."""
+    """Raise `error` with its line if it is about a field of the configuration."""
     problems = Problems()
     root = settings_file.read(path, problems)
     if error.field and root is not None:
@@ -124,10 +124,9 @@ def _at_its_line(path: Path, error: UsageError) -> None:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Print a configuration made from an earlier framework's; return the exit code.
+    """Print a configuration converted from an earlier framework's; return the exit code.
 
-    Raises ContractError with each line that can't be converted, and UsageError for a model that is
-    not there.
+    Raises ContractError with each line that can't be converted, and UsageError for a missing model.
     """
     num_blocks = None
     if options.model is None:

@@ -1,10 +1,10 @@
-"""`entrenar coordinator` with a configuration that fine-tunes: other machines' workers compute.
+"""`entrenar coordinator` with a fine-tuning configuration: workers on other machines compute.
 
-Such a file has a `model`; one for a model of the trainer's own has a `workload`. A file with both
-is refused, by line.
+A configuration that fine-tunes has a `model`; one for a model of the trainer's own has a
+`workload`. A file with both is refused, by line.
 
-The files that workers need are hashed when a run begins, and read piece by piece when a worker asks
-for one. A file that was changed since then is refused, not sent.
+The files that workers need are hashed when a run begins, and read piece by piece when a worker
+requests one. A file that has changed since then is refused, not sent.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _Stamp: TypeAlias = tuple[int, int, int]  # inode, bytes, nanoseconds of the las
 
 
 class OfferedFiles:
-    """The package of one run. `package` is what the protocol must know of it."""
+    """The files that one run offers. `package` is what the protocol must know about them."""
 
     def __init__(self, prepared: Prepared) -> None:
         """Hash all files. Raises UsageError if one can't be read."""
         settings = prepared.settings
-        self._places: dict[str, tuple[Path, _Stamp]] = {}  # digest -> file, as it was hashed
+        self._places: dict[str, tuple[Path, _Stamp]] = {}  # digest -> file, state when hashed
         model = [self._hashed(settings.model / name) for name in checkpoint_files(settings)]
         kept = samples.keep_chosen(prepared.train, preparation.cache())
         contents = Contents(
@@ -67,7 +67,7 @@ class OfferedFiles:
         self.package = Package(self._digest, {**sizes, self._digest: len(self._list)})
 
     def read(self, piece: Piece) -> bytes | str:
-        """Return the bytes of `piece`, in any thread, or why they can't be read."""
+        """Return the bytes of `piece`, or a text that says why they can't be read. Thread-safe."""
         if piece.file == self._digest:
             return self._list
         path, stamp = self._places[piece.file]
@@ -100,7 +100,7 @@ def _stamp(handle: int) -> _Stamp:
 def checkpoint_files(settings: Settings) -> list[str]:
     """Return the names of the checkpoint's files that a worker needs, in order.
 
-    Of several sets of weights in the folder only the one that is loaded counts.
+    If the folder has several sets of weights, only the set that is loaded counts.
     """
     folder = settings.model
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -118,9 +118,9 @@ def checkpoint_files(settings: Settings) -> list[str]:
 
 
 def shared_settings(settings: Settings) -> dict[str, object]:
-    """Return the settings that a worker needs, as a record. It names no path of this machine.
+    """Return the settings that a worker needs, as a record without paths of this machine.
 
-    What is for the coordinator alone has its default: a worker has no rows to evaluate on.
+    Settings for the coordinator alone have their defaults: a worker has no rows to evaluate on.
     """
     plain = replace(
         settings, coordinator=None, workers=Settings.workers, evaluate_every=Settings.evaluate_every
@@ -137,7 +137,7 @@ def _data(record: dict[str, object]) -> dict[str, object]:
 
 
 SECTION = "coordinator"
-OF_THE_TRAINER = "workload"  # the key of a run of one of its own models
+OF_THE_TRAINER = "workload"  # the key that a run of the trainer's own models has
 _FORM = "a configuration is a mapping (model, task, output, data, coordinator, ...)"
 _FINETUNING = ("model", "task", "data", "output", SECTION)
 
@@ -147,7 +147,7 @@ T = TypeVar("T")
 def is_finetuning(path: Path) -> bool:
     """Return whether the configuration at `path` fine-tunes a checkpoint.
 
-    Raises ContractError, with each line, for one that mixes that with a model of the trainer's own.
+    Raises ContractError, with each line, if it also describes a model of the trainer's own.
     """
     problems = Problems()
     root = composer.load(path, problems, form=_FORM)
@@ -180,7 +180,7 @@ def _misplaced(root: MapNode) -> Iterator[str]:
 
 
 def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | None = None) -> int:
-    """Serve the fine-tuning that the file at `path` describes; return the exit code.
+    """Serve the fine-tuning run that the file at `path` describes; return the exit code.
 
     `halt_on_spike` and `tensorboard` are as in `coordinator.Task`. Raises ContractError, UsageError
     or CheckpointError for a problem found before the run begins, and SystemFailure if the ledger,
@@ -192,14 +192,14 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     prepared = preparation.prepare(settings)
     settings = prepared.settings
     foresight.say_rows(prepared)
-    foresight.remark(path, prepared)  # but not at memory: what workers have is not known here
+    foresight.remark(path, prepared)  # memory is not checked: that of workers is not known here
     is_pipeline = settings.strategy == LAYER_PIPELINE
     workload = server.workload_of(prepared) if is_pipeline else student.workload(prepared)
     foresight.say_teacher(workload)
     foresight.say_warnings()
     stages = cut_of(path, settings, workload.module) if is_pipeline else None
     planned = settings if stages is None else replace(settings, stages=stages.plan())
-    offered = OfferedFiles(replace(prepared, settings=planned))  # workers read the stages there
+    offered = OfferedFiles(replace(prepared, settings=planned))  # workers read stages from it
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
     output = outputs.make_folder(prepared)
     plan = preparation.plan_of(settings, workload)
@@ -236,7 +236,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
 
 
 def cut_of(path: Path, settings: Settings, module: nn.Module) -> Cut:
-    """Return the stages of `module` that the configuration at `path` asks for.
+    """Return the stages of `module` that the configuration at `path` describes.
 
     Raises ContractError, with the line, for stages that don't fit the model.
     """
@@ -256,7 +256,7 @@ def cut_of(path: Path, settings: Settings, module: nn.Module) -> Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class _Service:
-    """The section, read: address, secret and certificates instead of their texts and paths."""
+    """The section after reading: address, secret and certificates instead of texts and paths."""
 
     section: Serving
     listen: address.Address
@@ -266,7 +266,7 @@ class _Service:
 
 
 class _Reader:
-    """Reads the section for other machines. Every problem is reported with its place."""
+    """Reads the section `coordinator`. Every problem is reported with its place."""
 
     def __init__(self, path: Path) -> None:
         self._settings = settings_file.load(path)
@@ -276,7 +276,7 @@ class _Reader:
         self._root = root
 
     def both(self) -> tuple[Settings, _Service]:
-        """Return the settings and their section. Raises ContractError with all problems."""
+        """Return the settings and the section. Raises ContractError with all problems."""
         settings, section = self._settings, self._settings.coordinator
         if section is None:
             self._problems.error(

@@ -1,10 +1,10 @@
-"""Reads a configuration: every key is known, in its place and within its limits.
+"""Reads a configuration: every key must be known, in its place and within its limits.
 
 All problems are reported at once, each as `file:line:column: error: ...`.
 
-Keys, types and limits are those of the records in `train.model.settings`, and so are the commented
+Keys, types and limits come from the records in `train.model.settings`. So do the commented
 configuration and the JSON schema that are written here. `_Conflicts` and `of_pipeline` have the
-rules on several keys: they look at the record, and report at a place in the tree.
+rules about several keys: they check the record, and report at a place in the tree.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def of_pipeline(settings: Settings, root: MapNode) -> Iterator[tuple[Position, s
 
 
 def _of_workers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, str]]:
-    """Yield workers that are named twice, and stages with more workers than shards."""
+    """Yield problems: workers that are named twice, and stages with more workers than shards."""
     num_shards = settings.training.num_shards
     stage_of = dict[str, int]()
     for index, (stage, item) in enumerate(_both(settings, root)):
@@ -92,7 +92,7 @@ def _of_workers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, s
 
 
 def _of_layers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, str]]:
-    """Yield stages without blocks, gaps, overlaps, and stages that are out of order."""
+    """Yield problems of stages: without blocks, with gaps or overlaps, or out of order."""
     both = list(_both(settings, root))
     layers = [stage.layers for stage, _ in both]
     if _is_whole(sorted(layers)) and not _is_whole(layers):
@@ -113,7 +113,7 @@ def _of_layers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, st
 
 
 def _of_place(start: int, stop: int, end: int, index: int) -> str:
-    """Return what is wrong with a stage, before which there are `end` blocks; "" if nothing is."""
+    """Return what is wrong with a stage that follows `end` blocks; "" if nothing is."""
     if start < 0:
         return "blocks are counted from 0"
     if start >= stop:
@@ -140,9 +140,9 @@ def _both(settings: Settings, root: MapNode) -> Iterator[tuple[StagePlan, Node]]
 
 
 def require_other(settings: Settings, path: Path, command: str) -> None:
-    """Raise UsageError if the configuration at `path` is of a layer pipeline.
+    """Raise UsageError if the configuration at `path` is for a layer pipeline.
 
-    `command` is what can't run it.
+    `command` is the command that can't run it.
     """
     if settings.strategy == LAYER_PIPELINE:
         raise UsageError(
@@ -176,19 +176,19 @@ class Field(NamedTuple):
 
     @property
     def is_section(self) -> bool:
-        """True if the key holds a section."""
+        """True if the value is a section."""
         return dataclasses.is_dataclass(self.kind)
 
     @property
     def member(self) -> type[Any] | None:
-        """The section that each item of a list is; None for a value of another kind."""
+        """The section type of a list's items; None if the value is not a list of sections."""
         members = get_args(self.kind) if get_origin(self.kind) is tuple else ()
         is_section = bool(members) and dataclasses.is_dataclass(members[0])
         return cast("type[Any]", members[0]) if is_section else None
 
     @property
     def is_required(self) -> bool:
-        """True for a key that has to be given."""
+        """True if the key must be given."""
         return self.default is dataclasses.MISSING
 
 
@@ -218,12 +218,12 @@ def read(path: Path, problems: Problems) -> MapNode | None:
 
 
 def of_text(text: str, name: str) -> Settings:
-    """Return the settings that `to_text` made `text` of.
+    """Return the settings in a text that `to_text` returned.
 
-    Raises ContractError with all problems of another text, which it calls `name`.
+    Raises ContractError with all problems of any other text, with `name` as the file's name.
     """
     problems = Problems()
-    data = text.encode(errors="surrogatepass")  # as JSON from elsewhere may have; a problem, too
+    data = text.encode(errors="surrogatepass")  # JSON may have surrogates, which are a problem
     root = composer.compose(data, name, problems, form=_FORM)
     return _settings(root, Path(), problems)
 
@@ -240,7 +240,7 @@ def _settings(root: MapNode | None, folder: Path, problems: Problems) -> Setting
 
 
 def innermost(root: Node, keys: Iterable[str]) -> Node:
-    """Return the value of the last of nested `keys` that is given, such as stages, 1, layers."""
+    """Return the value of the last of nested `keys` that exists, such as stages, 1, layers."""
     node = root
     for key in keys:
         if isinstance(node, MapNode) and key in node.fields:
@@ -251,7 +251,7 @@ def innermost(root: Node, keys: Iterable[str]) -> Node:
 
 
 def to_record(section: Any) -> dict[str, Any]:
-    """Return settings as JSON can hold them, without keys at their defaults; paths are absolute."""
+    """Return settings in a form that JSON can hold, without defaults; paths are absolute."""
     record = dict[str, Any]()
     for field in fields_of(type(section)):
         value = getattr(section, field.name)
@@ -268,7 +268,7 @@ def to_record(section: Any) -> dict[str, Any]:
 
 
 def to_text(record: Mapping[str, Any]) -> str:
-    """Return a record of settings as JSON, which `load` and `of_text` read back."""
+    """Return a record of settings as JSON, which `load` and `of_text` can read."""
     return json.dumps(record, indent=2, ensure_ascii=False)  # YAML knows no pairs of surrogates
 
 
@@ -333,7 +333,7 @@ def _are_sections(node: Node) -> bool:
 
 
 def _converted(node: Node, kind: Any, folder: Path) -> Any:
-    """Return the value of `node` as `kind`; `_UNREAD` if it is none."""
+    """Return the value of `node` as `kind`; `_UNREAD` if that is impossible."""
     if kind == tuple[str, ...]:
         items = node.items if isinstance(node, ListNode) else (node,)
         texts = [item.text for item in items if isinstance(item, ScalarNode) and item.text]
@@ -351,20 +351,20 @@ def _converted(node: Node, kind: Any, folder: Path) -> Any:
         return node.text
     if kind is float and not isinstance(node.value, bool):
         try:
-            return float(node.value)  # also 1e-4, which YAML 1.1 takes for text
+            return float(node.value)  # also 1e-4, which is a text in YAML 1.1
         except (TypeError, ValueError):
             return _UNREAD
     return node.value if type(node.value) is kind else _UNREAD
 
 
 def _normal(path: Path) -> Path:
-    """Return `path` without `..`, unless that would be another place, because of a link."""
+    """Return `path` without `..`, unless a link makes that a different place."""
     short = Path(os.path.normpath(path))
     return short if short.resolve() == path.resolve() else path
 
 
 def _advice(value: Any, key: Key) -> str:
-    """Return what to use instead of a value outside of its limits; "" for one within them."""
+    """Return what to use instead of a value outside of its limits; "" for a valid value."""
     if key.choices and value not in key.choices:
         return f"use {' or '.join(key.choices)}"
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -389,7 +389,7 @@ class _Conflicts:
         self._settings, self._root, self._problems = settings, root, problems
 
     def tell(self) -> None:
-        """Report each of them at its place."""
+        """Report each conflict at its place."""
         settings, data, training = self._settings, self._settings.data, self._settings.training
         self._unread()
         if data.validation is not None and data.validation_share:
@@ -440,7 +440,7 @@ class _Conflicts:
             )
 
     def _of_distillation(self) -> None:
-        """Report what no student can do."""
+        """Report settings that exclude distillation."""
         settings = self._settings
         if settings.distill is None:
             return
@@ -464,7 +464,7 @@ class _Conflicts:
             )
 
     def _of_strategy(self) -> None:
-        """Report keys that a strategy would not read, or can't do."""
+        """Report keys that the strategy does not read, and settings that it can't handle."""
         strategy, num_shards = self._settings.strategy, self._settings.training.num_shards
         if strategy != LAYER_PIPELINE and "stages" in self._root.fields:
             self._error(
@@ -558,12 +558,12 @@ _JSON: Mapping[Any, Mapping[str, Any]] = {
 
 
 def template() -> str:
-    """Return a configuration with required keys at examples, all others as comments at defaults."""
+    """Return a configuration with example values for required keys; all others are comments."""
     return "\n".join([_HEAD, *_lines(Settings, is_hidden=False)]) + "\n"
 
 
 def _lines(section: type[Any], *, is_hidden: bool) -> Iterator[str]:
-    """Yield the lines of a section; with `is_hidden` all are comments once `# ` is put before."""
+    """Yield the lines of a section. With `is_hidden`, the caller makes comments of all."""
     for field in fields_of(section):
         choices = f": {', '.join(field.key.choices)}" if field.key.choices else ""
         yield f"# {field.key.meaning}{choices}"

@@ -1,8 +1,8 @@
 """The worker processes of a run on this machine: how many, and what they load ahead.
 
-A worker computes on one thread. A product or a sum that several threads share is cut where torch,
-the library below it, the shape and the number of threads say, and rounds otherwise. Shards are
-added along one tree, so processes in place of threads use all cores and change no bit.
+A worker computes on one thread. If several threads shared a matrix product or a sum, then torch,
+its libraries, the shape and the number of threads would decide how it is split, and so how it is
+rounded. Shards are added along one tree, so several processes use all cores without changing a bit.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from entrenar_py.shared.untrusted import files
 from entrenar_py.shared.wording import counted
 from entrenar_py.train.wire_io import processes
 
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds, and of how many
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds allowed in a period
 _WORKER = "entrenar_py.train.finetune.local"
-# These look for CUDA devices when they are imported, and no fork of a process that did can use one.
+# These look for CUDA devices when they are imported. After that, forks of the process can't use
+# any.
 _OF_THE_CPU = ("transformers", "peft")
 
 
 def preloaded(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules that workers on the backends `names` are forked with."""
+    """Return the modules that are imported before workers on the backends `names` are forked."""
     uses_cuda = any(scenario.backend_kind(name) == "cuda" for name in names)
     return (_WORKER,) if uses_cuda else (_WORKER, *_OF_THE_CPU)
 
 
 def load_ahead(names: Sequence[str]) -> None:
-    """Let what workers on the backends `names` need be loaded while this process loads the same."""
+    """Start loading what workers on the backends `names` need, in parallel to this process."""
     processes.load_ahead(preloaded(names))
 
 
 def num_cores() -> int:
-    """Return the cores that this process may use, by its affinity and its container's quota."""
+    """Return the number of cores for this process, by its affinity and its container's quota."""
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
     else:
@@ -44,30 +45,30 @@ def num_cores() -> int:
     try:
         quota, period = _QUOTA.read_text(encoding="ascii").split()
         return max(1, min(allowed, int(quota) // int(period)))
-    except (OSError, ValueError):  # no container, or "max"
+    except (OSError, ValueError):  # no container, or no limit ("max")
         return allowed
 
 
 def busy(num_cores: int, num_shards: int) -> int:
-    """Return the fewest workers on `num_cores` that make a step as short as any number would."""
+    """Return the fewest workers on `num_cores` cores with which a step is as short as possible."""
     rounds = -(-num_shards // min(num_cores, num_shards))
     return -(-num_shards // rounds)
 
 
 def begun_with(path: Path) -> int | None:
-    """Return the number of workers of the run with its ledger at `path`; None without a whole one.
+    """Return the number of workers of the run with its ledger at `path`; None if unreadable.
 
-    A run that goes on has as many, though this machine may have other cores by now.
+    A resumed run keeps this number, even if this machine has a different number of cores by now.
     """
     try:
         with files.open_file(path) as file:
             return ledger.Reader(file, path, cut=True).head.plan.world_size
-    except (OSError, TraceError):  # the coordinator tells what is wrong with it
+    except (OSError, TraceError):  # the coordinator reports what is wrong with it
         return None
 
 
 def remark(num_workers: int, *, num_shards: int, limit: str) -> str:
-    """Return on how many cores the workers compute, and why more are not used.
+    """Return a text that says how many workers and cores are used, and why no more.
 
     `limit` is the reason if `num_shards` is not.
     """

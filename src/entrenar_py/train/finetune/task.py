@@ -1,7 +1,7 @@
-"""A fine-tuning as the coordinator serves it: evaluated on the way, exported at the end.
+"""A fine-tuning run as the coordinator serves it: evaluated on the way, exported at the end.
 
-Validation rows are scored in a thread of the coordinator, and no worker waits for it. What it needs
-of a step is copied, and its results are reported with a later step, or at the end.
+Validation rows are scored in a thread of the coordinator, and no worker waits for that. The thread
+gets copies of a step's tensors, and its results are reported with a later step, or at the end.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from entrenar_py.train.service.coordinator import Ended, Listening, Task
 from entrenar_py.train.service.measures import Memory
 from entrenar_py.train.service.run_events import ClassScored, Listener, Noted, Scored
 
-# Copies that may wait to be scored. Adapters fit in many times; one copy may always wait.
+# Bytes of copies that may wait to be scored. That is room for many adapters; one copy is always
+# allowed.
 WAITING_BYTES = 2**30
-# What torch raises for too little memory, on the CPU too, and for a device that fails.
+# What torch raises if memory runs out (also on the CPU), or if a device fails.
 _FAILED = (RuntimeError, MemoryError)
 
 
@@ -49,21 +50,21 @@ class Evaluator:
     def __init__(
         self, prepared: Prepared, workload: Tuned, *, device: torch.device, num_steps: int
     ) -> None:
-        """Evaluate on `device`; the run has `num_steps`."""
+        """Evaluate on `device`; the run has `num_steps` steps."""
         self._prepared, self._module, self._device = prepared, workload.module, device
         self._num_steps = num_steps
         self._every = prepared.settings.evaluate_every
         self._thread = ThreadPoolExecutor(1, "evaluation")
-        self._waiting: deque[tuple[int, int, Future[Scores]]] = deque()  # made, bytes, scores
+        self._waiting: deque[tuple[int, int, Future[Scores]]] = deque()  # step, bytes, scores
         self._is_stopped = False
 
     def stepped(
         self, step: int, present: Callable[[], Mapping[str, Array]], tell: Listener
     ) -> None:
-        """Tell `tell` what is scored, and score the `present` tensors, if it is due.
+        """Report finished scores to `tell`, and start to score the `present` tensors if due.
 
-        They are those after `step` steps, and are copied. If it is due, they are left out, and
-        said to be, only if copies of more than WAITING_BYTES wait already.
+        `present` returns the tensors after `step` steps, which are copied. If the copies that
+        already wait have more than WAITING_BYTES, the evaluation is skipped, which is reported.
         """
         self._tell(tell, wait=False)
         rows = self._prepared.validation
@@ -79,14 +80,14 @@ class Evaluator:
         self._waiting.append((step, size, self._thread.submit(self._scores, rows, copies)))
 
     def settle(self, tell: Listener) -> None:
-        """Wait until everything is scored, and tell `tell` of it: the module is free then."""
+        """Wait until everything is scored, and report it to `tell`. Then the module is free."""
         self._tell(tell, wait=True)
 
     def finish(self, step: int, tensors: Mapping[str, Array], tell: Listener) -> Scores | None:
-        """Score and tell the result of the run; return None if there are no validation rows.
+        """Score the result of the run, and report it; return None if there are no validation rows.
 
-        What a device has too little memory for is scored on the CPU. What can't be scored there is
-        left out, and said to be: the run itself is over.
+        If the GPU has too little memory, the CPU is used. If scoring fails, it is skipped, which is
+        reported, and None is returned, since the run itself is over.
         """
         rows = self._prepared.validation
         if rows is None:
@@ -100,7 +101,7 @@ class Evaluator:
         return scores
 
     def close(self) -> None:
-        """Give up what is not scored."""
+        """Abandon what is not scored yet."""
         self._is_stopped = True
         self._thread.shutdown(cancel_futures=True)
         self._waiting.clear()
@@ -127,7 +128,7 @@ class Evaluator:
     def _scores_somewhere(self, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
         try:
             return self._scores(rows, tensors)
-        except torch.OutOfMemoryError:  # of a GPU
+        except torch.OutOfMemoryError:  # only GPUs raise this
             self._device = torch.device("cpu")
         return self._scores(rows, tensors)
 
@@ -141,7 +142,7 @@ class Evaluator:
 
     def _require_running(self) -> None:
         if self._is_stopped:
-            raise SystemFailure("the evaluation was given up")
+            raise SystemFailure("the evaluation was cancelled")
 
 
 def _left_out(step: int, error: Exception) -> Noted:
@@ -151,7 +152,7 @@ def _left_out(step: int, error: Exception) -> Noted:
 
 
 def event(scores: Scores, step: int) -> Scored:
-    """Return `scores` after `step` steps as the run's listeners get them."""
+    """Return `scores` after `step` steps as an event for the run's listeners."""
     classes = tuple(
         ClassScored(
             label=label,
@@ -180,8 +181,8 @@ CHECKPOINT, LEDGER, METRICS = (
     "state.checkpoint",
     preparation.LEDGER,
     "metrics.jsonl",
-)  # in the output
-GRACE_S = 10.0  # for a step that may wait for a teacher's shard, which may take hours
+)  # in the output folder
+GRACE_S = 10.0  # for the step in progress, which may wait for a teacher's shard for hours
 
 
 @contextmanager
@@ -239,7 +240,7 @@ def _end(prepared: Prepared, evaluator: Evaluator, plan: TrainingPlan, ended: En
 
 
 def draw(prepared: Prepared, num_steps: int, ended: Ended) -> None:
-    """Write the page of a run; warn if that can't be done, since the run itself is over."""
+    """Write the page of a run. Only warns if that is impossible, since the run itself is over."""
     output, rows = prepared.settings.output, prepared.validation
     outcome = Outcome(
         status=ended.finish.status,

@@ -1,1 +1,1 @@
-"""A checkpoint in Hugging Face's format and a user's rows, as a workload of the trainers here."""
+"""A checkpoint in Hugging Face's format and a user's rows, as a workload of our trainers."""

@@ -1,8 +1,8 @@
-"""The decoder blocks of a model of transformers, and how ranks can share them.
+"""The decoder blocks of a transformers model, and how ranks can share them.
 
-Blocks are the layers that are alike, one after another. How they are shared follows from the plan
-in the model's own configuration, which names layers that are cut by columns (their outputs) or by
-rows (their inputs). Models on torch's meta device have one, too.
+Blocks are consecutive layers with the same structure. The plan in the model's own configuration
+says how they are shared: it names layers that are cut by columns (their outputs) or by rows (their
+inputs). Models on torch's meta device have such a plan, too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from entrenar_py.shared.errors import UsageError
 def of(module: nn.Module) -> nn.ModuleList:
     """Return the blocks of `module`, in order.
 
-    Raises UsageError if it has no list of as many layers as its configuration says.
+    Raises UsageError if no list in it has the number of layers that its configuration states.
     """
     return place_of(module)[1]
 
 
 def place_of(module: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name of the blocks in `module`, and the blocks; raises as `of`."""
+    """Return the name of the blocks in `module`, and the blocks. Raises as `of` does."""
     config = cast("Any", module).config.get_text_config()
     number = getattr(config, "num_hidden_layers", None)
     for name, layers in module.named_modules():
@@ -38,12 +38,15 @@ def place_of(module: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 COLUMNS, ROWS = "colwise", "rowwise"
-_WHOLE = "replicated_with_grad_allreduce"  # a layer between two that are cut, such as a head's norm
+_WHOLE = "replicated_with_grad_allreduce"  # an uncut layer between cut ones, as a head's norm
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The layers of `decoder` to cut, by name: COLUMNS or ROWS. `problem` says why it can't be."""
+    """The layers of `decoder` to cut, by name: COLUMNS or ROWS.
+
+    `problem` says why they can't be cut; "" if they can.
+    """
 
     decoder: nn.Module
     styles: dict[str, str]
@@ -51,12 +54,12 @@ class Plan:
 
     @property
     def regions(self) -> list[str]:
-        """The modules within which ranks have different things, by name: attentions and MLPs."""
+        """The names of modules inside which ranks hold different values: attentions and MLPs."""
         return list(dict.fromkeys(name.rpartition(".")[0] for name in self.styles))
 
 
 def plan_of(module: nn.Module) -> Plan:
-    """Return how `module` can be cut."""
+    """Return the plan for cutting `module`."""
     decoder = decoder_of(module)
     named = type(decoder).__name__
     rules = getattr(cast("Any", decoder).config, "base_model_tp_plan", None)
@@ -69,7 +72,7 @@ def plan_of(module: nn.Module) -> Plan:
                 continue
             kind = type(base_of(layer))
             if issubclass(kind, nn.Embedding):
-                continue  # some releases add tied tables; ours stay whole, on all ranks
+                continue  # some releases add tied embeddings; ours stay whole, on all ranks
             if style not in (COLUMNS, ROWS) or kind is not nn.Linear:
                 problem = f"{named} would have {name} cut by {style}, a {kind.__name__}"
                 return Plan(decoder, {}, problem)
@@ -78,13 +81,13 @@ def plan_of(module: nn.Module) -> Plan:
 
 
 def problem_of_sharing(module: nn.Module, size: int) -> str:
-    """Return why `size` ranks can't share the layers of `module`, "" if they can."""
+    """Return why `size` ranks can't share the layers of `module`; "" if they can."""
     plan = plan_of(module)
     return plan.problem or _uneven(plan, size) or _drawing(module)
 
 
 def decoder_of(module: nn.Module) -> nn.Module:
-    """Return the model below peft's wrapper and below the head."""
+    """Return the model without peft's wrapper and without the head."""
     base = cast("Any", module)
     base = base.get_base_model() if hasattr(base, "peft_config") else base
     found: nn.Module = base.base_model
@@ -92,7 +95,7 @@ def decoder_of(module: nn.Module) -> nn.Module:
 
 
 def base_of(layer: nn.Module) -> nn.Module:
-    """Return the layer below peft's adapter, or the layer itself."""
+    """Return the layer under peft's adapter, or the layer itself."""
     return cast("nn.Module", getattr(layer, "base_layer", layer))
 
 
@@ -101,7 +104,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _uneven(plan: Plan, size: int) -> str:
-    """Return which heads or layers `size` ranks can't share evenly."""
+    """Return which heads or layers `size` ranks can't share evenly; "" if there are none."""
     config = cast("Any", plan.decoder).config
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (number := getattr(config, key, None) or 0) % size:
@@ -116,9 +119,9 @@ def _uneven(plan: Plan, size: int) -> str:
 
 
 def _drawing(module: nn.Module) -> str:
-    """Return what the model drops itself, which ranks would draw differently.
+    """Return the dropout of the model itself, which ranks would draw differently; "" if none.
 
-    What peft's adapters drop is drawn for the whole layer.
+    The dropout of peft's adapters is drawn for the whole layer, so it doesn't count.
     """
     for key, value in cast("Any", module).config.to_dict().items():
         is_dropout = "drop" in key and not key.startswith("classifier")

@@ -1,12 +1,13 @@
-"""Finds which tokens of a conversation are learned, by a tokenizer's chat template.
+"""Finds the tokens of a conversation that are learned, with a tokenizer's chat template.
 
-Which characters the assistant says is found in the rendered text. A template's own marks say it, if
-it has any (`{% generation %}`). Else a turn begins where the generation prompt ends. A template may
-write earlier turns in another way once later ones follow, as those that leave out earlier thoughts
-do; then a turn begins and ends where the text differs with another answer in its place.
+The rendered text shows which characters belong to the assistant. If the template has marks (`{%
+generation %}`), these decide. Otherwise a turn begins where the generation prompt ends. A template
+may render an earlier turn differently once later turns follow, such as one that leaves out earlier
+reasoning. Then the conversation is rendered with a different answer, and the turn is where the two
+texts differ.
 
-A token is learned if its last character is the assistant's. So a token that reaches into an answer
-from before it is learned, and one that reaches beyond its end is not.
+A token is learned if its last character is the assistant's. So a token that begins before an answer
+and ends in it is learned, and a token that ends after it is not.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from entrenar_py.train.model.rendering import (
     TokenRanges,
 )
 
-# Before and after a part, each with the part's number. No text has these: they are no characters.
+# Before and after a part, with the part's number. No text has these, which are not characters.
 _OPEN, _CLOSE, _END = "\ufdd2", "\ufdd3", "\ufdd4"
 _TAG = re.compile(f"[{_OPEN}{_CLOSE}]([0-9]+){_END}")
 _THINK = re.compile(r"(</?think>)")
@@ -41,10 +42,11 @@ _WITHOUT_CALLS = "use the checkpoint of a model that calls functions"
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A text in a conversation, or a number or truth value that follows such a text.
+    """A text in a conversation, perhaps with numbers or truth values that follow it.
 
-    `message` is its index, None for a tool. A template may leave out an optional part, and of one
-    that is `shortened` all up to a closing mark: earlier thoughts are left out by design.
+    `message` is its index, None for a tool. A template may leave out an optional part. Of a part
+    that is `shortened`, it may leave out everything up to a closing mark: some templates remove
+    earlier reasoning by design.
     """
 
     message: int | None
@@ -53,24 +55,24 @@ class _Part:
     is_optional: bool = False
     is_shortened: bool = False
     advice: str = "take it out of the row, or use another template"
-    literals: tuple[object, ...] = ()  # what follows it
+    literals: tuple[object, ...] = ()  # numbers and truth values that follow it
 
 
 class Parts:
-    """The parts of one conversation, in the text that a chat template makes of it.
+    """The parts of one conversation, in the text that a chat template renders from it.
 
-    Templates leave out what they don't know, without a word: thoughts, calls, whole turns. So each
-    part is put between two tags, the conversation is written once more, and the tags are looked
-    for. That a part's words stand somewhere in the text would prove little: an answer "4" stands in
-    many texts. Where the text without the tags is another text (a template that looks at how a
-    content begins, say), the tags prove nothing. Then each part must at least stand in the text.
+    Templates silently leave out what they don't know: reasoning, calls, whole turns. So each part
+    is put between two tags, the conversation is rendered again, and the tags are searched for.
+    Searching for a part's words would prove little: an answer "4" occurs in many texts. If the text
+    differs once the tags are removed (say, because a template checks how a content begins), the
+    tags prove nothing. Then each part must at least occur in the text.
 
     `places` are those of the messages' parts, each with the index of its message, as far as they
-    are known. Without any, none is.
+    are known. It is empty if the tags prove nothing.
     """
 
     def __init__(self, template: ChatTemplate, conversation: Conversation, written: str) -> None:
-        """`written` is the text. Raises BadConversationError if it lacks a part."""
+        """`written` is the rendered text. Raises BadConversationError if it lacks a part."""
         self._messages = conversation.messages
         self._written = written
         self._parts = list[_Part]()
@@ -114,7 +116,7 @@ class Parts:
             ]
             content = _Part(message=index, name="content", value=rest, is_shortened=is_earlier)
             message["content"] = "".join([*pieces, self._tagged(content)])
-        tagged = dict[str, str]()  # one thought may have several names
+        tagged = dict[str, str]()  # the same reasoning may have several names
         for name in THOUGHTS:
             thought = message.get(name)
             if isinstance(thought, str):
@@ -138,7 +140,7 @@ class Parts:
         return {**call, "function": {**function, "name": name, "arguments": tagged}}
 
     def _argument(self, index: int, value: Any, name: str = "") -> Any:
-        """Return an argument, or all of them, with tags around each key and each text in it."""
+        """Return an argument, or all arguments, with tags around each key and each text."""
         if isinstance(value, str):
             told = f"the argument {name}={value!r}"
             part = _Part(message=index, name=told, value=value, advice=_WITHOUT_CALLS)
@@ -170,13 +172,13 @@ class Parts:
         tagged = self._tagged(_Part(message=None, name=f"{name!r}", value=name, advice=advice))
         return {**tool, "function": {**function, "name": tagged}}
 
-    # --- what the template made of it -------------------------------------------------------------
+    # --- the rendered text ------------------------------------------------------------------------
 
     def _found(self, tagged: str) -> dict[int, list[Range]] | None:
-        """Return where the parts are in the text, by their numbers.
+        """Return the places of the parts in the text, by their numbers.
 
-        A range with only its end known begins at -1. None if the text is another one when
-        the tags are taken out.
+        A range begins at -1 if only its end is known. None if the text differs once the tags are
+        removed.
         """
         ranges, opened = dict[int, list[Range]](), dict[int, int]()
         length, last = 0, 0
@@ -190,7 +192,7 @@ class Parts:
         return ranges if _TAG.sub("", tagged) == self._written else None
 
     def _require(self, ranges: Mapping[int, list[Range]]) -> None:
-        """Note the places of the parts that were found; refuse a row with one that was not."""
+        """Note the places of the parts. Raises BadConversationError if one was not found."""
         for number, part in enumerate(self._parts):
             places = list(self._whole(part, ranges.get(number, ())))
             if part.message is not None:
@@ -209,7 +211,7 @@ class Parts:
                 yield end - len(_rest(core)), end
 
     def _require_words(self) -> None:
-        """Refuse a row with a part that is nowhere in the text."""
+        """Raise BadConversationError if a part occurs nowhere in the text."""
         text = _bare(self._written)
         for part in self._parts:
             core = part.value.strip()
@@ -228,9 +230,9 @@ class Parts:
 
 
 def _within_json(text: str, change: Callable[[Any], Any]) -> str:
-    """Return a text of JSON, as some templates need arguments, with `change` applied to its value.
+    """Return a text of JSON with `change` applied to its value. Some templates need such arguments.
 
-    Another text is changed as it is.
+    If the text is not JSON, `change` is applied to the text itself.
     """
     try:
         value = json_text.load(text)
@@ -256,7 +258,7 @@ def _spellings(text: str) -> Iterator[str]:
 
 
 def _is_same(text: str, written: str) -> bool:
-    """Return whether `written` is `text`, but for white space, cases, and how it is escaped."""
+    """Return whether `written` is `text`, apart from white space, case and escaping."""
     return text == written or _bare(written) in map(_bare, _spellings(text))
 
 
@@ -264,23 +266,23 @@ def _bare(text: str) -> str:
     return "".join(text.split()).casefold()
 
 
-# Two texts in place of a turn. Neither begins or ends like the other, so what the conversation has
-# in common with both lies around the turn.
+# Two texts that replace a turn. They begin and end differently, so the text that a conversation has
+# in common with both versions lies around the turn.
 _OTHERS = ("\u00a7 other", "\u00b6 another \u00a4")
 
 
 class ChatEncoder:
-    """Encodes conversations by one tokenizer. Not to be used by two threads at once."""
+    """Encodes conversations with one tokenizer. Not safe for use by two threads at once."""
 
     def __init__(self, tokenizer: Any, day: str | None = None) -> None:
-        """`day` is the time that a template with a clock gets; None for the present time."""
+        """`day` is the date that a template with a clock gets; None stands for the present time."""
         self._template = ChatTemplate(tokenizer, day)
         self._ranges = TokenRanges(tokenizer)
         added = tokenizer.added_tokens_decoder.values()
         self._special = [token.content for token in added if token.special]
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """Return the tokens of a conversation up to where an answer begins.
+        """Return the tokens of a conversation up to the point where an answer begins.
 
         Raises BadConversationError if the template refuses it.
         """
@@ -288,10 +290,10 @@ class ChatEncoder:
         return self._ranges.tokens(self._template.text(messages, tools, prompt=True))
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and whether each is to be predicted.
+        """Return the tokens of a conversation, and for each whether it is to be predicted.
 
-        Raises BadConversationError if the template refuses it or leaves out a part of it, or where
-        a turn begins can't be found.
+        Raises BadConversationError if the template refuses it or leaves out a part of it, or if the
+        beginning of a turn can't be found.
         """
         try:
             return self._encode(conversation)
@@ -303,7 +305,7 @@ class ChatEncoder:
             as_texts = replace(conversation, messages=_with_texts(conversation.messages))
             try:
                 return self._encode(as_texts)
-            except BadConversationError as other:  # tell what is not for the kind of arguments
+            except BadConversationError as other:  # report the problem that isn't about arguments
                 raise (other if isinstance(error, TemplateRefusalError) else error) from None
 
     def _encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
@@ -337,7 +339,7 @@ class ChatEncoder:
         ends = turn is not None and text.startswith(turn)
         if begins and turn is not None and ends:
             return len(prompt), len(turn)
-        # Earlier thoughts are left out. A turn of calls can't have another one in its place: some
+        # Earlier reasoning is left out. A turn with calls can't be replaced by a text: some
         # templates refuse results without their calls.
         bare = [*messages[:index], _without_thoughts(messages[index])]
         short = self._template_text(bare, tools) if begins and bare[-1] != messages[index] else None
@@ -365,9 +367,9 @@ class ChatEncoder:
     def _closing(self, rest: str, so_far: Conversation, turn: str | None) -> int:
         """Return how many characters at the beginning of `rest` close the last turn of `so_far`.
 
-        That is what closes it where it is the last of all, in the text `turn`. A template may close
-        earlier turns by another token, or refuse a conversation that ends there: one special token
-        closes it then.
+        These are the characters that close the turn where it is the last of all, in the text
+        `turn`. A template may close earlier turns with a different token, or refuse a conversation
+        that ends there. Then the closing is one special token.
         """
         try:
             if turn is None:
@@ -382,9 +384,10 @@ class ChatEncoder:
         return self._before_special(closing, shared)
 
     def _before_special(self, text: str, place: int) -> int:
-        """Return `place`, or where the special token of `text` begins that it lies within.
+        """Return `place`; if it is inside a special token of `text`, where that token begins.
 
-        Such a token begins like what really follows: `</s>` like `<|user|>`, which may be no token.
+        Such a token begins like the text that really follows: `</s>` like `<|user|>`, which may not
+        be a token.
         """
         begins = [
             begin
@@ -412,10 +415,10 @@ class ChatEncoder:
 def _of_turns(
     conversation: Conversation, runs: Sequence[Range], places: Sequence[tuple[int, Range]]
 ) -> list[Range]:
-    """Return the marked runs of the turns that are learned.
+    """Return the marked ranges of the turns that are learned.
 
-    A turn may have several, as one for its thought and one for its answer. Raises
-    BadConversationError unless each turn has one, and each run is a part of one turn.
+    A turn may have several, such as one for its reasoning and one for its answer. Raises
+    BadConversationError unless each turn has one, and each range belongs to one turn.
     """
     roles = [message["role"] for message in conversation.messages]
     turns = [index for index, role in enumerate(roles) if role == "assistant"]
@@ -436,10 +439,10 @@ def _of_turns(
 
 
 def _owner(run: Range, roles: Sequence[str], places: Sequence[tuple[int, Range]]) -> int:
-    """Return the index of the assistant's message that a marked run is a part of.
+    """Return the index of the assistant's message to which a marked range belongs.
 
-    A run without a part of a message, such as an end token, belongs to the turn before it, or to
-    that after it.
+    A range without a part of a message, such as an end token, belongs to the assistant's turn
+    before it, or else after it. Raises BadConversationError for any other range.
     """
     within = {index for index, (begin, end) in places if begin < run[1] and run[0] < end}
     others = [index for index in sorted(within) if roles[index] != "assistant"]
@@ -470,7 +473,7 @@ def _owner(run: Range, roles: Sequence[str], places: Sequence[tuple[int, Range]]
 def _require_own(
     conversation: Conversation, learned: Sequence[Range], places: Sequence[tuple[int, Range]]
 ) -> None:
-    """Raise BadConversationError if what is learned has a part of a message that is not."""
+    """Raise BadConversationError if a learned range has a part of a message that is not learned."""
     for index, (begin, end) in places:
         if index in conversation.learned:
             continue

@@ -1,7 +1,7 @@
-"""Reads conversations from the rows that people have: messages, ShareGPT's turns, or pairs.
+"""Reads conversations from common formats of rows: messages, ShareGPT's turns, or pairs.
 
-A row's form is recognised by its fields. What can't be learned from as it is, such as images or
-pairs of a better and a worse answer, is refused.
+A row's format is recognised by its fields. Rows that can't be learned from directly, such as images
+or pairs of a better and a worse answer, are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAIRS = (
     ("question", "response"),  # OpenOrca
     ("query", "response"),
 )
-_MORE = ("input", "context")  # what a prompt is about, put after it
+_MORE = ("input", "context")  # the material of a prompt, appended to it
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     "developer": "system",
@@ -33,20 +33,20 @@ _ROLES = {
     **dict.fromkeys(("function", "observation", "tool_response", "ipython"), "tool"),
     "function_call": "assistant",
 }
-# ShareGPT's role of an assistant that calls a function, and OpenAI's earlier field with the call.
+# ShareGPT's role of an assistant that calls a function, and OpenAI's older field with the call.
 _CALL = "function_call"
 _MEDIA = ("images", "image", "videos", "audios", "audio")
 _PREFERENCES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
-# Keys of a message, or of a part of its content: 0 or false is not learned. OpenAI and OpenPipe say
-# weight, LLaMA-Factory loss_weight, axolotl train and training, ms-swift loss and loss_scale, verl
-# loss_mask.
+# Keys of a message, or of a part of its content: 0 or false means that it is not learned. OpenAI
+# and OpenPipe use weight, LLaMA-Factory loss_weight, axolotl train and training, ms-swift loss and
+# loss_scale, verl loss_mask.
 _WEIGHTS = (
     *("weight", "loss_weight", "train", "training", "trainable", "train_on_turn"),
     *("loss", "loss_scale", "loss_mask"),
 )
-_MASKS = ("masked",)  # 1 or true is not learned
-_DETAILS = ("train_detail", "training_detail")  # axolotl's: the characters that are learned
-_FUNCTION_DEPTH = json_text.DEPTH_MAX // 2  # of arguments and tools: rows have them in messages
+_MASKS = ("masked",)  # 1 or true means that it is not learned
+_DETAILS = ("train_detail", "training_detail")  # axolotl: the characters that are learned
+_FUNCTION_DEPTH = json_text.DEPTH_MAX // 2  # of arguments and tools, which messages contain
 _FORMS = (
     f"{USUAL}, {_SHAREGPT}, instruction and output, instruction and response, prompt and "
     "completion, question and answer (each with input or context)"
@@ -56,14 +56,14 @@ Message: TypeAlias = dict[str, Any]
 
 
 class BadConversationError(ValueError):
-    """A row that has no conversation to learn from, and what to use."""
+    """Raised for a row without a conversation to learn from; says what to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages as chat templates take them, and the functions that may be called.
+    """Messages in the form that chat templates take, and the functions that may be called.
 
-    `learned` has the indices of the assistant's messages with tokens to be predicted.
+    `learned` has the indices of the assistant's messages that are learned.
     """
 
     messages: Sequence[Message]
@@ -74,8 +74,8 @@ class Conversation:
 def read(fields: Mapping[str, Any], field: str) -> Conversation:
     """Return the conversation of a row that has messages in `field`.
 
-    Rows without it may have one of the other forms, if it is the usual one. Raises
-    BadConversationError.
+    If `field` is the usual one, a row without it may have one of the other formats. Raises
+    BadConversationError for any other row.
     """
     _require_good(fields, field)
     name, messages = _given(fields, field)
@@ -102,9 +102,10 @@ def read(fields: Mapping[str, Any], field: str) -> Conversation:
 
 
 def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
-    """Return what a row asks: its messages without the assistant's last turn, if it ends with one.
+    """Return the prompt of a row: its messages without trailing turns of the assistant.
 
-    Nothing of it is learned. A row may lack the answer. Raises BadConversationError as `read` does.
+    Nothing of it is learned. The row may lack the answer. Raises BadConversationError as `read`
+    does.
     """
     _require_good(fields, field)
     name, values = _given(_answered(fields, field), field)
@@ -124,7 +125,7 @@ def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
 
 
 def _answered(fields: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """Return a row of a pair's form that lacks the answer with an empty one."""
+    """Return a row in the format of a pair with an empty answer if it lacks one."""
     has = [name for name, value in fields.items() if value is not None]
     if field != USUAL or field in has or _SHAREGPT in has:
         return fields
@@ -136,7 +137,7 @@ def _answered(fields: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 
 def _require_good(fields: Mapping[str, Any], field: str) -> None:
-    """Refuse images, pairs of answers, and answers that are marked as bad ones."""
+    """Raise BadConversationError for images, pairs of answers, and answers marked as bad."""
     media = [name for name in _MEDIA if fields.get(name)]
     if media:
         raise BadConversationError(f"has {media[0]}; only text is learned, leave such rows out")
@@ -151,7 +152,7 @@ def _require_good(fields: Mapping[str, Any], field: str) -> None:
 
 
 def _given(fields: Mapping[str, Any], field: str) -> tuple[str, Any]:
-    """Return the name and the value of the field that has messages, or those of a pair."""
+    """Return the name and the value of the field with messages, or the messages of a pair."""
     has = [name for name, value in fields.items() if value is not None]
     if field in has:
         return field, fields[field]
@@ -166,7 +167,7 @@ def _given(fields: Mapping[str, Any], field: str) -> tuple[str, Any]:
 
 def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Mapping[str, Any]]:
     if isinstance(fields[prompt], list) and isinstance(fields[answer], list):
-        # TRL's: both are messages, and of those in the prompt none is learned.
+        # TRL's format: both are messages, and no message of the prompt is learned.
         for message in fields[prompt]:
             yield {"weight": 0, **message} if isinstance(message, Mapping) else message
         yield from fields[answer]
@@ -187,7 +188,7 @@ def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Ma
 
 
 def _message(name: str, number: int, entry: Any) -> tuple[Message, bool]:
-    """Return a message as templates take it, and whether it is learned."""
+    """Return a message in the form that templates take, and whether it is learned."""
     place = f"{name}: message {number}"
     if not isinstance(entry, Mapping):
         raise BadConversationError(f"{place} is no object; use {{role, content}}")
@@ -214,9 +215,9 @@ def _message(name: str, number: int, entry: Any) -> tuple[Message, bool]:
 
 
 def _is_learned(place: str, message: Message) -> bool:
-    """Take from a message what says whether it is learned, and return that.
+    """Remove the keys that say whether a message is learned, and return whether it is.
 
-    A truth value of another name might say so, too, and is refused.
+    A truth value under an unknown name might also say so, and is refused.
     """
     weights = list[bool]()
     for key in (*_WEIGHTS, *_MASKS):
@@ -243,7 +244,7 @@ def _require_no_marks(place: str, fields: Mapping[str, Any]) -> None:
 
 
 def _content(place: str, content: object, *, calls: bool) -> Message:
-    """Return the content as one text, with what was thought before it and calls, if given."""
+    """Return the content as one text, with the reasoning and the calls that it contains, if any."""
     if content is None and calls:
         return {"content": None}
     if isinstance(content, str):
@@ -296,12 +297,12 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _call(place: str, call: Any) -> Message:
-    """Return a call of a function as templates take it: its arguments are an object."""
+    """Return a function call in the form that templates take: its arguments are an object."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadConversationError(f"{place} has a call without a function's name")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # as OpenAI has them; many leave it empty where there are none
+    if isinstance(arguments, str):  # OpenAI's form; often empty if there are no arguments
         arguments = _parsed(place, arguments) if arguments.strip() else {}
     try:
         json_text.require_flat(arguments, _FUNCTION_DEPTH)
@@ -321,8 +322,8 @@ def _system(fields: Mapping[str, Any]) -> list[Message]:
 
 
 def _tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return the functions that a row lets the assistant call, as templates take them."""
-    tools = fields.get("tools") or fields.get("functions")  # the latter is OpenAI's earlier field
+    """Return the functions that a row offers to the assistant, in the form that templates take."""
+    tools = fields.get("tools") or fields.get("functions")  # the latter is OpenAI's older field
     try:
         if isinstance(tools, str):
             tools = _of_text(tools) if tools.strip() else None

@@ -1,4 +1,4 @@
-"""Scores of a model on samples: its loss, and for classes the confusion of them."""
+"""Scores of a model on samples: its loss, and for classes their confusion matrix."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Rows
 
 _BATCH = 32
-_LOGITS_MAX = 2**26  # held at a time: 256 MiB in float32
+_LOGITS_MAX = 2**26  # in memory at a time: 256 MiB in float32
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The mean loss over `weight` tokens or samples. `confusion[i, j]`: class i was taken for j.
+    """The mean loss over tokens or samples with a total of `weight`, and the confusion matrix.
 
-    `confusion` is int64 [classes, classes], empty without classes.
+    `confusion[i, j]` is the number of samples of class i that were classified as j. It is int64
+    [classes, classes], empty without classes.
     """
 
     loss: float
@@ -37,31 +38,31 @@ class Scores:
     confusion: NDArray[np.int64]
 
     def recall(self, label: int) -> float:
-        """Return the share of the class's samples that were taken for it; NaN if it has none."""
+        """Return the fraction of the class's samples that were classified as it; NaN if none."""
         return _share(self.confusion[label, label], self.confusion[label].sum())
 
     def precision(self, label: int) -> float:
-        """Return the share of samples taken for the class that are of it; NaN if there are none."""
+        """Return the fraction of samples classified as the class that are in it; NaN if none."""
         return _share(self.confusion[label, label], self.confusion[:, label].sum())
 
     def f1(self, label: int) -> float:
-        """Return the harmonic mean of recall and precision; NaN if the class is in neither."""
+        """Return the harmonic mean of recall and precision; NaN if no sample has or gets it."""
         found = self.confusion[label, label]
         return _share(2 * found, self.confusion[label].sum() + self.confusion[:, label].sum())
 
     @property
     def accuracy(self) -> float:
-        """The share of samples that were taken for their class."""
+        """The fraction of samples that were classified correctly."""
         return _share(int(np.trace(self.confusion)), int(self.confusion.sum()))
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss; infinite beyond float64."""
+        """The exponential of the loss; infinite if float64 can't hold it."""
         with np.errstate(over="ignore"):
             return float(np.exp(self.loss))
 
     def lines(self) -> Iterator[str]:
-        """Yield the scores in words, a line each."""
+        """Yield the scores as lines of text."""
         if not self.labels:
             yield f"loss {self.loss:.4f} a token, perplexity {self.perplexity:.2f}"
             yield f"{self.weight} tokens"
@@ -87,8 +88,8 @@ def _told(share: float) -> str:
 class Examination:
     """Samples to score a model on, in batches with logits that fit into memory.
 
-    Totals are float64 [2 + classes^2]: the summed loss, its weight, and the confusion. Those of
-    several batches are added. All classes have the same weight.
+    The totals of a batch are float64 [2 + classes^2]: the summed loss, its weight, and the
+    confusion matrix. Totals of several batches can be added. All classes have the same weight.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Examination:
         pad_token: int,
         multiple: int = 1,
     ) -> None:
-        """Rows are filled up to a multiple of `multiple` tokens."""
+        """Rows are padded to a multiple of `multiple` tokens."""
         self._found, self._labels = samples, settings.classes.labels
         self._rows = Rows(samples, pad_token)
         self._rows.multiple = multiple
@@ -134,14 +135,14 @@ class Examination:
         return np.array([loss, weight, *confusion.flat])
 
     def scores(self, totals: NDArray[np.float64]) -> Scores:
-        """Return the scores that the totals of all batches make."""
+        """Return the scores that follow from the sum of all batches' totals."""
         size, weight = len(self._labels), int(totals[1])
         confusion = totals[2:].astype(np.int64).reshape(size, size)
         return Scores(float(totals[0]) / max(weight, 1), weight, self._labels, confusion)
 
 
 def _num_rows(module: nn.Module, samples: Samples) -> int:
-    """Return how many rows may have logits in memory, one for each token of the vocabulary."""
+    """Return how many rows can have their logits, [t, vocabulary] each, in memory."""
     vocabulary: int = cast("Any", module).config.get_text_config().vocab_size
     longest = int(np.diff(samples.starts).max(initial=1))
     return max(1, min(_BATCH, _LOGITS_MAX // (longest * vocabulary)))
@@ -155,10 +156,10 @@ def scores(
     pad_token: int,
     go_on: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Return the scores of `module` in evaluation mode.
+    """Return the scores of `module`, computed in evaluation mode.
 
-    Products have the format of the run that `settings` describe. `go_on` is called before each
-    batch; what it raises ends the evaluation.
+    Matrix products have the dtype that `settings` give. `go_on` is called before each batch; an
+    exception that it raises ends the evaluation.
     """
     examination = Examination(samples, module, settings=settings, pad_token=pad_token)
     device = next(module.parameters()).device

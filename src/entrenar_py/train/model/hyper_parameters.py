@@ -1,7 +1,7 @@
 """Rules C-HP-001 to 009: hyper-parameters that rarely do what was meant.
 
-Each rule looks at the settings and at facts about model and rows. It says what is unusual, and what
-to use. `docs/hyper-parameters.md` has the reason and the source of each limit.
+Each rule checks the settings, and facts about model and rows. It reports what is unusual, and what
+to use instead. `docs/hyper-parameters.md` has the reason and the source of each limit.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from entrenar_py.train.model import model_folder, samples
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Settings
 
-# The rate of QLoRA's models up to 13 billion parameters is 2e-4, that of larger ones 1e-4.
-# Highest rates of adapters by parameters of the model; of full fine-tuning they are a tenth.
+# The highest learning rates of adapters, by the model's number of parameters. Those of full
+# fine-tuning are a tenth. QLoRA's paper uses 2e-4 for models up to 13 billion parameters, and 1e-4
+# for larger ones.
 _RATES = ((10**8, 1e-2), (10**9, 5e-3), (20 * 10**9, 1e-3), (math.inf, 5e-4))
 _RATE_MIN = 1e-6
-_FULL = 0.1  # of the rates of adapters
+_FULL = 0.1  # a rate of full fine-tuning, relative to that of adapters
 _BATCH_MAX = 128
 _STEPS_MIN = 10
-_ALPHA_SHARES = (0.25, 8.0)  # of alpha to rank: QLoRA's, and that of LoRA's GPT-2
+_ALPHA_SHARES = (0.25, 8.0)  # bounds of alpha / rank: that of QLoRA, and of LoRA with GPT-2
 _LONGEST = 0.99
-_SLACK = 2.0  # of the longest row to the 99th percentile
+_SLACK = 2.0  # the highest ratio of the longest row to the 99th percentile
 _ROUNDED = 8
 _SKIPPED_MAX = 0.01
 _WARMUP_MAX = 0.2
@@ -43,9 +44,9 @@ Level = Literal["warning", "error"]
 
 @dataclass(frozen=True)
 class Remark:
-    """A rule that is broken, at the key that breaks it. An error can't be trained at all.
+    """A broken rule, at the key that breaks it. With the level `error`, training is impossible.
 
-    Rules leave `rule` out: their table has their names.
+    The functions of rules leave `rule` empty: the table RULES has the names.
     """
 
     key: str
@@ -56,10 +57,11 @@ class Remark:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows to train on, before copies: their lengths in tokens, and how many each class has.
+    """Facts about the rows to train on, before copies are added.
 
-    `lengths` has also those that are too long. `num_skipped` counts these. `num_samples` counts
-    copies, too. `unlearned_ends` are the tokens that end an answer, if no row's targets have one.
+    `lengths` has the number of tokens of each row, including the `num_skipped` rows that are too
+    long. `class_counts` has the number of rows of each class. `num_samples` includes copies.
+    `unlearned_ends` are the tokens that end an answer if no row has one as a target, else None.
     """
 
     lengths: tuple[int, ...]
@@ -71,7 +73,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts that rules look at. A rule that needs a fact that is None says nothing."""
+    """The facts that rules check. If a fact is None, the rules that need it report nothing."""
 
     settings: Settings
     num_parameters: int | None = None
@@ -79,7 +81,7 @@ class Facts:
 
     @property
     def num_steps(self) -> int | None:
-        """The steps of the whole run."""
+        """The number of steps of the whole run; None if the rows are not known."""
         if self.rows is None:
             return None
         training = self.settings.training
@@ -87,12 +89,12 @@ class Facts:
 
 
 def rows_of(prepared: Prepared) -> Rows:
-    """Return what rules look at in rows that were read."""
+    """Return the facts about rows that were read."""
     train, counts = prepared.train, prepared.class_counts
     too_long = [length for bad in train.skipped if (length := samples.length_of(bad))]
     lengths = np.diff(train.starts).tolist()[: sum(counts) or None]  # copies come last
     if prepared.validation is not None and prepared.settings.data.validation is None:
-        lengths += np.diff(prepared.validation.starts).tolist()  # of the same rows, as skipped ones
+        lengths += np.diff(prepared.validation.starts).tolist()  # from the same file
     return Rows(
         lengths=(*lengths, *too_long),
         num_skipped=len(too_long),
@@ -103,7 +105,7 @@ def rows_of(prepared: Prepared) -> Rows:
 
 
 def _unlearned_ends(prepared: Prepared) -> tuple[str, ...] | None:
-    """Return the tokens that end an answer, if none of them is to be predicted in any row."""
+    """Return the tokens that end an answer if none of them is a target in any row, else None."""
     samples, tokenizer = prepared.train, prepared.tokenizer
     if prepared.settings.task == "classify":
         return None
@@ -117,17 +119,17 @@ def _generation_ends(folder: Path) -> list[int]:
     try:
         named = model_folder.record(folder / "generation_config.json", str(folder))["eos_token_id"]
     except (UsageError, LookupError):
-        return []  # generation reads it again, and tells
+        return []  # generation reads it again, and reports the problem
     return [one for one in (named if isinstance(named, list) else [named]) if type(one) is int]
 
 
 def remarks(facts: Facts) -> list[Remark]:
-    """Return what all rules have to say, in the order of the rules."""
+    """Return the remarks of all rules, in the order of the rules."""
     return [replace(found, rule=name) for name, rule in RULES.items() for found in rule(facts)]
 
 
 def _rate(facts: Facts) -> Iterator[Remark]:
-    """C-HP-001: the rate, by the size of the model."""
+    """C-HP-001: the learning rate suits the size of the model."""
     rate = facts.settings.training.learning_rate
     if facts.num_parameters is None:
         return
@@ -150,7 +152,7 @@ def _rate(facts: Facts) -> Iterator[Remark]:
 
 
 def _batch(facts: Facts) -> Iterator[Remark]:
-    """C-HP-002: the effective batch, which is of all workers together."""
+    """C-HP-002: the batch of all workers together is not too large, and leaves enough steps."""
     size = facts.settings.training.batch_size
     if facts.settings.adapts and size > _BATCH_MAX:
         yield Remark(
@@ -183,7 +185,7 @@ def _alpha(facts: Facts) -> Iterator[Remark]:
 
 
 def _length(facts: Facts) -> Iterator[Remark]:
-    """C-HP-004: the longest row that is taken is about the 99th percentile."""
+    """C-HP-004: the longest row that is used is near the 99th percentile."""
     if facts.rows is None or not facts.rows.lengths:
         return
     most, rows = facts.settings.data.max_tokens, facts.rows
@@ -207,7 +209,7 @@ def _length(facts: Facts) -> Iterator[Remark]:
 
 
 def _warmup(facts: Facts) -> Iterator[Remark]:
-    """C-HP-005: some warm-up where all weights are trained, and never a large part of the run."""
+    """C-HP-005: some warm-up if all weights are trained, and never for a large part of the run."""
     share = facts.settings.training.warmup_share
     if share > _WARMUP_MAX:
         yield Remark(
@@ -224,7 +226,7 @@ def _warmup(facts: Facts) -> Iterator[Remark]:
 
 
 def _clip(facts: Facts) -> Iterator[Remark]:
-    """C-HP-006: the gradient's norm is clipped, and not in every step."""
+    """C-HP-006: the gradient's norm is clipped, but not in every step."""
     clip = facts.settings.training.clip_norm
     least, most = _CLIPS
     if clip is None:
@@ -241,7 +243,7 @@ def _clip(facts: Facts) -> Iterator[Remark]:
 
 
 def _decay(facts: Facts) -> Iterator[Remark]:
-    """C-HP-007: weight decay is small, and never turns a weight's sign."""
+    """C-HP-007: weight decay is small, and never changes a weight's sign."""
     training = facts.settings.training
     decay = training.weight_decay
     most = _DECAY_MAX["adapters" if facts.settings.adapts else "full"]
@@ -260,7 +262,7 @@ def _decay(facts: Facts) -> Iterator[Remark]:
 
 
 def _imbalance(facts: Facts) -> Iterator[Remark]:
-    """C-HP-008: a rare class counts, and its few rows are not learned by heart."""
+    """C-HP-008: a rare class is learned, and its few rows are not memorised."""
     rows, settings = facts.rows, facts.settings
     if rows is None or not rows.class_counts:
         return
@@ -293,7 +295,7 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
 
 
 def _ending(facts: Facts) -> Iterator[Remark]:
-    """C-HP-009: some row teaches to end an answer."""
+    """C-HP-009: at least one row teaches the model to end an answer."""
     if facts.rows is None or facts.rows.unlearned_ends is None:
         return
     ends = " or ".join(facts.rows.unlearned_ends)

@@ -1,11 +1,12 @@
 """Dropout by a key, and recomputation of blocks, which has to drop the same elements again.
 
-What is dropped follows from a key, not from a generator's state. `Masks` takes the place of torch's
-functions of dropout, and of attention that drops, while it is entered. A mask is a function of the
-key, of the number of the call, and of an element's index, so that it is the same on every device.
+What is dropped follows from a key, not from a generator's state. While `Masks` is entered, it
+replaces torch's dropout functions, and attention with dropout. A mask is a function of the key, the
+number of the call and an element's index, so it is the same on every device.
 
-Recomputation lets go what a block computes within, and computes it again for its gradient. It takes
-the memory of one block's inside and of all blocks' inputs, and a third more time.
+With recomputation, a block's intermediate tensors are freed, and computed again for its gradient.
+Then memory holds the intermediate tensors of one block and the inputs of all blocks. It takes a
+third more time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from entrenar_py.train.model import blocks
 
 
 class Masks(TorchFunctionMode):
-    """While entered, dropout draws by `key`, int32 [2]; without a key nothing is dropped.
+    """While entered, dropout draws by `key`, int32 [2]; if that is None, nothing is dropped.
 
     `first` is the number of the next draw.
     """
@@ -50,15 +51,15 @@ class Masks(TorchFunctionMode):
         return self._number
 
     def go_on_at(self, number: int) -> None:
-        """Let `number` be the number of the next draw."""
+        """Set the number of the next draw."""
         self._number = number
 
     def again(self) -> Masks:
-        """Return masks that repeat those from here on, to compute a block once more."""
+        """Return masks that repeat the draws of these from here on, to recompute a block."""
         return Masks(self._key, self._number)
 
     def drop(self, x: Tensor, share: float, shape: torch.Size, *, in_place: bool) -> Tensor:
-        """Return `x` with elements dropped by a mask of `shape`, the others scaled in return."""
+        """Return `x` with elements dropped by a mask of `shape`, and all others scaled up."""
         if self._key is None or share == 0:
             return x
         kept = draws.kept(self._key, self._number, shape, share)
@@ -66,17 +67,17 @@ class Masks(TorchFunctionMode):
         factor = 1 / (1 - share) if share < 1 else 0.0
         if in_place:
             return x.mul_(kept.to(x.dtype) * factor)
-        return torch.where(kept, x * factor, 0.0)  # for the backward pass it keeps a byte each
+        return torch.where(kept, x * factor, 0.0)  # keeps a byte per element for backward
 
 
 def entered() -> Masks | None:
-    """Return the masks that are entered now; None without any."""
+    """Return the masks that are entered now; None if there are none."""
     modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return next((mode for mode in reversed(modes) if isinstance(mode, Masks)), None)
 
 
 def repetition() -> Masks:
-    """Return masks that repeat those entered now, from here on; without any, that drop nothing."""
+    """Return masks that repeat the draws of those entered now; without any, they drop nothing."""
     found = entered()
     return Masks(None) if found is None else found.again()
 
@@ -88,7 +89,7 @@ def _dropout(
 
 
 def _channel_dropout(rank: int) -> Callable[..., Tensor]:
-    """Return the dropout of whole channels, each with `rank` dims: x [n, c, *] or [c, *]."""
+    """Return the dropout of whole channels with `rank` dims each: x is [n, c, *] or [c, *]."""
 
     def replaced(
         masks: Masks, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -110,7 +111,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention, by products and a softmax if some of its weights are dropped."""
+    """Return attention; if weights are dropped, computed by matrix products and a softmax."""
     if not dropout_p:
         return F.scaled_dot_product_attention(
             *(query, key, value, attn_mask, 0.0, is_causal),
@@ -143,20 +144,21 @@ _REPLACED: dict[Any, Callable[..., Tensor]] = {
 
 
 def recompute(module: nn.Module) -> None:
-    """Let the decoder blocks of `module` be computed again in every backward pass.
+    """Make every backward pass compute the decoder blocks of `module` again.
 
-    The second time they draw the same random numbers, and gradients have the same bits as without.
-    Raises UsageError if no blocks are found.
+    The second pass draws the same random numbers, and gradients have the same bits as without
+    recomputation. Raises UsageError if no blocks are found.
     """
     for block in blocks.of(module):
         block.forward = _Recomputed(block)
 
 
 class _Recomputed:
-    """A block's forward pass, which is computed again.
+    """A block's forward pass, which is computed again in the backward pass.
 
-    A gradient may be taken of tensors that stand in the block only during the forward pass
-    (torch.func.functional_call). So they are put there again. transformers' own checkpoints don't.
+    A gradient may be taken with respect to tensors that are in the block only during the forward
+    pass (torch.func.functional_call). So they are put there again, which transformers' own
+    checkpointing doesn't do.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -170,9 +172,10 @@ class _Recomputed:
 
 
 class _Twice:
-    """Calls a module with other tensors; the second time, dropout repeats what it drew at first.
+    """Calls a module with given tensors. The second call repeats the first one's dropout.
 
-    Not by the `context_fn` of checkpoints, which takes no such mode while a graph is captured.
+    This is not done by the `context_fn` of checkpoints, which takes no such mode while a graph is
+    captured.
     """
 
     def __init__(self) -> None:
@@ -188,7 +191,7 @@ class _Twice:
 
 
 class _Body(nn.Module):
-    """The block's own forward pass, with the names of its tensors."""
+    """The block's own forward pass, as a module that has the names of its tensors."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Loads a checkpoint in Hugging Face's format, and puts adapters in by `peft`.
+"""Loads a checkpoint in Hugging Face's format, and adds adapters with `peft`.
 
 Only safetensors are read, never pickles. Python code of the checkpoint runs only if the settings
-say so.
+allow it.
 
-Weights that a checkpoint lacks, a classifier's head and adapters, are drawn from the run's seed
-after all others were read: a library draws them in an order of its own, and earlier for some kinds
-of models. Every process that loads the same settings then has the same bits, and no weights need to
-be sent. `part` and `without_weights` load what a stage and its coordinator have, and draw the same.
+Weights that a checkpoint lacks (a classifier's head, adapters) are drawn from the run's seed after
+all others were read: a library draws them in its own order, and earlier for some kinds of models.
+So every process that loads the same settings has the same bits, and no weights need to be sent.
+`part` and `without_weights` load what a stage and its coordinator have, and draw the same values.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from entrenar_py.train.model import blocks, masks, model_folder, objectives, pre
 from entrenar_py.train.model.precision import in_evaluation
 from entrenar_py.train.model.settings import Settings
 
-_MARKERS = ("▁",)  # of a word's beginning, which tokenizers without files have
+_MARKERS = ("▁",)  # marks the start of a word; even tokenizers without files have it
 _SHOWN = 12  # layers in a message
-_ROUNDED = 1e-4  # largest share of logits that rounding changes; what an encoder sees changes more
+_ROUNDED = 1e-4  # of the logits' norm: rounding changes less, tokens that an encoder sees more
 
 
 def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
     """Return the tokenizer in `folder`, by default the checkpoint's.
 
-    Raises UsageError if it can't be read.
+    Raises UsageError if it can't be read or used.
     """
     transformers, folder = model_folder.library(), folder or settings.model
     if not folder.is_dir():
@@ -60,16 +60,17 @@ def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
 
 
 def padding(found: Any) -> int:
-    """Return the token that fills up rows: the padding token, or without one the end token."""
+    """Return the token with which rows are padded: the padding token, or else the end token."""
     return int(found.eos_token_id if found.pad_token_id is None else found.pad_token_id)
 
 
 def load(settings: Settings, pad_token: int) -> nn.Module:
     """Return the model with its adapters on the CPU, in training mode.
 
-    What is trained is float32, frozen weights have the run's precision; with `method: qlora` frozen
-    layers are in NF4. New tensors (adapters, the head of a classifier) are drawn from the run's
-    seed. Raises UsageError if the checkpoint can't be read, or has no layer that the settings name.
+    Trained tensors are float32, frozen weights have the run's precision. With `method: qlora`,
+    frozen layers are in NF4. New tensors (adapters, the head of a classifier) are drawn from the
+    run's seed. Raises UsageError if the checkpoint can't be read, or if a layer that the settings
+    name is missing.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -93,7 +94,7 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
 
 
 def plain(settings: Settings) -> nn.Module:
-    """Return the checkpoint's model on the CPU as it is, to be run: nothing is trained.
+    """Return the unchanged model of the checkpoint on the CPU, for inference only.
 
     Its weights have the run's precision. Raises UsageError as `load` does.
     """
@@ -111,10 +112,10 @@ def part(
     *,
     unties: bool,
 ) -> nn.Module:
-    """Return what `shorten` leaves of the model, with its adapters, as `load` does the whole.
+    """Return the part of the model that `shorten` leaves, with its adapters, as `load` would.
 
-    Nothing else is read of the checkpoint's weights. Only parameters with a name in `trains` are
-    trained, and their values are not those that a run begins with.
+    No other weights of the checkpoint are read. Only parameters with a name in `trains` are
+    trained. Their values are not those with which a run begins.
     """
     module, new = _base(settings, shorten, unties=unties)
     stock.set_padding(module, pad_token)
@@ -135,9 +136,9 @@ def part(
 def without_weights(settings: Settings, pad_token: int) -> nn.Module:
     """Return the model with adapters and new parts as `load` draws them, and no other weights.
 
-    Frozen weights have their shape, and are all zeros in the memory of one number.
+    Frozen weights have their shape. They are zeros that take the memory of one number.
     """
-    aside = list[Callable[[], None]]()  # puts back what was taken out
+    aside = list[Callable[[], None]]()  # calls that put back what was taken out
 
     def shorten(module: nn.Module) -> None:
         model = cast("Any", module)
@@ -174,10 +175,10 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
 
 
 def _draw(seed: int, module: nn.Module, new: Sequence[str]) -> None:
-    """Draw the parts `new` from `seed`; what is drawn next follows from it, too.
+    """Draw the parts `new` from `seed`. Later draws follow from the same seed.
 
     Some models (Qwen3.5) draw numbers for blocks with weights that are read afterwards. A
-    coordinator without these blocks, which has to draw the same adapters, doesn't.
+    coordinator without these blocks doesn't draw them, but has to draw the same adapters.
     """
     torch.manual_seed(seed)
     model = cast("Any", module)
@@ -191,10 +192,10 @@ def _draw(seed: int, module: nn.Module, new: Sequence[str]) -> None:
 
 
 def _require_causal(settings: Settings, module: nn.Module) -> None:
-    """Raise UsageError if the model predicts a token from itself or later ones.
+    """Raise UsageError if the model predicts a token from that token itself or later ones.
 
-    An encoder with the head of a language model does: its loss would soon be 0. Rounding may
-    differ, where a later token changes how rows are grouped (experts).
+    An encoder with the head of a language model does: its loss would soon be 0. Rounding may differ
+    if a later token changes how rows are grouped (experts).
     """
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
     with in_evaluation(module), precision.applied(precision.of_products(settings), tokens.device):
@@ -205,7 +206,7 @@ def _require_causal(settings: Settings, module: nn.Module) -> None:
 def require_blind(settings: Settings, hidden: torch.Tensor) -> None:
     """Raise UsageError if two rows of outputs differ before the last of four tokens.
 
-    `hidden` is [2, 4, d], of rows that have only their last token, or what is known of it, unlike.
+    `hidden` is [2, 4, d], or the logits: outputs for two rows that differ only in their last token.
     """
     one, other = hidden[:, :3].float()
     if (one - other).norm() > _ROUNDED * one.norm():
@@ -224,7 +225,7 @@ def trained(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
 
 
 def decoded(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
-    """Return the model of `trained` with the numbers that NF4 stands for as float32 weights."""
+    """Return the model of `trained` with NF4 weights decoded to float32."""
     module, _ = _base(replace(settings, method="lora"))
     precision.decode(_base(settings)[0], module)
     return _with_adapters(settings, folder, module, pad_token).eval()
@@ -244,15 +245,15 @@ def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int
 def shape(settings: Settings) -> nn.Module:
     """Return the model with its adapters on torch's meta device, in training mode.
 
-    It has all shapes and no values, by config.json alone; with `method: qlora` weights that would
-    be in NF4 have their plain shape. Raises UsageError as `load` does, except for what only weights
-    can show.
+    It has all shapes and no values, from config.json alone. With `method: qlora`, weights that
+    would be in NF4 have their plain shape. Raises UsageError as `load` does, except for problems
+    that only weights can show.
     """
     return _of_config(settings, torch.device("meta"))
 
 
 def random(settings: Settings, *, num_blocks: int) -> nn.Module:
-    """Return a model like `shape`, with random weights on the CPU and its first blocks alone."""
+    """Return the model of `shape`, with only `num_blocks` blocks, and random weights on the CPU."""
     return _of_config(settings, torch.device("cpu"), num_blocks)
 
 
@@ -293,7 +294,7 @@ def _base(
     """Return the checkpoint's model, and the names of its parts that the checkpoint lacks.
 
     `shorten` removes parts of the model before any weights are read; those are not loaded. With
-    `unties` one of them may be a table that is also the head, or the head.
+    `unties`, it may remove an embedding that is tied to the head, or the head.
     """
     model_folder.require_numbers(settings.model)
     kind, options = model_folder.class_of(settings)
@@ -314,14 +315,14 @@ def _base(
             use_safetensors=True,
             trust_remote_code=settings.trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, with the weight's name
+            ignore_mismatched_sizes=True,  # reported below, with the weight's name
             **options,
         )
     model_folder.require_shapes(settings.model, loading["mismatched_keys"])
     unexpected = set(loading["unexpected_keys"])
     if shorten is None:
         model_folder.require_tied(settings.model, module)
-    elif unexpected:  # what was removed is no surplus
+    elif unexpected:  # weights of removed parts are expected
         unexpected -= _names(settings, config)
     for part in model_folder.require_known(settings, module, unexpected):
         model_folder.note(

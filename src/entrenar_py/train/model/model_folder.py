@@ -1,10 +1,10 @@
-"""A checkpoint's folder: whole, of a kind that is trained, fitting, and harmless.
+"""Checks a checkpoint's folder: complete, of a supported kind, fitting the run, and harmless.
 
-Python of a checkpoint runs by the user's consent alone (`trust_remote_code`). Other keys make
-transformers, peft or tokenizers fetch something, import a module, or read other files than those
-with a digest that is written down. No consent covers these, so they are refused before a library
-sees them. `library` moreover keeps what the libraries fetch without any key (kernels for a kind of
-model) from reaching a network.
+Python code of a checkpoint runs only with the user's consent (`trust_remote_code`). Other keys make
+transformers, peft or tokenizers fetch something, import a module, or read files that have no
+recorded digest. Consent doesn't cover these, so they are refused before a library sees them.
+`library` also keeps the libraries off the network, which they would use even without any key
+(kernels for a kind of model).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from entrenar_py.train.model.settings import Settings
 
 CONFIG, TOKENIZER, ADAPTERS = "config.json", "tokenizer_config.json", "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# Values of these name code that is already here, such as `sdpa`, or `owner/name` of a hub.
+# Values of these keys name installed code, such as `sdpa`, or `owner/name` of a hub.
 _CODE = ("attn_implementation", "experts_implementation")
-# What `entrenar` writes there. All else has peft's default, and may import a module
-# (`megatron_core`), load another model, or draw the adapters from a file.
+# Keys of adapter_config.json that `entrenar` sets. All others have peft's default; another value
+# may import a module (`megatron_core`), load another model, or read the adapters from a file.
 _OWN = frozenset(
     {
         *("base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"),
@@ -43,7 +43,10 @@ _OWN = frozenset(
 
 
 def record(path: Path, owner: str) -> Mapping[str, Any]:
-    """Return the object of JSON at `path`. Raises UsageError, which begins with `owner`."""
+    """Return the JSON object in the file at `path`.
+
+    Raises UsageError, with a message that begins with `owner`, if there is none.
+    """
     record: object = None
     what = "the checkpoint" if path.name == CONFIG else "it"
     try:
@@ -57,12 +60,12 @@ def record(path: Path, owner: str) -> Mapping[str, Any]:
 
 
 def require_offline() -> None:
-    """Let the libraries of a hub, which are not imported yet, reach no network."""
+    """Keep the Hugging Face libraries off the network. Call it before they are imported."""
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def require_model(folder: Path) -> None:
-    """Raise UsageError if `folder`'s config.json makes a library fetch code or other weights."""
+    """Raise UsageError if config.json in `folder` makes a library fetch code or other weights."""
     config = record(folder / CONFIG, f"model={folder}")
     for key, value in _nested(config):
         if key.lstrip("_").removesuffix("_internal") in _CODE:
@@ -75,7 +78,7 @@ def require_model(folder: Path) -> None:
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise UsageError if `folder`'s tokenizer_config.json makes a library fetch a file."""
+    """Raise UsageError if tokenizer_config.json in `folder` makes a library fetch a file."""
     if not (folder / TOKENIZER).is_file():
         return
     for key, value in _nested(record(folder / TOKENIZER, str(folder))):
@@ -84,7 +87,10 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def require_adapters(folder: Path) -> None:
-    """Raise UsageError unless `folder` has adapters as `entrenar` writes them, and no other key."""
+    """Raise UsageError unless `folder` has adapters of the kind that `entrenar` writes.
+
+    They must be of type LORA, with peft's default for each key that `entrenar` does not set.
+    """
     import peft
 
     config = record(folder / ADAPTERS, str(folder))
@@ -110,7 +116,7 @@ def _refuse(folder: Path, name: str, key: str, value: object, advice: str) -> No
 
 
 def _nested(found: object) -> Iterator[tuple[str, Any]]:
-    """Yield all keys with their values, also those of objects within (`text_config`)."""
+    """Yield all keys with their values, including those of nested objects (`text_config`)."""
     waiting = [found]
     while waiting:
         part = waiting.pop()
@@ -132,23 +138,23 @@ def _texts(value: object) -> Iterator[str]:
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _POOLER = "pooler."
 _JSON_BYTES_MAX = 2**26
-_NUMBERS = ("F64", "F32", "F16", "BF16")  # formats of safetensors that hold weights as they are
-# Weights that a model computes or holds in another place today.
+_NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors for weights that aren't quantised
+# Weights of older checkpoints that a model now computes, or holds elsewhere.
 _COMPUTED = re.compile(r"(^|\.)(rotary_\w+\.(inv_freq|cos_cached|sin_cached)|position_ids)$")
 _MASK = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
 _ADAPTER = re.compile(r"lora_|\.base_layer\.|modules_to_save")
-_STRETCHED = ("linear", "dynamic", "yarn")  # max_position_embeddings may be that before
+_STRETCHED = ("linear", "dynamic", "yarn")  # max_position_embeddings may be the number before
 _ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_coef")
-# Parts that the tasks here have no use for: of encoders for the next sentence with its pooler, and
-# of decoders for several tokens at a time.
+# Parts that our tasks don't use: an encoder's pooler and head for the next sentence, and a
+# decoder's layers for predicting several tokens at a time.
 _UNUSED = re.compile(r"pooler\.|cls\.seq_relationship\.|mtp")
 _SHOWN = 3  # missing files or weights in a message
 
 
 def require_config(folder: Path) -> None:
-    """Raise UsageError unless `folder` has a model's configuration, and no adapters.
+    """Raise UsageError unless `folder` has a model's configuration and no adapters.
 
-    The configuration must not make a library do more than read that folder.
+    Also raises it if the configuration makes a library do more than read that folder.
     """
     if not folder.is_dir():
         raise UsageError(
@@ -169,14 +175,14 @@ def require_config(folder: Path) -> None:
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Raise UsageError unless `folder` has a configuration and all files of the weights."""
+    """Raise UsageError unless `folder` has a configuration and all files of weights."""
     weight_files(folder)
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of the files of the weights that are loaded; raises as `require_checkpoint`.
+    """Return the names of the weight files that are loaded. Raises as `require_checkpoint` does.
 
-    A folder may have other sets of weights, too.
+    A folder may also have other sets of weights.
     """
     require_config(folder)
     if (folder / WHOLE).is_file():
@@ -202,10 +208,10 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def require_numbers(folder: Path) -> None:
-    """Raise UsageError unless all files of the weights can be read, and none is quantised.
+    """Raise UsageError unless all weight files can be read and none is quantised.
 
-    transformers would take codes for the weights that they stand for, if config.json says nothing.
-    Only the beginnings of files are read.
+    If config.json says nothing about quantisation, transformers would use the codes as weights.
+    Only the headers of files are read.
     """
     import safetensors
 
@@ -228,7 +234,7 @@ def require_numbers(folder: Path) -> None:
 
 
 def require_shapes(folder: Path, mismatched: Collection[tuple[str, Any, Any]]) -> None:
-    """Raise UsageError if there is a weight with a shape in `folder` and another in the model."""
+    """Raise UsageError if a weight has different shapes in the files and in the model."""
     for name, found, expected in sorted(mismatched):
         raise UsageError(
             f"model={folder}: {escaping.shortened(name)} has the shape {list(found)} in its files, "
@@ -237,7 +243,7 @@ def require_shapes(folder: Path, mismatched: Collection[tuple[str, Any, Any]]) -
 
 
 def digest(folder: Path) -> str:
-    """Return 32 hex digits over a checkpoint's configuration and weights; reads all of it.
+    """Return 32 hex digits over a checkpoint's configuration and weights; reads all of them.
 
     Raises UsageError if a file is missing or can't be read.
     """
@@ -254,7 +260,7 @@ def digest(folder: Path) -> str:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the names of the files that an index names, in order."""
+    """Return the names of the files that an index lists, sorted."""
     try:
         index_file = json_text.load(files.read(index, bytes_max=_JSON_BYTES_MAX))
         named = index_file["weight_map"].values()
@@ -269,9 +275,9 @@ def _shards(index: Path) -> list[str]:
 def require_weights(folder: Path, module: nn.Module, missing: Collection[str]) -> list[str]:
     """Return the parts of `module` that are new; `missing` are weights that `folder` lacks.
 
-    Only a head is new, with the pooler below it, which encoders without a classifier may lack.
-    Raises UsageError if another weight of the base model is missing, since it would be left at
-    random values.
+    Only a head may be new, and the pooler under it, which encoders without a classifier may lack.
+    Raises UsageError if another weight of the base model is missing, since it would keep random
+    values.
     """
     base = f"{cast('Any', module).base_model_prefix}."
     above = [name.removeprefix(base + _POOLER) for name in missing]
@@ -285,10 +291,10 @@ def require_weights(folder: Path, module: nn.Module, missing: Collection[str]) -
 
 
 def require_known(settings: Settings, module: nn.Module, unexpected: Collection[str]) -> list[str]:
-    """Return the parts of the checkpoint that the task replaces or has no use for.
+    """Return the parts of the checkpoint that the task replaces or doesn't use.
 
-    `unexpected` are weights in its files that `module` has not. Raises UsageError for the others:
-    a model without them is not the checkpoint's, and transformers would train it with a warning.
+    `unexpected` are weights in its files that `module` lacks. Raises UsageError for other such
+    weights: without them the model is not the checkpoint's, and transformers would only warn.
     """
     folder, parts, surplus = settings.model, set[str](), list[str]()
     for name in sorted(unexpected):
@@ -309,7 +315,7 @@ def require_known(settings: Settings, module: nn.Module, unexpected: Collection[
 
 
 def _head_of(module: nn.Module, name: str, task: str) -> str | None:
-    """Return the part that has the weight `name` if it is a head of another task, else None."""
+    """Return the part that has the weight `name` if the task has no use for it, else None."""
     model = cast("Any", module)
     prefix = f"{model.base_model_prefix}."
     part = name.removeprefix(prefix).partition(".")[0]
@@ -321,7 +327,7 @@ def _head_of(module: nn.Module, name: str, task: str) -> str | None:
 
 
 def _is_mask(folder: Path, name: str) -> bool:
-    """Return whether the weight `name` is a causal mask, [1, 1, n, n] or a number."""
+    """Return whether the weight `name` is a causal mask, [1, 1, n, n], or a single number."""
     import safetensors
 
     for file in weight_files(folder):
@@ -334,7 +340,7 @@ def _is_mask(folder: Path, name: str) -> bool:
 
 
 def require_tied(folder: Path, module: nn.Module) -> None:
-    """Raise UsageError if config.json ties a head to the embeddings, and the files don't."""
+    """Raise UsageError if config.json ties a head to the embeddings, but the files don't."""
     model = cast("Any", module)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if not model.config.get_text_config().tie_word_embeddings or head is None:
@@ -350,7 +356,7 @@ def require_tied(folder: Path, module: nn.Module) -> None:
 
 
 def beside_text(module: nn.Module) -> list[str]:
-    """Return the names of the parts that no text passes through, such as those for images."""
+    """Return the names of the parts through which no text passes, such as those for images."""
     model = cast("Any", module)
     if model.config.get_text_config() is model.config:
         return []
@@ -368,7 +374,7 @@ def _listed(names: list[str]) -> str:
 
 
 def require_tokens(module: nn.Module, tokens: Iterable[int], *, folder: Path) -> None:
-    """Raise UsageError if one of `tokens` has no row among the model's embeddings."""
+    """Raise UsageError if the model has no embedding for one of `tokens`."""
     most = max(tokens, default=0)
     rows: int = cast("Any", module).get_input_embeddings().num_embeddings
     if most >= rows:
@@ -381,7 +387,7 @@ def require_tokens(module: nn.Module, tokens: Iterable[int], *, folder: Path) ->
 def require_samples(
     settings: Settings, module: nn.Module, parts: Iterable[Samples | None], pad_token: int
 ) -> None:
-    """Raise UsageError unless the model can take all samples, and any of `data.max_tokens`."""
+    """Raise UsageError unless the model takes all samples, and rows of `data.max_tokens` tokens."""
     tokens = [int(one.tokens.max()) for one in parts if one is not None and len(one)]
     require_tokens(module, [pad_token, *tokens], folder=settings.model)
     most, limit = settings.data.max_tokens, longest(module)
@@ -393,10 +399,10 @@ def require_samples(
 
 
 def require_own_loss(settings: Settings, module: nn.Module) -> None:
-    """Raise UsageError if config.json asks for a router's auxiliary loss, which is not added here.
+    """Raise UsageError if config.json requests a router's auxiliary loss, which is not added here.
 
-    It is a product of means over all tokens of a batch, so it is no sum over the batch's parts,
-    and no workers could share it and end with the bits of one.
+    It is a product of means over all tokens of a batch, so it isn't a sum over the batch's parts.
+    Workers could not share it and get the same bits as one worker.
     """
     config = cast("Any", module).config.get_text_config()
     if settings.task == "classify" or not getattr(config, "output_router_logits", False):
@@ -412,22 +418,22 @@ def require_own_loss(settings: Settings, module: nn.Module) -> None:
 
 
 def longest(module: nn.Module) -> int | None:
-    """Return the number of tokens that the model has positions for; None if it has no limit."""
+    """Return the number of tokens for which the model has positions; None if it has no limit."""
     config = cast("Any", module).config.get_text_config()
     limits = [_positions(config)]
     for name, layer in module.named_modules():
         if name.endswith("position_embeddings") and isinstance(layer, nn.Embedding):
-            # RoBERTa's positions begin after that of padding.
+            # RoBERTa's positions begin after the position of padding.
             unused = 0 if layer.padding_idx is None else layer.padding_idx + 1
             limits.append(layer.num_embeddings - unused)
     return min((one for one in limits if isinstance(one, int) and one > 0), default=None)
 
 
 def _positions(config: Any) -> int | None:
-    """Return for how many positions a configuration is made, None if it says nothing.
+    """Return the number of positions in a configuration, None if it doesn't say.
 
     Rotary positions may be stretched by a factor. `llama3` and `longrope` state the number after
-    that, which others may do, too. Where kinds of layers differ, the shortest counts.
+    stretching, which others may do, too. If layers differ, the smallest number counts.
     """
     number = getattr(config, "max_position_embeddings", None)
     found = getattr(config, "rope_parameters", None) or {}
@@ -445,9 +451,9 @@ def _stretched(rope: Mapping[str, Any], number: int) -> int:
 
 
 _TOLD_CHARS = 300
-# Of warnings that need not be repeated: weights that are missing, unknown or of another shape
-# (see above), rows that are too long (`data.max_tokens`), and how a checkpoint would draw tokens,
-# since answers are the likeliest ones.
+# Parts of warnings that are not shown. They are about weights that are missing, unknown or of a
+# different shape (see above), about rows that are too long (`data.max_tokens`), and about sampling
+# settings of a checkpoint, since answers use the most likely tokens.
 _OWN_WORDS = (
     "LOAD REPORT",
     "Token indices sequence length is longer than",
@@ -456,7 +462,7 @@ _OWN_WORDS = (
 
 
 def class_of(settings: Settings) -> tuple[Any, dict[str, Any]]:
-    """Return the class of transformers that makes the model, and what it adds to config.json."""
+    """Return the transformers class that creates the model, and its additions to config.json."""
     kind, options = _kind(settings.task), dict[str, Any]()
     if settings.task == "classify":
         labels = settings.classes.labels
@@ -476,7 +482,7 @@ def _kind(task: str) -> Any:
 def shortened_class(
     kind: Any, config: Any, shorten: Callable[[nn.Module], None], *, unties: bool
 ) -> Any:
-    """Return the class of models with `config`, with a constructor that ends by `shorten`."""
+    """Return the class of models with `config`, with a constructor that ends with `shorten`."""
     whole: Any = kind._model_mapping[type(config)]
 
     def made(self: Any, config: Any, *given: Any, **named: Any) -> None:
@@ -498,7 +504,7 @@ def shortened_class(
 
 
 def configuration(settings: Settings) -> Any:
-    """Return the checkpoint's configuration. Raises UsageError for a model of another kind."""
+    """Return the checkpoint's configuration. Raises UsageError for an unsupported kind of model."""
     require_config(settings.model)
     with reading(settings.model, "model"):
         config = library().AutoConfig.from_pretrained(
@@ -521,7 +527,7 @@ def configuration(settings: Settings) -> Any:
 
 
 def _require_kind(settings: Settings, config: Any) -> None:
-    """Raise UsageError if transformers has no class for models like this and the task."""
+    """Raise UsageError if transformers has no class for this kind of model and the task."""
     if can_do(settings.task, config):
         return
     what = "classifier of texts" if settings.task == "classify" else "language model"
@@ -539,7 +545,7 @@ def can_do(task: str, config: Any) -> bool:
 
 
 def task_advice(task: str, config: Any) -> str:
-    """Return what to use where a model can't do a task: another one, or a task that it can do."""
+    """Return advice for a model that can't do a task: another model, or a task that it can do."""
     model = "another model" if task == "classify" else "a causal language model"
     other = "text" if task == "classify" else "classify"
     if can_do(other, config):
@@ -560,12 +566,12 @@ def library() -> Any:
     transformers.utils.logging.set_verbosity_warning()
     transformers.utils.logging.disable_progress_bar()
     logger = logging.getLogger("transformers")
-    logger.handlers[:] = [_HEARING]  # in place of its own, which writes where it likes
+    logger.handlers[:] = [_HEARING]  # replaces its own handler, which writes to stderr
     return transformers
 
 
 class _Hearing(logging.Handler):
-    """Keeps what transformers warns of, for `notes`."""
+    """Keeps the warnings of transformers for `notes`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         told = " ".join(record.getMessage().split())
@@ -574,16 +580,16 @@ class _Hearing(logging.Handler):
 
 
 _HEARING = _Hearing(logging.WARNING)
-_notes = dict[str, None]()  # in order, each once
+_notes = dict[str, None]()  # in order, without duplicates
 
 
 def note(text: str) -> None:
-    """Keep what is worth a warning about a checkpoint, until somebody takes it by `notes`."""
+    """Keep a warning about a checkpoint until `notes` returns it."""
     _notes[text] = None
 
 
 def notes() -> list[str]:
-    """Return the warnings since the last call, of transformers and of this package."""
+    """Return the warnings since the last call, from transformers and from this package."""
     found = list(_notes)
     _notes.clear()
     return found
@@ -591,7 +597,7 @@ def notes() -> list[str]:
 
 @contextlib.contextmanager
 def reading(folder: Path, what: str) -> Iterator[None]:
-    """Turn what transformers raises for files that can't be read into a UsageError."""
+    """Turn any exception of transformers about files that can't be read into a UsageError."""
     try:
         yield
     except Exception as error:  # it raises what it likes

@@ -1,12 +1,13 @@
 """The losses of a model, as modules: of a classifier, and of a causal language model.
 
-Logits are the largest tensors of a training step: 128,000 of them a token. `cross_entropy` fuses
-the head's product with the loss, some hundred positions at a time, and computes the gradient in the
-forward pass, so all logits are never held. A captured graph has plain operations instead.
+Logits are the largest tensors of a training step, with up to 128,000 elements for each token.
+`cross_entropy` fuses the head's matrix product with the loss, for some hundred positions at a time,
+and computes the gradient in the forward pass. So all logits are never in memory at once. A captured
+graph has plain operations instead.
 
-Packing puts several samples in one row of tokens, in their order, by lengths alone. So a shard has
-the same rows wherever it is computed. Positions start over with each sample: transformers makes
-masks by them, and `require_apart` proves that a model follows them.
+Packing puts several samples into one row of tokens, in their order. The rows depend only on the
+samples' lengths, so a shard has the same rows wherever it is computed. Positions start over with
+each sample. transformers derives masks from them, and `require_apart` checks that a model does so.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from entrenar_py.train.arithmetic.tensors import Batch
 from entrenar_py.train.model import precision
 from entrenar_py.train.model.precision import in_evaluation
 
-LOGITS_MAX = 2**26  # made at a time: 256 MiB in float32
+LOGITS_MAX = 2**26  # computed at a time: 256 MiB in float32
 _PROBED_TOKENS = (1, 2, 3, 4)  # tokens that every vocabulary has
 
 
 def head_of(module: nn.Module) -> nn.Linear | None:
-    """Return the layer that makes the logits of `module`, or None if more than it makes them.
+    """Return the layer that computes the logits of `module`; None if more than it does.
 
-    Logits that are capped or scaled afterwards are not its outputs, and an adapter on it is more
-    than a product. Runs the model on four tokens.
+    Logits that are capped or scaled afterwards are not a layer's output, and an adapter on the head
+    adds to its product. Runs the model on four tokens.
     """
     head = cast("Any", module).get_output_embeddings()
     if not _is_plain(head):
@@ -48,7 +49,7 @@ def head_of(module: nn.Module) -> nn.Linear | None:
             hidden = module(input_ids=tokens, use_cache=False).logits
         is_last = (
             hidden.shape[-1] == head.in_features
-            and hidden.dtype == head.weight.dtype  # some convert what they give the head
+            and hidden.dtype == head.weight.dtype  # some models convert the head's input
             and torch.equal(head(hidden), logits)
         )
     return cast("nn.Linear", head) if is_last else None
@@ -60,7 +61,7 @@ def _is_plain(layer: Any) -> bool:
 
 @contextlib.contextmanager
 def replaced_by_identity(head: nn.Linear) -> Iterator[None]:
-    """Let `head` return its input: the model then returns the last hidden state as its logits."""
+    """Make `head` return its input: the model then returns the last hidden state as its logits."""
     head.forward = _identity  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -75,8 +76,8 @@ def _identity(hidden: Tensor) -> Tensor:
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the summed cross entropy of `hidden @ weight.T`, 0-d float32.
 
-    `hidden` is [m, d], `weight` [vocabulary, d], and `targets` int64 [m], negative where there is
-    none. The products have the format of torch.autocast, where that is on.
+    `hidden` is [m, d], `weight` is [vocabulary, d], and `targets` is int64 [m], negative for
+    positions without a target. Matrix products have the dtype of torch.autocast where that is on.
     """
     dtype = precision.current(hidden.device)
     if dtype != torch.float32:
@@ -87,10 +88,11 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def select(hidden: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of `hidden`, [n, d], at `places`, int64 [m], which ascend: [m, d].
+    """Return the rows of `hidden` [n, d] at `places`, int64 [m] in ascending order: [m, d].
 
-    The first of equal places has the gradient of their row. No pass waits for a device. The
-    deterministic derivative of `Tensor.index_select` would, since it reads the places on the host.
+    If places repeat, only the first one passes its gradient on. No pass waits for a device. The
+    deterministic derivative of `Tensor.index_select` would wait, since it reads the places on the
+    host.
     """
     result: Tensor = _Select.apply(hidden, places)  # type: ignore[no-untyped-call]
     return result
@@ -132,7 +134,7 @@ class _CrossEntropy(torch.autograd.Function):
             shares = logits.log_softmax(-1, dtype=torch.float32)
             wanted, counts = targets[part, None], targets[part, None] >= 0
             loss -= (shares.gather(1, wanted.clamp(min=0)) * counts).sum()
-            # Not by scatter: a kernel of it that is deterministic reads the targets on the host.
+            # Not by scatter, since its deterministic kernel reads the targets on the host.
             gradient = shares.exp_().sub_((tokens == wanted).view(torch.uint8)).to(hidden.dtype)
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[part])
@@ -151,14 +153,14 @@ class _CrossEntropy(torch.autograd.Function):
         return of_hidden, of_weight, None
 
 
-_SAMPLES = ((1, 2, 3, 4, 5), (6, 7, 8))  # of every vocabulary
-_OTHER = (8, 3, 1, 7, 2)  # in place of the first one
-_SEEN = 1e-4  # largest share of logits that rounding changes
-_ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of other kernels, for other masks
+_SAMPLES = ((1, 2, 3, 4, 5), (6, 7, 8))  # tokens that every vocabulary has
+_OTHER = (8, 3, 1, 7, 2)  # replaces the first sample
+_SEEN = 1e-4  # the largest part of the logits' norm that rounding changes
+_ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # the same if masks select other kernels
 
 
 def rows_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the samples of each row, as indices into `lengths`: first fit, in their order.
+    """Return the samples of each row, as indices into `lengths`, by first fit in their order.
 
     A row has at most `capacity` tokens, or one sample that is longer.
     """
@@ -175,11 +177,11 @@ def rows_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def one_sample_a_row() -> Iterator[None]:
-    """Let transformers take each row for one sample, which needs no mask, without looking.
+    """Make transformers assume that each row is one sample, which needs no mask.
 
-    It would read positions on the host in every forward pass. While operations are recorded, when
-    it can't read anything, it would make a mask, with which attention has other kernels. A release
-    that looks by other functions does look.
+    Otherwise it would read positions on the host in every forward pass. While operations are
+    recorded, it can't read anything, so it would create a mask, which selects different attention
+    kernels. A release of transformers that checks with other functions is not affected.
     """
     from transformers import masking_utils
 
@@ -194,11 +196,11 @@ def one_sample_a_row() -> Iterator[None]:
 
 
 def _nowhere(*_: Tensor) -> None:
-    """Return where packed samples end: there are none."""
+    """Return None for the ends of packed samples: there are none."""
 
 
 def _never(*_: Tensor | None) -> bool:
-    """Return False: operations of a traced graph must not depend on a mask's values."""
+    """Return False: the operations of a traced graph must not depend on a mask's values."""
     return False
 
 
@@ -206,9 +208,9 @@ _LOOKS = {"find_packed_sequence_indices": _nowhere, "is_tracing": _never}
 
 
 def require_apart(module: nn.Module, products: torch.dtype, name: object) -> None:
-    """Raise UsageError if samples of a row see each other, or compute something else than alone.
+    """Raise UsageError if samples of a row see each other, or compute other values than alone.
 
-    Runs the model on a few tokens. `products` is the format of its products.
+    Runs the model on a few tokens. `products` is the dtype of its matrix products.
     """
     place = next(module.parameters()).device
     first, second = _SAMPLES
@@ -246,8 +248,8 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 IGNORED = -100  # the target that cross entropy leaves out
-PLACES = 64  # places with a target are filled up to a multiple of this: few shapes are compiled
-_UNPACKED = 3  # tensors of a batch of a language model; packed rows have their positions, too
+PLACES = 64  # places with a target are padded to a multiple of this, to compile few shapes
+_UNPACKED = 3  # tensors of a language model's batch; packed rows add their positions
 
 
 class Objective(nn.Module, ABC):
@@ -258,7 +260,7 @@ class Objective(nn.Module, ABC):
         self.module = module
 
     def logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the model's logits, [n, t, vocabulary] or [n, classes]; both are int64 [n, t]."""
+        """Return the model's logits, [n, t, vocabulary] or [n, classes], for int64 [n, t]."""
         found: Tensor = self.module(input_ids=tokens, attention_mask=mask, use_cache=False).logits
         return found
 
@@ -269,7 +271,7 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def kind(self, batch: Batch) -> tuple[bool, ...]:
-        """Return on what the operations depend."""
+        """Return what the operations depend on."""
 
     @abstractmethod
     def example(self, kind: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
@@ -285,10 +287,10 @@ class ClassObjective(Objective):
             "weights", torch.tensor(weights, dtype=torch.float32), persistent=False
         )
 
-    is_static = False  # the mask is looked at on the host
+    is_static = False  # the mask is read on the host
 
     def kind(self, batch: Batch) -> tuple[bool, ...]:
-        """Return on what the operations depend: if it is one row, and if there is padding."""
+        """Return what the operations depend on: if there is one row, and if there is padding."""
         return len(batch[0]) == 1, not batch[1].all()
 
     def example(self, kind: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
@@ -300,7 +302,7 @@ class ClassObjective(Objective):
         return tokens, mask, torch.zeros(len(tokens), dtype=torch.int64)
 
     def forward(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss, 0-d float32: tokens and mask [n, t], classes [n]."""
+        """Return the summed loss, 0-d float32, of tokens and mask [n, t] and classes [n]."""
         logits = self.logits(tokens, mask).float()
         weights = cast("Tensor", self.weights)
         return F.cross_entropy(logits, targets, weight=weights, reduction="sum")
@@ -309,20 +311,20 @@ class ClassObjective(Objective):
 class NextTokens(Objective):
     """A loss of a causal language model's next tokens.
 
-    No mask is given: rows are filled up at their end, where no token with a target looks.
+    No mask is passed: padding is at the end of a row, after all tokens with a target.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._head = [head_of(module)]  # in a list: its weights are the module's
+        self._head = [head_of(module)]  # in a list, since its weights belong to the module
 
     @property
     def head(self) -> nn.Linear | None:
-        """The layer that makes the logits; None if more than it makes them."""
+        """The layer that computes the logits; None if more than it does."""
         return self._head[0]
 
     def kind(self, batch: Batch) -> tuple[bool, ...]:
-        """Return on what the operations depend: if it is one row, and if rows are packed."""
+        """Return what the operations depend on: if there is one row, and if rows are packed."""
         return len(batch[0]) == 1, len(batch) > _UNPACKED
 
     def example(self, kind: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
@@ -347,13 +349,13 @@ class NextTokens(Objective):
 
     def fused_head(self, tokens: Tensor) -> nn.Linear | None:
         """Return the head if the loss of `tokens` is fused with its product, else None."""
-        # A graph is captured of plain operations, with tensors of another class.
+        # A captured graph needs plain operations; its tensors have a different class.
         return self.head if type(tokens) is Tensor else None
 
     def hidden_of(
         self, tokens: Tensor, places: Tensor, positions: Tensor | None, head: nn.Linear
     ) -> Tensor:
-        """Return what `head` takes at `places`: [m, d]. Packed rows have `positions`, [n, t]."""
+        """Return the input of `head` at `places`: [m, d]. Packed rows have `positions`, [n, t]."""
         rows = one_sample_a_row() if positions is None else nullcontext()
         with rows, replaced_by_identity(head):
             hidden = self.logits_of(tokens, positions)
@@ -366,7 +368,7 @@ class TokenObjective(NextTokens):
     def forward(
         self, tokens: Tensor, places: Tensor, targets: Tensor, positions: Tensor | None = None
     ) -> Tensor:
-        """Return the summed loss, 0-d float32: tokens [n, t], places and their targets [m].
+        """Return the summed loss, 0-d float32, of tokens [n, t], and places and their targets [m].
 
         Packed rows have `positions`, [n, t].
         """

@@ -1,8 +1,9 @@
-"""The formats of a run: frozen weights and products have one, what is trained is float32.
+"""The dtypes of a run: one for frozen weights and matrix products; trained tensors are float32.
 
 Frozen weights may be in NF4 with double quantisation, by `bitsandbytes` while a checkpoint is
-loaded. Only linear layers within blocks are quantised, never a head or an embedding. Rows must be
-whole blocks of BLOCK weights: bitsandbytes 0.50 decodes others wrongly on CPUs with AVX-512.
+loaded. Only linear layers inside blocks are quantised, never a head or an embedding. Rows must
+consist of whole blocks of BLOCK weights: on CPUs with AVX-512, bitsandbytes 0.50 decodes other rows
+wrongly.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def of_products(settings: Settings) -> torch.dtype:
-    """Return the format in which products are computed."""
+    """Return the dtype of matrix products."""
     return _DTYPES[settings.precision]
 
 
 def of_checkpoint(settings: Settings) -> torch.dtype:
-    """Return the format in which the checkpoint's weights are loaded."""
+    """Return the dtype in which the checkpoint's weights are loaded."""
     return torch.float32 if settings.method == "full" else of_products(settings)
 
 
 def prepare(module: nn.Module, settings: Settings) -> None:
-    """Make what is trained float32, and leave it to `applied` to convert operands of products."""
+    """Convert trained tensors to float32. `applied` converts the operands of matrix products."""
     for tensor in module.parameters():
         if tensor.requires_grad:
             tensor.data = tensor.data.float()
     for layer in module.modules():
-        if hasattr(layer, "cast_input_dtype_enabled"):  # peft's, which would copy activations
+        if hasattr(layer, "cast_input_dtype_enabled"):  # peft would copy activations
             cast("Any", layer).cast_input_dtype_enabled = settings.precision == "float32"
 
 
 def applied(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a model's products have the format `dtype`.
+    """Return a context in which a model's matrix products have the dtype `dtype`.
 
-    Tensors of the meta device know no such context: whoever computes with them asks `current`.
+    Meta tensors have no autocast: there, code that computes reads the dtype from `current`.
     """
     if device.type == "meta":
         return _noted(dtype)
@@ -63,7 +64,7 @@ def applied(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractCont
 
 
 def current(device: torch.device) -> torch.dtype:
-    """Return the format that products on `device` have in this context."""
+    """Return the dtype that matrix products on `device` have in this context."""
     if device.type == "meta":
         return _of_meta.get()
     is_on = torch.is_autocast_enabled(device.type)
@@ -71,7 +72,7 @@ def current(device: torch.device) -> torch.dtype:
 
 
 def as_given(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which products have the format of their operands."""
+    """Return a context in which matrix products have the dtype of their operands."""
     if device.type == "meta":
         return _noted(torch.float32)
     return torch.autocast(device.type, enabled=False)
@@ -91,7 +92,7 @@ def _noted(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Put `module` into evaluation mode, without gradients, and back at the end."""
+    """Put `module` into evaluation mode, without gradients, and restore its mode at the end."""
     was_training = module.training
     module.eval()
     try:
@@ -101,7 +102,7 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
         module.train(was_training)
 
 
-_PIECE = 2**20  # weights of a layer that a thread quantises at a time, in whole blocks
+_PIECE = 2**20  # weights that a thread quantises at a time, in whole blocks
 TABLES = ("nf4_scales", "nf4_second")  # a layer's buffers, next to the codes in its weight
 # Importing bitsandbytes, as peft does, warns that there are faster kernels to download.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -110,8 +111,8 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 class InThreads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which the weights of one tensor are quantised in several threads.
 
-    Blocks are quantised one by one, so their bits are the same. In one thread, a model with 4e9
-    weights takes two minutes. Scales are quantised as ever: their mean is a sum.
+    Blocks are quantised independently, so their bits don't change. In one thread, a model with 4e9
+    weights takes two minutes. Scales are quantised in one thread as before: their mean is a sum.
     """
 
     def __torch_dispatch__(
@@ -133,11 +134,11 @@ class InThreads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def quantised_loading(empty: nn.Module, products: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that quantise a model, which looks like `empty`.
+    """Return arguments for `from_pretrained` that quantise a model with the shape of `empty`.
 
-    Their products are computed in the format `products`. Weights are quantised on the CPU, so that
+    Matrix products are computed in the dtype `products`. Weights are quantised on the CPU, so that
     they have the same bits for every backend. Raises UsageError without `bitsandbytes`, and for a
-    model without linear layers within blocks.
+    model without linear layers inside blocks.
     """
     _require()
     import transformers
@@ -160,7 +161,7 @@ def quantised_loading(empty: nn.Module, products: torch.dtype) -> dict[str, Any]
 
 
 def packed(empty: nn.Module) -> set[str]:
-    """Return the names of the layers that are quantised in a model that is as `empty`."""
+    """Return the names of the layers that are quantised in a model with the shape of `empty`."""
     blocks = set(_within_blocks(empty))
     return {name for name, row in _linear(empty).items() if name in blocks and row % BLOCK == 0}
 
@@ -170,7 +171,7 @@ def _linear(empty: nn.Module) -> dict[str, int]:
 
 
 def settle_quantised(module: nn.Module) -> None:
-    """Let quantised layers compute in evaluation as they do in training, and in a captured graph.
+    """Make quantised layers compute in evaluation, and in a captured graph, as they do in training.
 
     On CPUs with AVX512-BF16, bitsandbytes would pack the weights again when a model is evaluated,
     and from then on compute in bfloat16 without gradients. In a graph, a layer's product is that of
@@ -192,7 +193,7 @@ def _settled_kind() -> Any:
 
     class Settled(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
         def forward(self, x: Tensor) -> Tensor:
-            if type(x) is not Tensor:  # a tensor of a graph's capture
+            if type(x) is not Tensor:  # a graph is being captured
                 stored = (self.weight, self.nf4_scales, self.nf4_second)
                 return nf4.linear(x, self.bias, stored, self.out_features)
             result: Tensor = super().forward(x)
@@ -211,7 +212,7 @@ def quantised_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def decoded(layer: Any) -> torch.Tensor:
-    """Return the weight of a quantised layer as numbers, [outputs, inputs]."""
+    """Return the decoded weight of a quantised layer, [outputs, inputs]."""
     from bitsandbytes import functional
 
     weight: torch.Tensor = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
@@ -219,7 +220,7 @@ def decoded(layer: Any) -> torch.Tensor:
 
 
 def decode(module: nn.Module, plain: nn.Module) -> None:
-    """Set the weights of `plain`, the model before it was quantised, to those of `module`."""
+    """Copy the decoded weights of `module` to `plain`, the same model without quantisation."""
     for name, layer in quantised_layers(module):
         other = plain.get_submodule(name)
         assert isinstance(other.weight, torch.Tensor)

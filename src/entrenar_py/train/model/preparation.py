@@ -1,12 +1,12 @@
-"""A run of `entrenar finetune`: what its settings make of a checkpoint and of rows.
+"""A run of `entrenar finetune`: its rows as tokens, its workload, and its plan.
 
-A run goes through three records. `Settings` say what a user wants, `Prepared` has the rows as
-tokens and the tokenizer, and a workload (`workload.Finetuning`) has the model, too. `entrenar plan`
-and a teacher's shards need the second alone, and no weights: so the two are made apart.
+A run goes through three records. `Settings` say what the user wants, `Prepared` has the rows as
+tokens and the tokenizer, and a workload (`workload.Finetuning`) also has the model. `entrenar plan`
+and a teacher's shards need only `Prepared`, and no weights, so the last two are separate.
 
-`plan_of` says what a run is, in the words of the reference trainer. All that decides a bit of the
-result is in it, digests of checkpoint and rows included. So a run that is resumed with anything
-else is refused, and a ledger says what was trained.
+`plan_of` describes a run in the terms of the reference trainer. The plan has everything that
+decides the bits of the result, including digests of checkpoint and rows. So a resumed run is
+refused if anything differs, and a ledger says what was trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Finetuning, Tuned
 
 TRAINER = "parameter_server"
-LEDGER = "ledger.jsonl"  # in the output folder; its first line says what the run is made of
+LEDGER = "ledger.jsonl"  # in the output folder; its first line has the run's plan
 _FIRST_LINE_BYTES = 2**20
 _MODEL = "model"
 
@@ -35,7 +35,7 @@ _MODEL = "model"
 class Prepared:
     """The tokenizer, the samples to train and to evaluate on, and each class's weight.
 
-    `class_counts` are the rows of each class to train on, before rarer ones are repeated.
+    `class_counts` are the numbers of training rows of each class, before rare ones are repeated.
     """
 
     settings: Settings
@@ -47,14 +47,14 @@ class Prepared:
 
     @property
     def pad_token(self) -> int:
-        """The token that fills up rows."""
+        """The token with which rows are padded."""
         return model.padding(self.tokenizer)
 
     def workload(self, kind: type[Finetuning] = Finetuning, **more: Any) -> Finetuning:
-        """Return the model with its samples, as a workload of `kind`; loads the checkpoint.
+        """Return a workload of class `kind` with the model and its samples; loads the checkpoint.
 
-        `kind` is given `more` arguments.
-        Raises UsageError if it is not whole, or if tokenizer, rows or settings don't fit it.
+        `more` are further arguments of `kind`. Raises UsageError if the checkpoint is not complete,
+        or if tokenizer, rows or settings don't fit it.
         """
         module = model.load(self.settings, self.pad_token)
         both = (self.train, self.validation)
@@ -80,11 +80,11 @@ def prepare(
     needs_weights: bool = True,
     day: str | None = None,
 ) -> Prepared:
-    """Read and tokenise all rows, which are kept in `cache_folder`, by default that of the user.
+    """Read and tokenise all rows, with a cache in `cache_folder` (by default the user's).
 
-    With `needs_weights` all files of the checkpoint must be there, though none is read. `day` is
-    the run's, by default that of `day_of`. Raises UsageError for a file or a row that can't be
-    used.
+    With `needs_weights`, all files of the checkpoint must exist, though none is read. `day` is the
+    run's day, by default the result of `day_of`. Raises UsageError for a file or a row that can't
+    be used.
     """
     if needs_weights:
         model_folder.require_checkpoint(settings.model)
@@ -124,21 +124,22 @@ def prepare(
 
 
 def day_of(settings: Settings) -> str:
-    """Return the day of the run that began the ledger in the output folder, or else the present."""
+    """Return the day of the run that began the ledger in the output folder, else today."""
     try:
         with files.open_file(settings.output / LEDGER) as file:
             head = json_text.load(file.readline(_FIRST_LINE_BYTES))
-        plan = head["plan"] if "plan" in head else head["scenario"]  # of an earlier release
+        plan = head["plan"] if "plan" in head else head["scenario"]  # from an earlier release
         day = plan["options"].get("data.date")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        day = None  # whoever goes on with the ledger says what is wrong with it
+        day = None  # a problem of the ledger is reported when the run resumes from it
     return day if isinstance(day, str) else datetime.now().astimezone().date().isoformat()
 
 
 def dated(settings: Settings, tokenizer: Any, day: str | None) -> Settings:
-    """Return settings with the day that the chat template gets, if it has a clock.
+    """Return settings with the day that the chat template receives, if it has a clock.
 
-    A run has one day, however often it is resumed. Raises UsageError for a text that is no day.
+    A run keeps its day, however often it is resumed. Raises UsageError for a text that is not a
+    date.
     """
     if settings.data.date is not None:
         day = settings.data.date
@@ -149,18 +150,18 @@ def dated(settings: Settings, tokenizer: Any, day: str | None) -> Settings:
     try:
         date.fromisoformat(day)
     except ValueError as error:
-        raise UsageError(f"data.date={day!r}: is no day; use one as 2026-11-28") from error
+        raise UsageError(f"data.date={day!r}: is not a date; use one such as 2026-11-28") from error
     return replace(settings, data=replace(settings.data, date=day))
 
 
 def cache() -> Path:
-    """Return the user's folder for what can be made or fetched again, such as tokenised rows."""
+    """Return the user's folder for files that can be created again, such as tokenised rows."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "entrenar-py"
 
 
 def plan_of(settings: Settings, workload: Tuned) -> TrainingPlan:
-    """Return the run of the reference trainer that `settings` ask for."""
+    """Return the plan of the reference trainer for `settings`."""
     training = settings.training
     batch_size = min(training.batch_size, workload.num_samples)
     num_steps = training.epochs * -(-workload.num_samples // batch_size)
@@ -181,12 +182,12 @@ def plan_of(settings: Settings, workload: Tuned) -> TrainingPlan:
 
 
 def model_digest(run: TrainingPlan) -> str:
-    """Return the digest of the checkpoint that a run of `plan` was made of."""
+    """Return the digest of the checkpoint that the run `run` started from."""
     return str(run.options[_MODEL])
 
 
 def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
-    """Return what else decides what a run learns. One that is resumed must have the same."""
+    """Return the other facts that decide what a run learns. A resumed run must have the same."""
     data, lora, classes = settings.data, settings.lora, settings.classes
     decisive: dict[str, Any] = {
         _MODEL: model_folder.digest(settings.model),

@@ -1,17 +1,17 @@
-"""Writes conversations by a tokenizer's chat template: the one place where templates run.
+"""Renders conversations with a tokenizer's chat template: the only place where templates run.
 
-A template is a program of whoever made the checkpoint. It runs in transformers' own sandbox, which
-keeps it from files and from the network. Four things are changed before it is compiled,
-and but for the time none changes what it writes:
+A template is a program by the author of the checkpoint. It runs in transformers' own sandbox, which
+gives it no access to files or to the network. Four things are changed before it is compiled. Only
+the clock changes what the template writes.
 
-- Each round of a loop and each call of a macro counts as a step, and steps are bounded. The sandbox
-  bounds a range, but not loops within loops. Counting gives one verdict on every machine. A step
-  may itself be long (a sum over a range), so the CPU time of the thread is bounded too, widely.
-- What lengthens a text or a list is bounded: one such operation could take all memory. It is
-  refused before it is done.
-- A template that asks for the time gets the given day, or else the present.
-- Where the template marks what is generated, two characters are written that no text has.
-  Transformers counts what was written until then, which is wrong within macros.
+- Each round of a loop and each call of a macro counts as a step, and steps are limited. The sandbox
+  limits a range, but not nested loops. Counting gives the same verdict on every machine. A single
+  step may be long (a sum over a range), so the thread's CPU time is limited, too, generously.
+- Operations that lengthen a text or a list are limited, since one could take all memory. Such an
+  operation is refused before it runs.
+- A template that asks for the time gets the given day, or by default the present time.
+- Around text that the template marks as generated, two characters are written that no text has.
+  Transformers instead counts what was written so far, which is wrong inside macros.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ Range: TypeAlias = tuple[int, int]  # of characters: from the first up to, not i
 
 
 class TokenRanges:
-    """Tokenises texts by one tokenizer, and says which characters each token stands for.
+    """Tokenises texts with one tokenizer, and says which characters each token stands for.
 
-    A tokenizer's own offsets leave out white space where its post-processor trims them, so that a
-    token of white space has an empty range, and what is learned by offsets loses its indentation.
-    Ranges here are those from before the post-processor, which adds nothing where no special tokens
-    are asked for. An added token may take the white space around it; that is no part of its range.
+    The offsets of a tokenizer leave out white space if its post-processor trims them. Then a token
+    of white space has an empty range, and text that is learned by offsets loses its indentation. So
+    ranges here come from before the post-processor, which adds nothing if no special tokens are
+    requested. An added token may absorb the white space around it, which doesn't belong to its
+    range.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -51,13 +52,13 @@ class TokenRanges:
         self._own = {number: token.content for number, token in added.items()}
 
     def tokens(self, text: str) -> list[int]:
-        """Return the tokens of `text` alone, to which none is added."""
+        """Return the tokens of `text`, without tokens that the tokenizer would add."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def targets(self, text: str, parts: Sequence[Range]) -> tuple[list[int], list[bool]] | None:
-        """Return the tokens of `text`, and whether the last character of each is in one of `parts`.
+        """Return the tokens of `text`, and for each whether its last character is in `parts`.
 
-        None if the tokenizer says too little of where its tokens are.
+        None if the tokenizer doesn't say enough about the places of its tokens.
         """
         if not self._has_offsets:
             return self._by_beginnings(text, parts)
@@ -80,9 +81,10 @@ class TokenRanges:
     def _by_beginnings(
         self, text: str, parts: Sequence[Range]
     ) -> tuple[list[int], list[bool]] | None:
-        """Find the tokens of parts by their number before each, for tokenizers without offsets.
+        """Find the tokens of parts by counting the tokens before them, without offsets.
 
-        None if the text up to the beginning or the end of a part has other tokens.
+        None if the tokens of the text up to the beginning or end of a part differ from those of the
+        whole.
         """
         tokens = self.tokens(text)
         is_target = [False] * len(tokens)
@@ -98,26 +100,26 @@ def _trims(post_processor: Any) -> bool:
     return post_processor is not None and b'"trim_offsets":true' in post_processor.__getstate__()
 
 
-STEPS_MAX = 300_000  # a conversation of a hundred turns takes some thousand
+STEPS_MAX = 300_000  # a conversation of a hundred turns takes a few thousand
 CPU_MAX_S = 20.0
 _CLOCK_EVERY = 64  # steps
-LENGTH_MAX = 2**26  # characters or items that one operation makes
-# In a format: a width or a precision that its arguments say, or of six digits.
+LENGTH_MAX = 2**26  # characters or items in the result of one operation
+# In a format: a width or a precision that an argument gives, or that has six digits.
 _WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*\d*\.?(?:\*|\d{6})|\{[^{}]*:[^{}]*(?:\{|\d{6})")
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
-_FIRST, _LAST = "\ufdd0", "\ufdd1"  # of what is marked as generated
+_FIRST, _LAST = "\ufdd0", "\ufdd1"  # around text that is marked as generated
 _CLOCK = "strftime_now"  # the name of the clock in transformers
 _GENERATION = "_generation_support"  # the name of {% generation %} in transformers
-# Names of what was thought before an answer; templates know one of the first two.
+# Keys of the reasoning before an answer; templates know one of the first two.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateRefusalError(BadConversationError):
-    """Raised when a chat template does, as by a call of raise_exception."""
+    """Raised when a chat template raises an error, such as by calling raise_exception."""
 
 
 class EndlessTemplateError(BadConversationError):
-    """Raised when a chat template takes too many steps, or too long."""
+    """Raised when a chat template takes too many steps or too long, or writes too much."""
 
 
 def has_clock(tokenizer: Any) -> bool:
@@ -126,10 +128,10 @@ def has_clock(tokenizer: Any) -> bool:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template. Not to be used by two threads at once."""
+    """A tokenizer's chat template. Not safe for use by two threads at once."""
 
     def __init__(self, tokenizer: Any, day: str | None) -> None:
-        """`day` is as 2026-11-28; None for the present time."""
+        """`day` is a date such as 2026-11-28; None stands for the present time."""
         self._tokenizer = tokenizer
         now = None if day is None else datetime.fromisoformat(day)
         self._globals = {} if now is None else {_CLOCK: now.strftime}
@@ -139,7 +141,7 @@ class ChatTemplate:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False
     ) -> str:
-        """Return messages as the template writes them, with the beginning of an answer if asked.
+        """Return messages as the template writes them; with `prompt`, up to the start of an answer.
 
         Raises BadConversationError if the template refuses them, and EndlessTemplateError.
         """
@@ -148,10 +150,10 @@ class ChatTemplate:
     def marked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None
     ) -> list[Range] | None:
-        """Return which characters of the text the template marks as generated, in runs.
+        """Return the ranges of characters that the template marks as generated.
 
-        No run is empty, and there is text between two. None if the template has no marks. Raises
-        BadConversationError as `text` does.
+        No range is empty, and there is text between any two. None if the template has no marks.
+        Raises BadConversationError as `text` does.
         """
         if not _MARKED.search(self._tokenizer.get_chat_template(None, tools)):
             return None
@@ -187,7 +189,7 @@ class ChatTemplate:
         try:
             return self._once(shown, tools, **options)
         except TemplateRefusalError as error:
-            # A turn of calls alone has null as its content. Some templates look for that.
+            # A turn with only calls has null as its content. Some templates check for that.
             nulls = [message.get("content", "") is None for message in messages]
             if not any(nulls):
                 raise
@@ -226,7 +228,7 @@ class ChatTemplate:
         return str(rendered)
 
     def _compile(self, source: str, is_marked: bool) -> Any:
-        """Return the template of `source`, which counts its steps and may write marks."""
+        """Return the template of `source`. It counts its steps, and writes marks if `is_marked`."""
         from jinja2 import nodes
         from transformers.utils import chat_template_utils
 
@@ -235,9 +237,9 @@ class ChatTemplate:
         environment.extend(count_step=self._count)
         _bound(environment)
         tree = environment.parse(source)
-        if tree.find(nodes.Pow):  # one power can take for ever, in compilation already
+        if tree.find(nodes.Pow):  # one power can take forever, even during compilation
             raise BadConversationError("it computes a power, and no text needs one")
-        for node in tree.find_all(nodes.Concat):  # as a filter of all that is joined
+        for node in tree.find_all(nodes.Concat):  # becomes a filter, which is limited
             values = nodes.List(node.nodes)
             node.nodes = [nodes.Filter(values, "join", [], [], None, None)]
         for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
@@ -246,7 +248,7 @@ class ChatTemplate:
             if is_marked and isinstance(node, nodes.CallBlock) and _generates(node):
                 node.body.insert(0, nodes.Output([nodes.TemplateData(_FIRST)]))
                 node.body.append(nodes.Output([nodes.TemplateData(_LAST)]))
-        tree.set_lineno(1)  # of what was added
+        tree.set_lineno(1)  # the added nodes have none
         code = environment.compile(tree)
         return environment.template_class.from_code(
             environment, code, environment.make_globals(self._globals)
@@ -264,7 +266,7 @@ class ChatTemplate:
 
 
 def _bound(environment: Any) -> None:
-    """Let a sandbox refuse to make what is longer than LENGTH_MAX; it has tables of its own."""
+    """Make a sandbox refuse results longer than LENGTH_MAX. It gets its own tables."""
     plain, call = environment.binop_table, environment.call
 
     def operated(_: Any, operator: str, left: Any, right: Any) -> Any:
@@ -281,7 +283,7 @@ def _bound(environment: Any) -> None:
     def filtered(name: str) -> Callable[..., Any]:
         function = environment.filters[name]
 
-        @functools.wraps(function)  # it may ask for an argument of the environment's own
+        @functools.wraps(function)  # keeps the mark of filters that take the environment
         def bounded(*values: Any, **named: Any) -> Any:
             own = len(values) and hasattr(function, "jinja_pass_arg")
             return function(*values[:own], *_measured(name, *values[own:], **named), **named)
@@ -296,7 +298,10 @@ def _bound(environment: Any) -> None:
 
 
 def _measured(name: str, *values: Any, **named: Any) -> tuple[Any, ...]:
-    """Return the arguments of a filter or method if it makes nothing too long; lists are read."""
+    """Return the arguments of a filter or method, with iterables as lists.
+
+    Raises EndlessTemplateError if the result would be too long.
+    """
     read = tuple(
         [*one] if isinstance(one, Iterable) and not isinstance(one, str) else one for one in values
     )
@@ -334,7 +339,7 @@ def _of_replaced(text: Any, old: Any, new: Any, *_: Any) -> int:
     return len(str(text)) + str(text).count(str(old)) * len(str(new))
 
 
-# Operator, or filter and method of a text -> how long its result is at most.
+# Operator, or filter or method of a text -> the maximal length of its result.
 _LONGEST_OF: Mapping[str, Callable[[Any, Any], int]] = {
     "*": lambda left, right: max(_length(left), _length(right)) * _whole(left, right),
     "+": lambda left, right: _length(left) + _length(right),
@@ -354,9 +359,9 @@ def _generates(node: Any) -> bool:
 
 
 def _stock(message: Mapping[str, Any]) -> Message:
-    """Return a message with the names of its thought that templates know, and without nulls.
+    """Return a message with its reasoning under all names that templates know, and without nulls.
 
-    As transformers does it from 5.23 on. Templates write null as a word.
+    transformers does the same from 5.23 on. Templates would write null as a word.
     """
     known = {name: value for name, value in message.items() if value is not None}
     thoughts = [known[name] for name in THOUGHTS if name in known]

@@ -1,8 +1,8 @@
 """Reads rows of JSON and Parquet files, each with its place, and one problem for each bad row.
 
-Files of rows come from anywhere. Whatever a row holds, it becomes a Row that can be copied, shown
-and written as JSON, or a BadRow: all readers pass what they have read through one guard
-(`_checked`). Only what damages a file as a whole ends the reading, by a UsageError.
+Files of rows come from anywhere. Every row becomes a Row that can be copied, shown and written as
+JSON, or a BadRow: all readers pass their rows through one guard (`_checked`). Only damage to a
+whole file ends the reading, with a UsageError.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import json_text
 
 _LINES, _LISTS, _TABLES = (".jsonl", ".ndjson"), (".json",), (".parquet",)
-_PACKED = ".gz"  # after one of the first two
+_PACKED = ".gz"  # may follow one of the first two
 _KINDS = ".jsonl (or .ndjson), .json, either with .gz, or .parquet"
-ROW_BYTES_MAX = 2**24  # of a line, and of a row in other files
-LIST_BYTES_MAX = 2**31  # of a list, which is in memory as a whole
-_BATCH_ROWS, _BATCH_BYTES = 1024, 2**26  # of a Parquet file, at a time
-_SKIPPED_BYTES = 2**20  # of the rest of a line, at a time
-_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put before a file
+ROW_BYTES_MAX = 2**24  # bytes of a line, or of a row in other files
+LIST_BYTES_MAX = 2**31  # bytes of a list, which is in memory as a whole
+_BATCH_ROWS, _BATCH_BYTES = 1024, 2**26  # read at a time from a Parquet file
+_SKIPPED_BYTES = 2**20  # read at a time from the rest of a line that is too long
+_MARK = b"\xef\xbb\xbf"  # the byte order mark of UTF-8, with which some editors begin a file
 _SHOWN_CHARS = 80
 _PATTERN = "*?["
 T = TypeVar("T")
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of `file`, counted from 1; of a JSONL file that is its line."""
+    """A row of `file`. `number` counts from 1; in a JSONL file it is the line."""
 
     file: str
     number: int
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that can't be used: its place, and why."""
+    """A row that can't be used: its place, and the problem."""
 
     place: str
     problem: str
@@ -60,11 +60,10 @@ class BadRow:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the files that `path` names: one, or those that fit it as a pattern, by name.
+    """Return the files that `path` names: one file, or those that match it as a pattern, sorted.
 
-    Existing folders are no patterns, whatever characters their names have.
-
-    Raises UsageError if there are none, or for one that holds no rows.
+    The name of an existing folder is not a pattern, whatever characters it has. Raises UsageError
+    if there are no files, or for a file of another format.
     """
     try:
         paths = _files(path)
@@ -94,9 +93,9 @@ def _unreadable(path: Path, error: Exception) -> UsageError:
 
 
 def read(path: Path) -> Iterator[Row | BadRow]:
-    """Yield the rows of the file or the files at `path`, in order. Blank lines are no rows.
+    """Yield the rows of the file or the files at `path`, in order, without blank lines.
 
-    Raises UsageError if a file can't be read, or is of another kind.
+    Raises UsageError if a file can't be read, or has another format.
     """
     readers = {
         **dict.fromkeys((*_LINES, *_LISTS), _of_json),
@@ -124,7 +123,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _of_json(path: Path) -> Iterator[Row | BadRow]:
-    """Yield objects, each in its line; or those of one list, whatever the file's name ends with."""
+    """Yield one object for each line, or those of one list, whatever the file's name ends with."""
     with _opened(path) as file:
         first = next((line for line in map(_unmarked, _lines(file)) if line.strip()), b"{}")
     if first.lstrip().startswith(b"["):
@@ -140,7 +139,7 @@ def _of_json(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield lines; of one that is too long only the beginning, which is longer than allowed."""
+    """Yield lines. Of a line that is too long, yield only a beginning that exceeds the limit."""
     while line := file.readline(ROW_BYTES_MAX + 1):
         yield line
         if len(line) > ROW_BYTES_MAX:
@@ -149,7 +148,7 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _of_list(path: Path) -> Iterator[Row | BadRow]:
-    """Yield the objects of a list, one after another: a bad one leaves the others as they are."""
+    """Yield the objects of a list, one after another. A bad one doesn't affect the others."""
     with _opened(path) as file:
         content = file.read(LIST_BYTES_MAX + 1)
     number = 0
@@ -180,7 +179,7 @@ def _of_list(path: Path) -> Iterator[Row | BadRow]:
 def _element(path: Path, number: int, text: str, at: int) -> tuple[Row | BadRow, int]:
     """Return the row of a list that begins at `at`, and where it ends.
 
-    Raises JSONDecodeError for bad syntax: it leaves open where the next row begins.
+    Raises JSONDecodeError for bad syntax, since it hides where the next row begins.
     """
     try:
         fields, end = json_text.load_at(text, at, names_once=True)
@@ -198,7 +197,7 @@ def _of_size(row: T, num_bytes: int) -> T:
 
 
 def _unmarked(line: bytes) -> bytes:
-    """Return a line without the mark that it has where a file begins, or once began."""
+    """Return a line without a byte order mark. Joined files may have one inside."""
     return line.removeprefix(_MARK)
 
 
@@ -211,11 +210,10 @@ def _row(path: Path, number: int, line: bytes) -> Row | BadRow:
 
 
 def _checked(path: Path, number: int, read: Callable[[], object]) -> Row | BadRow:
-    """Return the row with the fields that `read` returns.
+    """Return the row with the fields that `read` returns; a BadRow if it raises ValueError.
 
-    `read` raises ValueError for what can't be read.
-
-    The guard of all readers: what passes is flat enough to be copied, and has texts of Unicode.
+    All readers use this guard: a row that passes it is flat enough to be copied, and its texts are
+    valid Unicode.
     """
     try:
         fields = read()
@@ -236,7 +234,7 @@ def _checked(path: Path, number: int, read: Callable[[], object]) -> Row | BadRo
 
 @dataclass(frozen=True)
 class _Unreadable:
-    """A value of a Parquet file that Python has none for. No harm in fields that are not used."""
+    """A value of a Parquet file that Python can't represent. It does no harm in unused fields."""
 
     problem: str
 
@@ -299,14 +297,16 @@ def _value(scalar: Any) -> Any:
         return _Unreadable(str(error))
 
 
-# What pyarrow raises for single values: texts that are no UTF-8, times that Python has none for or
-# in time zones that it doesn't know (KeyError), objects that have one name twice, deep lists.
+# What pyarrow raises for single values: texts that are not UTF-8, times that Python can't represent
+# or in unknown time zones (KeyError), objects that have a name twice, deep lists.
 _CONVERSIONS = (ValueError, OverflowError, KeyError, RecursionError)
 
 
 def _of_values(fields: dict[str, Any], *, is_large: bool) -> dict[str, Any]:
-    """Return a row of columns. Those that are null are absent: a union of sets of rows fills with
-    null what one of them lacks. `is_large` says that it may have too many bytes.
+    """Return a row of columns. Null columns are absent from it.
+
+    A union of datasets fills with null what one of them lacks. `is_large` says that the row may
+    exceed ROW_BYTES_MAX.
     """
     json_text.require_flat(fields)
     if is_large:

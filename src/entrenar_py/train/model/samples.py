@@ -1,13 +1,13 @@
-"""The samples of a run: tokenised once, kept in a file that is named by its sources.
+"""The samples of a run: tokenised once, and kept in a file with a name that depends on its sources.
 
-A row becomes tokens, and for each token whether it is to be predicted: in `text` every token but
-the first, in `instruct` those of the assistant's turns alone. In `classify` the class of the whole
-text is predicted. A row that can't be used is a `BadRow` with its place, never an exception: all
-of them are reported at once, or left out (data.on_error).
+A row becomes tokens, and for each token the information whether it is predicted: in `text` every
+token except the first, in `instruct` only those of the assistant's turns. In `classify` the class
+of the whole text is predicted. A row that can't be used is a `BadRow` with its place, never an
+exception. So all of them can be reported at once, or skipped (data.on_error).
 
-The name has a digest of the file, the tokenizer and all settings that matter, so you never have to
-delete a cache. Samples are flat arrays, not lists of lists: a million rows take
-what their tokens take, and other processes and machines read them as they are.
+The file's name has a digest of the rows' files, the tokenizer and all settings that matter, so no
+cache ever has to be deleted. Samples are flat arrays, not lists of lists: a million rows take no
+more memory than their tokens, and other processes and machines read them directly.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from entrenar_py.train.model.rendering import EndlessTemplateError
 from entrenar_py.train.model.rows import BadRow, Row
 from entrenar_py.train.model.settings import Data, Settings
 
-# A text with more characters a token than this has too many tokens, and is not tokenised to learn
-# how many: that takes 400 bytes of memory for each of its own. No language comes near it. Short
-# texts are left to the tokenizer, whatever they are made of.
+# A text with more than this many characters for each allowed token is too long, and is refused
+# without tokenising it, which would take 400 bytes of memory for each of its bytes. No language has
+# tokens that long on average. Short texts are always tokenised.
 CHARS_PER_TOKEN_MAX = 64
 SHORT_CHARS = 2**16
 NO_LABEL = -1
 _ENDLESS_MAX = 10  # rows with a template that does not end; each takes a second or more
-_LONG = "has "  # how the problem of a row begins that has too many tokens
+_LONG = "has "  # the beginning of the problem of a row with too many tokens
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A row's tokens. `is_target` holds for each whether it is predicted from those before it.
+    """The tokens of a row. `is_target` says for each whether it is predicted from those before it.
 
-    `label` is the number of its class, NO_LABEL if there are no classes.
+    `label` is the number of the row's class, NO_LABEL if there are no classes.
     """
 
     tokens: Sequence[int]
@@ -60,13 +60,13 @@ class Sample:
 
 
 def length_of(bad: BadRow) -> int | None:
-    """Return the number of tokens of a row that is too long; None for another problem."""
+    """Return the number of tokens of a row that is too long; None for any other problem."""
     number = bad.problem.removeprefix(_LONG).partition(" tokens; ")[0]
     return int(number) if bad.problem.startswith(_LONG) and number.isdigit() else None
 
 
 def too_long(value: Any, max_tokens: int) -> str:
-    """Return why the texts in `value` must have more than `max_tokens` tokens; "" if they need not.
+    """Return why the texts in `value` must exceed `max_tokens` tokens; "" if they may fit.
 
     `value` is a text, or lists and mappings of texts that are not nested deeply.
     """
@@ -80,10 +80,9 @@ def too_long(value: Any, max_tokens: int) -> str:
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text, with those that the tokenizer adds.
+    """Return the tokens of a text, including those that the tokenizer adds.
 
-    A text that was rendered from a chat begins with the first token (BOS) already, and gets no
-    other one.
+    A text that was rendered from a chat already begins with the BOS token, and gets no second one.
     """
     tokens = list(tokenizer(text)["input_ids"])
     first = tokenizer.bos_token_id
@@ -92,11 +91,11 @@ def tokens_of(tokenizer: Any, text: str) -> list[int]:
 
 
 class _BadValueError(ValueError):
-    """A row's value that can't be used, and what to use."""
+    """Raised for a row's value that can't be used; says what to use instead."""
 
 
 class Encoder:
-    """Encodes rows by a run's settings and the tokenizer of its checkpoint."""
+    """Encodes rows with a run's settings and the tokenizer of its checkpoint."""
 
     def __init__(self, settings: Settings, tokenizer: Any) -> None:
         """Raises UsageError if the tokenizer has no chat template, which `instruct` needs."""
@@ -115,13 +114,13 @@ class Encoder:
 
     @cached_property
     def _chats(self) -> ChatEncoder:
-        """Made for the first chat: it may copy the tokenizer, which no other task needs."""
+        """Created for the first chat: it may copy the tokenizer, which no other task needs."""
         return ChatEncoder(self._tokenizer, self._settings.data.date)
 
     def encode(self, row: Row) -> Sample | BadRow:
         """Return the sample of a row, or why it can't be used.
 
-        Raises UsageError when the chat template has taken too many steps for too many rows.
+        Raises UsageError if the chat template has taken too many steps for too many rows.
         """
         try:
             sample = self._encode(row.fields)
@@ -166,7 +165,7 @@ class Encoder:
         conversation = conversations.read(fields, self._settings.data.messages_field)
         self._require_short([conversation.messages, conversation.tools])
         tokens, is_target = self._chats.encode(conversation)
-        is_target = [False, *is_target[1:]]  # nothing stands before the first to predict it from
+        is_target = [False, *is_target[1:]]  # the first token can't be predicted from anything
         if not any(is_target):
             raise _BadValueError("has one token, and nothing to predict")
         return Sample(tokens, is_target)
@@ -199,7 +198,7 @@ class Encoder:
 
 
 def _name_of(label: object) -> str:
-    """Return a label as configurations write it: 1 for 1.0, which a column with gaps has."""
+    """Return a label as a configuration writes it: 1 for 1.0, which a column with gaps has."""
     if isinstance(label, bool):
         return str(label).lower()
     if isinstance(label, float) and label.is_integer():
@@ -216,7 +215,7 @@ def _hint(label: str, num_labels: int) -> str:
     return ""
 
 
-VERSION = 5  # of the file, and of what is learned of a row; another one is made again
+VERSION = 5  # of the file, and of what is learned from a row; others are created again
 _SHOWN = 20  # bad rows in a message
 
 
@@ -224,8 +223,8 @@ _SHOWN = 20  # bad rows in a message
 class Samples:
     """Samples one after another: sample i has `tokens[starts[i]:starts[i + 1]]`.
 
-    `tokens` is int32 and `is_target` bool, [all tokens]; `starts` is int64 [n + 1]; `labels` is
-    int32 [n]. `skipped` are the rows that could not be used.
+    `tokens` is int32 and `is_target` bool, both [all tokens]; `starts` is int64 [n + 1]; `labels`
+    is int32 [n]. `skipped` has the rows that could not be used.
     """
 
     tokens: NDArray[np.int32]
@@ -238,7 +237,7 @@ class Samples:
         return len(self.labels)
 
     def part(self, index: int) -> slice:
-        """Return where the tokens of sample `index` are."""
+        """Return the slice of the tokens of sample `index`."""
         return slice(int(self.starts[index]), int(self.starts[index + 1]))
 
     def length(self, index: int) -> int:
@@ -262,7 +261,7 @@ class Samples:
 
     @property
     def is_consistent(self) -> bool:
-        """True if all four arrays are of the same samples; a file may hold anything."""
+        """True if the four arrays fit each other. An array from a file may hold anything."""
         starts, num_tokens = self.starts, len(self.tokens)
         shapes = (self.tokens.ndim, self.is_target.shape, starts.shape, self.labels.ndim)
         return bool(
@@ -273,7 +272,7 @@ class Samples:
         )
 
     def chosen(self, indices: Sequence[int]) -> Samples:
-        """Return the samples `indices`, in their order; one may come more than once."""
+        """Return the samples with these `indices`, in their order. An index may be repeated."""
         parts = [np.arange(self.starts[i], self.starts[i + 1]) for i in indices]
         places = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         lengths = [len(part) for part in parts]
@@ -287,10 +286,10 @@ class Samples:
 
 
 def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samples:
-    """Return the samples of the file at `path`, from the folder `cache` if they are in it.
+    """Return the samples of the rows at `path`, from the folder `cache` if they are there.
 
-    Raises UsageError for a file without a usable row, and RowsError, unless rows are skipped, for
-    rows that can't be used.
+    Raises UsageError if no row can be used, and RowsError for rows that can't be used unless these
+    are skipped.
     """
     kept = cache / f"{_key(settings, path, tokenizer)}.samples"
     samples = read_kept(kept)
@@ -307,10 +306,10 @@ def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samp
 
 
 def keep_chosen(samples: Samples, folder: Path) -> Path:
-    """Keep samples in a file of `folder` that `read_kept` reads, and return it.
+    """Write samples to a file of `folder` for `read_kept`, and return its path.
 
-    The file is named by their digest, and does not say which rows were skipped. Raises UsageError
-    if it can't be written.
+    The file is named after their digest, and doesn't contain the skipped rows. Raises UsageError if
+    it can't be written.
     """
     path = folder / f"{samples.digest}.samples"
     if read_kept(path) is None:
@@ -319,13 +318,13 @@ def keep_chosen(samples: Samples, folder: Path) -> Path:
 
 
 def listed(skipped: Sequence[BadRow]) -> list[str]:
-    """Return a line for each of the first rows, and one that counts the others."""
+    """Return a line for each of the first rows, and one line that counts the others."""
     more = len(skipped) - _SHOWN
     return [f"  {one}" for one in skipped[:_SHOWN]] + ([f"  and {more} more"] if more > 0 else [])
 
 
 def require_usable(data: Data, where: str, skipped: Sequence[BadRow], num_good: int) -> None:
-    """Raise RowsError if there are rows that can't be used, unless they are to be skipped."""
+    """Raise RowsError if there are rows that can't be used, unless the settings skip them."""
     if skipped and data.on_error == "stop":
         total = counted(len(skipped) + num_good, "row")
         problem = f"{where}: {len(skipped)} of {total} can't be used"
@@ -334,7 +333,7 @@ def require_usable(data: Data, where: str, skipped: Sequence[BadRow], num_good: 
 
 
 def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
-    """Return a name that is another one if file, tokenizer or a setting that counts is another."""
+    """Return a name that differs if files, tokenizer or a setting that matters differ."""
     data = settings.data
     facts = {
         "version": VERSION,
@@ -370,7 +369,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def read_kept(path: Path) -> Samples | None:
-    """Return the samples that are kept at `path`; None if there are none, or damaged ones."""
+    """Return the samples in the file at `path`; None if it is missing or damaged."""
     if not path.exists():
         return None
     try:
@@ -389,7 +388,7 @@ def read_kept(path: Path) -> Samples | None:
 def _keep(path: Path, samples: Samples) -> None:
     arrays = {name: getattr(samples, name) for name in ("tokens", "starts", "labels")}
     arrays["is_target"] = samples.is_target.astype(np.uint8)
-    # A name of its own: another process, or another host, may make the same samples meanwhile.
+    # A unique name: another process or host may be writing the same samples.
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -420,11 +419,11 @@ def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
     )
 
 
-# --- what a run makes of them ---------------------------------------------------------------------
+# --- samples of a run -----------------------------------------------------------------------------
 
 
 def split(samples: Samples, share: float, rng: np.random.Generator) -> tuple[Samples, Samples]:
-    """Return samples to train on, and `share` of all, drawn by `rng`, to evaluate on."""
+    """Return the samples to train on, and the fraction `share` to evaluate on, drawn with `rng`."""
     num_kept = round(share * len(samples))
     kept = np.sort(rng.permutation(len(samples))[:num_kept])
     rest = np.setdiff1d(np.arange(len(samples)), kept)
@@ -432,7 +431,7 @@ def split(samples: Samples, share: float, rng: np.random.Generator) -> tuple[Sam
 
 
 def oversampled(samples: Samples) -> Samples:
-    """Return the samples, then copies of those of rarer classes until all classes are as frequent.
+    """Return the samples, then copies of those of rarer classes, until classes are balanced.
 
     Each copy is a sample of its own.
     """
@@ -453,7 +452,7 @@ def class_counts(found: Samples, labels: Sequence[str]) -> tuple[int, ...]:
 def require_rows(counts: Sequence[int], labels: Sequence[str], setting: str, other: str) -> None:
     """Raise UsageError if a class has no sample, which `setting` needs.
 
-    `other` says what to do where the class is to stay.
+    `other` is the advice for the case that the class should stay.
     """
     if not all(counts):
         raise UsageError(
@@ -463,7 +462,7 @@ def require_rows(counts: Sequence[int], labels: Sequence[str], setting: str, oth
 
 
 def class_weights(samples: Samples, kind: str, labels: Sequence[str]) -> tuple[float, ...]:
-    """Return each class's weight in the loss; their mean over the samples is 1.
+    """Return each class's weight in the loss. Their mean over the samples is 1.
 
     Raises UsageError if a class has no sample, unless all weights are 1.
     """

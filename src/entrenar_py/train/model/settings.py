@@ -1,12 +1,15 @@
-"""The settings of a run of `entrenar finetune`, one frozen record a section of its configuration.
+"""The settings of a run of `entrenar finetune`, one frozen record for each section.
 
-Each field is annotated with its meaning and its limits. `settings_file` reads a file by them, and
-writes the commented configuration and the JSON schema of the docs from them. So a key is said once:
-a table of keys next to the records would be a second truth.
+Each field is annotated with its meaning and its limits. `settings_file` uses them to read a file,
+and to write the commented configuration and the JSON schema of the docs. So each key is described
+in one place; a separate table of keys could contradict the records.
 
-Limits are those of one value. What several values exclude together is in `settings_file`, where the
-lines of a file are known, and what depends on a model or on rows is required where these are read.
-A record is plain data, and imports neither torch nor transformers: a slip is reported at once.
+Limits apply to one value. Combinations that exclude each other are in `settings_file`, which knows
+the lines of a file. Requirements that depend on a model or on rows are checked where these are
+read.
+
+A record is plain data, and imports neither torch nor transformers, so that a mistake is reported at
+once.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ STRATEGIES = (
     "pipeline_parallel",
 )
 LAYER_PIPELINE = "layer_pipeline"  # its stages are workers of `entrenar coordinator`
-BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # in which a rank computes some shards, alone
+BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # each shard is computed by one rank
 WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
 KINDS = ("cpu", "cuda", "wgpu")  # of backends
 TEACHER_PRECISIONS = ("float32", "bfloat16", "int8")
@@ -40,7 +43,7 @@ CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 
 class Key(NamedTuple):
-    """The meaning of a key, and its limits: a number within bounds, or one of `choices`."""
+    """The meaning of a key, and its limits: bounds of a number, or `choices`."""
 
     meaning: str
     choices: tuple[str, ...] = ()
@@ -52,7 +55,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The rows to learn from, and which of their fields are used."""
+    """The rows to learn from, and the names of the fields that are used."""
 
     train: Annotated[Path, Key("rows to train on: .jsonl, .json or .parquet; * is a pattern")]
     validation: Annotated[Path | None, Key("rows to evaluate on: a file of the same kind")] = None
@@ -220,7 +223,7 @@ class Distillation:
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """Certificates of `entrenar coordinator`, PEM."""
+    """The PEM certificates of `entrenar coordinator`."""
 
     cert: Annotated[Path, Key("the coordinator's certificate; workers check its name")]
     key: Annotated[Path, Key("its private key, without a passphrase")]
@@ -284,7 +287,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run."""
+    """The settings of one run."""
 
     model: Annotated[Path, Key("folder with a checkpoint in Hugging Face's format")]
     task: Annotated[str, Key("what is learned", choices=TASKS)]
@@ -361,10 +364,10 @@ class Settings:
 
     @property
     def num_workers(self) -> int:
-        """The workers that the configuration names; 1 if it names none."""
+        """The number of workers in the configuration; 1 if it gives none."""
         return self.workers or 1
 
     @property
     def adapts(self) -> bool:
-        """True if adapters are trained, and the model's own weights are frozen."""
+        """True if adapters are trained and the model's own weights are frozen."""
         return self.method != "full"

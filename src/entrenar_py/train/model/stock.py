@@ -1,9 +1,9 @@
-"""Stock peft and transformers: putting adapters in, writing folders and reading them back.
+"""Stock peft and transformers: adding adapters, writing folders and reading them back.
 
-A run's model is held in memory with settings of its own, such as the token that fills up rows. A
-folder says less. So it is read again by the libraries alone, with their own classes and the files
-of the folder, and both models compute two rows of unlike lengths. Weights that were not trained are
-shared, not read again: a large model is held once. They are the checkpoint's, which has a digest.
+A run's model in memory has settings of its own, such as the padding token. A folder contains less.
+So it is read back by the libraries alone, with their own classes and the files of the folder, and
+both models compute two rows of different lengths. Weights that were not trained are shared, not
+read again, so a large model is in memory once. They come from the checkpoint, which has a digest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from entrenar_py.train.model import model_folder, precision
 from entrenar_py.train.model.precision import in_evaluation
 from entrenar_py.train.model.settings import LAYER_PIPELINE, Settings
 
-HEADS = ("classifier", "score")  # peft adds these to what is trained whole
+HEADS = ("classifier", "score")  # peft trains these as a whole by default
 _LAYERS_SHOWN = 12  # layers in a message
 _TOLD_CHARS = 300
 
@@ -39,7 +39,7 @@ def adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
     _require_targets(lora.targets, module, new, aside)
     config = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=cast("Any", lora.alpha),  # divided by the rank, and need not be whole
+        lora_alpha=cast("Any", lora.alpha),  # peft's type says int, but a float works, too
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
         exclude_modules=aside,
@@ -61,7 +61,7 @@ def adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
 def _require_targets(
     targets: Sequence[str], module: nn.Module, new: Sequence[str], aside: str | None
 ) -> None:
-    """Raise UsageError unless each target is a layer of the checkpoint, not only one in `aside`."""
+    """Raise UsageError unless each target is a layer of the checkpoint outside of `aside`."""
     outside = re.compile(aside or "")
     named = [name for name, layer in module.named_modules() if _is_matrix(layer)]
     named = [name for name in named if not outside.fullmatch(name)]
@@ -84,7 +84,7 @@ def _within(parts: Sequence[str]) -> str | None:
 
 
 def freeze_beside(module: nn.Module) -> None:
-    """Freeze what no text passes through: it would have no gradient."""
+    """Freeze the parts through which no text passes: they would have no gradient."""
     for name in model_folder.beside_text(module):
         module.get_submodule(name).requires_grad_(False)
 
@@ -97,7 +97,7 @@ def _is_matrix(layer: nn.Module) -> bool:
 
 
 def has_target(module: nn.Module, target: str) -> bool:
-    """Return whether an adapter can stand on a layer with a name that ends in `target`."""
+    """Return whether a layer with a name that ends in `target` can have an adapter."""
     return any(
         (name == target or name.endswith(f".{target}")) and _is_matrix(layer)
         for name, layer in module.named_modules()
@@ -106,7 +106,7 @@ def has_target(module: nn.Module, target: str) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out peft's warnings of what a later transformers will lack, and of what it fixes."""
+    """Suppress peft's warnings about later releases of transformers, and about what it fixes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
@@ -114,7 +114,7 @@ def quiet() -> Iterator[None]:
 
 
 def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder: Path) -> None:
-    """Set the parameters `tensors` of `module`; write adapters, or the whole model, and tokenizer.
+    """Set the parameters `tensors` of `module`; write adapters or the whole model, and tokenizer.
 
     Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors.
     """
@@ -122,24 +122,23 @@ def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder
     with torch.no_grad():
         for name, array in tensors.items():
             parameters[name].copy_(torch.from_numpy(array))
-    saved = cast("Any", module)  # of peft or transformers
+    saved = cast("Any", module)  # a model of peft or transformers
     for config in getattr(saved, "peft_config", {}).values():
         config.target_modules = sorted(config.target_modules)  # a set has no order
         config.base_model_name_or_path = str(Path(config.base_model_name_or_path).absolute())
-    # peft would write the frozen weights under an adapter on a head or a table, too. A coordinator
-    # of stages doesn't have them.
+    # peft would also write the frozen weights under an adapter on a head or an embedding. A
+    # coordinator of stages doesn't have them.
     options = {"save_embedding_layers": False} if hasattr(saved, "peft_config") else {}
     saved.save_pretrained(folder, **options)
-    (folder / "README.md").unlink(missing_ok=True)  # peft's form for a model card, not filled in
+    (folder / "README.md").unlink(missing_ok=True)  # peft's empty template of a model card
     tokenizer.save_pretrained(folder)
 
 
 def merge(module: nn.Module, tokenizer: Any, folder: Path) -> nn.Module:
-    """Add the adapters of `module` to their layers' weights; write that model and the tokenizer.
+    """Add the adapters of `module` to their layers' weights; write and return that model.
 
-    Returns that model.
-
-    `module` is changed. A head with adapters no longer shares its weights with the embeddings.
+    Also writes the tokenizer. `module` is changed. A head with adapters no longer shares its
+    weights with the embeddings.
     """
     _untie(cast("Any", module).get_base_model())
     merged = cast("Any", module).merge_and_unload()
@@ -149,7 +148,7 @@ def merge(module: nn.Module, tokenizer: Any, folder: Path) -> nn.Module:
 
 
 def _untie(model: Any) -> None:
-    """Give a head with adapters weights of its own: they are not added to the embeddings."""
+    """Give a head with adapters its own weights, since adapters are not added to the embeddings."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if hasattr(head, "base_layer") and head.base_layer.weight is table.weight:
         head.base_layer.weight = nn.Parameter(table.weight.detach().clone(), requires_grad=False)
@@ -158,13 +157,14 @@ def _untie(model: Any) -> None:
 
 
 _LENGTHS = (7, 4)
-# Of the logits' norm, in float32: both models do the same operations on the same weights, but
-# matrix products may sum in another order where tensors are aligned in another way.
+# The largest difference as a part of the logits' norm, in float32. Both models do the same
+# operations on the same weights, but matrix products may add in a different order if tensors are
+# aligned differently.
 _ROUNDED = 1e-4
 
 
 def set_padding(module: nn.Module, token: int) -> None:
-    """Let the model take `token` for what fills up rows; classifiers look for it."""
+    """Set the model's padding token to `token`. Classifiers look for it."""
     config = cast("Any", module).config
     config.pad_token_id = config.get_text_config().pad_token_id = token
 
@@ -172,8 +172,8 @@ def set_padding(module: nn.Module, token: int) -> None:
 def require_padding(settings: Settings, module: nn.Module, pad_token: int) -> None:
     """Raise UsageError if a classifier's scores depend on a padding token that no folder names.
 
-    `module` is as config.json has it. Adapters are exported without a configuration, so stock peft
-    takes the checkpoint's. Encoders don't look for the token, and pass.
+    `module` has the settings of config.json. Adapters are exported without a configuration, so
+    stock peft uses the checkpoint's. Encoders don't look for the token, and pass.
     """
     noted = cast("Any", module).config.get_text_config().pad_token_id
     if settings.task != "classify" or not settings.adapts or noted == pad_token:
@@ -182,15 +182,15 @@ def require_padding(settings: Settings, module: nn.Module, pad_token: int) -> No
     products = precision.of_products(settings)
     try:
         theirs = _logits(module, tokens, mask, products)
-    except ValueError:  # more rows than one, and no token to look for
+    except ValueError:  # several rows, and no padding token to look for
         theirs = None
     set_padding(module, pad_token)
     if theirs is not None and _is_close(_logits(module, tokens, mask, products), theirs, products):
         return
     raise UsageError(
-        f"model={settings.model}: config.json has pad_token_id={noted}, and its tokenizer fills up "
-        f"rows with token {pad_token}: stock peft, which reads that file, would score filled up "
-        f"rows otherwise than this run; write pad_token_id: {pad_token} into config.json, or use "
+        f"model={settings.model}: config.json has pad_token_id={noted}, and its tokenizer pads "
+        f"rows with token {pad_token}: stock peft, which reads that file, would score padded "
+        f"rows differently than this run; write pad_token_id: {pad_token} into config.json, or use "
         "method: full"
     )
 
@@ -203,9 +203,9 @@ def require_agreement(
     pad_token: int,
     folder: Path,
 ) -> None:
-    """Raise SystemFailure unless stock libraries read `module` with `tensors` in `folder`.
+    """Raise SystemFailure unless stock libraries read `module` with `tensors` from `folder`.
 
-    A coordinator of stages has none of the weights below its adapters, and compares nothing.
+    Does nothing for adapters of a layer pipeline, since their coordinator has no other weights.
     """
     if settings.adapts and settings.strategy == LAYER_PIPELINE:
         return
@@ -218,7 +218,7 @@ def require_agreement(
 
 
 def require_merged(settings: Settings, merged: nn.Module, *, pad_token: int, folder: Path) -> None:
-    """Raise SystemFailure unless stock transformers read the model `merged` in `folder`."""
+    """Raise SystemFailure unless stock transformers read the model `merged` from `folder`."""
     with _at_read_back(folder):
         read = _whole(settings, folder)
     _require_same(
@@ -228,7 +228,7 @@ def require_merged(settings: Settings, merged: nn.Module, *, pad_token: int, fol
 
 @contextmanager
 def _at_read_back(folder: Path) -> Iterator[None]:
-    """Turn a failure of the stock libraries, which nobody asked for anything, into the system's."""
+    """Turn a UsageError of the stock libraries into a SystemFailure: the user did nothing wrong."""
     try:
         yield
     except UsageError as error:
@@ -239,9 +239,9 @@ def _at_read_back(folder: Path) -> Iterator[None]:
 
 
 def _adapted(settings: Settings, module: Any, folder: Path) -> nn.Module:
-    """Return the checkpoint's model with the adapters in `folder`, by stock peft.
+    """Return the checkpoint's model with the adapters in `folder`, loaded by stock peft.
 
-    It shares the weights of `module`, the run's own model, that were not trained.
+    It shares those weights of `module`, the run's own model, that were not trained.
     """
     import peft
 
@@ -259,7 +259,7 @@ def _adapted(settings: Settings, module: Any, folder: Path) -> nn.Module:
 
 
 def _whole(settings: Settings, folder: Path) -> nn.Module:
-    """Return the model in `folder` by stock transformers; its files are mapped, not copied."""
+    """Return the model in `folder`, loaded by stock transformers. Its files are memory-mapped."""
     kind, _ = model_folder.class_of(settings)
     with model_folder.reading(folder, "model"):
         return cast(
@@ -275,7 +275,7 @@ def _whole(settings: Settings, folder: Path) -> nn.Module:
 
 
 def _share(settings: Settings, own: nn.Module, below: nn.Module) -> None:
-    """Give `below`, on the meta device, the tensors of `own` without its adapters."""
+    """Give `below`, a model on the meta device, the tensors of `own` without its adapters."""
     held: dict[str, Tensor] = {**dict(own.named_parameters(remove_duplicate=False))}
     held |= dict(own.named_buffers(remove_duplicate=False))
     plain = {_plain(name): tensor for name, tensor in held.items()}
@@ -307,7 +307,7 @@ def _require_same(
 ) -> None:
     """Raise SystemFailure unless `theirs`, read from `folder`, is `module` with `tensors`.
 
-    Each tensor has the same bits, and the logits are the same but for rounding.
+    Each tensor must have the same bits, and the logits must be equal up to rounding.
     """
     read = dict(theirs.named_parameters())
     problem = ""
@@ -336,7 +336,7 @@ def _require_same(
 
 
 def _rows(module: nn.Module, pad_token: int) -> tuple[Tensor, Tensor]:
-    """Return two rows of unlike lengths and their mask, int64 [2, t], filled up at their end."""
+    """Return two rows of different lengths and their mask, int64 [2, t], padded at the end."""
     most = cast("Any", module).get_input_embeddings().num_embeddings
     usual = [token for token in range(min(most, 2 * max(_LENGTHS))) if token != pad_token]
     tokens = torch.full((len(_LENGTHS), max(_LENGTHS)), pad_token)

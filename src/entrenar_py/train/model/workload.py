@@ -1,12 +1,14 @@
-"""A model of transformers and its samples, as the workload of the reference trainer.
+"""A transformers model and its samples, as the workload of the reference trainer.
 
-A loss is the *sum* over a batch's targets, and a batch's weight their number (or the classes'
-weights): shards are added along a tree and divided once, so a mean over a shard would be wrong.
-Everything that a batch looks like follows from its samples' ids alone: the length of its rows, how
-samples are packed, the number of places. So a shard has the same bits on any worker.
+A loss is the *sum* over a batch's targets, and a batch's weight is their number (or the sum of the
+classes' weights). Shards are added along a tree and divided once, so a mean over a shard would be
+wrong.
+
+The shape of a batch follows from its samples' ids alone: the length of its rows, how samples are
+packed, the number of places. So a shard has the same bits on any worker.
 
 The trainer passes the trainable tensors in with each call (torch.func.functional_call), and keeps
-them itself. Frozen weights are the module's own: they are moved to a device once.
+them itself. Frozen weights belong to the module, and are moved to a device once.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def is_captured(batch: Batch) -> bool:
 
 
 def named(tensors: Tensors, batch: Batch) -> dict[str, Tensor]:
-    """Return tensors by their names in an objective; in float32 while a graph is captured."""
+    """Return tensors by their names in an objective, as float32 while a graph is captured."""
     if not is_captured(batch):
         return {f"module.{name}": tensor for name, tensor in tensors.items()}
     return {f"module.{name}": _decoded(tensor) for name, tensor in tensors.items()}
@@ -63,20 +65,20 @@ def _decoded(tensor: Tensor) -> Tensor:
     return tensor.float() if is_short else tensor
 
 
-_KINDS_MAX = 64  # kernels of one block, for shapes and masks that are computed in their own way
+_KINDS_MAX = 64  # compiled variants of one block, for different shapes and masks
 
 
 def compile_blocks(module: nn.Module) -> None:
-    """Let torch compile each block of `module` when it is first called, once for all lengths.
+    """Make torch compile each block of `module` at its first call, once for all lengths.
 
-    Blocks are the members of a list of layers that isn't within another one. Kernels are chosen by
-    rules, never by timing, so that every process has the same.
+    Blocks are the members of a list of layers that isn't inside another list. Kernels are chosen by
+    rules, never by timing, so that every process has the same kernels.
     """
     from torch._inductor import config
     from torch.fx.experimental import _config as shapes
 
     cast("Any", config).deterministic = True
-    # Else a length that happens to be the hidden size, too, would be taken for a constant.
+    # Otherwise a length that happens to equal the hidden size would be treated as a constant.
     cast("Any", shapes).use_duck_shape = False
     dynamo = cast("Any", torch._dynamo.config)
     dynamo.recompile_limit = max(dynamo.recompile_limit, _KINDS_MAX)
@@ -88,13 +90,13 @@ def compile_blocks(module: nn.Module) -> None:
             block.compile(dynamic=True)
 
 
-LENGTHS = 8  # rows are filled up to a multiple of this
+LENGTHS = 8  # rows are padded to a multiple of this
 
 
 class Rows:
-    """Samples as rows of tokens, filled up to the longest row, and to a multiple of `multiple`.
+    """Samples as rows of tokens, padded to the longest row and to a multiple of `multiple`.
 
-    With a `capacity`, a row has as many samples as fit into this many tokens.
+    With a `capacity`, a row has as many samples as fit into this number of tokens.
     """
 
     multiple = 1
@@ -104,9 +106,9 @@ class Rows:
         self._longest = int(np.diff(samples.starts).max(initial=0))
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, attention mask and tokens to predict (else IGNORED), int64 [n, t] each.
+        """Return tokens, attention mask, and tokens to predict (else IGNORED), int64 [n, t] each.
 
-        Packed rows have positions in place of a mask. n and t depend on the samples alone.
+        Packed rows have positions instead of a mask. n and t depend only on the samples.
         """
         samples = self._samples
         lengths = [samples.length(i) for i in ids]
@@ -114,7 +116,7 @@ class Rows:
         if self._capacity is not None:
             rows = objectives.rows_of(lengths, self._capacity)
         longest = max(sum(lengths[number] for number in row) for row in rows)
-        # Not beyond the longest sample of all: a model may have no position for what fills up.
+        # Not longer than the longest sample of all: a model may have no positions for padding.
         most = max(self._capacity or 0, self._longest)
         length = min(-(-longest // LENGTHS) * LENGTHS, most)
         shape = (len(rows), -(-length // self.multiple) * self.multiple)
@@ -131,7 +133,7 @@ class Rows:
                 )
                 targets[row, start:stop] = np.where(samples.is_target[part], tokens_of_row, IGNORED)
                 start = stop
-            if self._capacity is not None:  # what fills up is a sample of its own
+            if self._capacity is not None:  # padding is a sample of its own
                 mask[row, start:] = np.arange(shape[1] - start)
         return torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(targets)
 
@@ -139,11 +141,11 @@ class Rows:
 class Tuned(Workload):
     """Samples, and the trainable tensors of `module` that learn from them.
 
-    The weight of a sample is its number of tokens to predict, or its class's weight.
+    The weight of a sample is its number of tokens to predict, or the weight of its class.
     """
 
     name = "finetune"
-    draws = True  # which layers of a model drop something can't be known from outside
+    draws = True  # from outside, nobody can know which layers of a model have dropout
 
     def __init__(
         self,
@@ -181,7 +183,7 @@ class Tuned(Workload):
         self._longest = max(samples.length(index) for index in range(len(samples)))
 
     def with_samples(self, samples: Samples) -> Self:
-        """Return the same workload on other samples, without a pass of the model."""
+        """Return the same workload on other samples, without running the model."""
         other = copy.copy(self)
         other._take(samples)
         return other
@@ -199,15 +201,15 @@ class Tuned(Workload):
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """Further facts that decide what is learned, by key; a resumed run must have the same."""
+        """Further facts that decide what is learned, by key. A resumed run must have the same."""
         return {}
 
     def require(self, ids: Sequence[int]) -> None:
-        """Wait until all that `batch` needs of these samples exists."""
+        """Wait until everything that `batch` needs for these samples exists."""
 
     @property
     def has_classes(self) -> bool:
-        """True if classes are learned, not next tokens."""
+        """True if classes are learned, False if next tokens are."""
         return bool(len(self._class_weights))
 
     @property
@@ -216,7 +218,7 @@ class Tuned(Workload):
         return self.packed_tokens is not None
 
     def rows(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, mask (of packed rows: positions) and tokens to predict, int64 [n, t]."""
+        """Return tokens, mask (for packed rows: positions) and tokens to predict, int64 [n, t]."""
         return self._rows.batch(ids)
 
     def classes(self, ids: Sequence[int]) -> Tensor:
@@ -229,31 +231,31 @@ class Tuned(Workload):
         return self._rows.multiple
 
     def fill_up(self, multiple: int) -> None:
-        """Fill all rows up to a multiple of `multiple` tokens."""
+        """Pad all rows to a multiple of `multiple` tokens from now on."""
         self._rows.multiple = multiple
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return what the loss is a function of, int64.
+        """Return the tensors that the loss is a function of, all int64.
 
-        For classes: tokens and attention mask [n, t], and classes [n]. Else tokens [n, t], places
-        with a target [m], of n * t, and these targets [m], filled up with IGNORED. If samples are
-        packed, their positions [n, t] follow.
+        For classes: tokens and attention mask [n, t], and classes [n]. Otherwise: tokens [n, t];
+        places with a target [m], as indices into n * t; and these targets [m], padded with IGNORED.
+        If samples are packed, their positions [n, t] follow.
         """
         tokens, mask, targets = self.rows(ids)
         if self.has_classes:
             return tokens, mask, self.classes(ids)
-        # The logits at a place are of the token after it.
+        # The logits at a place predict the token after it.
         after = F.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
         places = (after != IGNORED).nonzero().flatten()
         room = -len(places) % PLACES
         wanted = F.pad(after[places], (0, room), value=IGNORED)
         positions = (mask,) if self.is_packed else ()
-        # In the last place there is no target.
+        # The last place never has a target, so padding points there.
         return tokens, F.pad(places, (0, room), value=tokens.numel() - 1), wanted, *positions
 
 
 class Finetuning(Tuned):
-    """Next tokens, or classes, learned by the trainable tensors of `module`."""
+    """A workload in which the trainable tensors of `module` learn next tokens, or classes."""
 
     def __init__(
         self,
@@ -266,11 +268,11 @@ class Finetuning(Tuned):
         packed_tokens: int | None = None,
         compiles: bool = False,
     ) -> None:
-        """Take the arguments of `Tuned`, and the format of products.
+        """Take the arguments of `Tuned`, and two more.
 
-        `products` is the format in which the model's products are computed. A model that `compiles`
-        does so where it is moved to a CUDA device, unless it drops something. The module
-        `objective` returns the summed loss of what `batch` returns.
+        `products` is the dtype of the model's matrix products. With `compiles`, the model is
+        compiled when it is moved to a CUDA device, unless it has dropout. The module `objective`
+        returns the summed loss of a result of `batch`.
         """
         super().__init__(
             *(module, samples),
@@ -290,7 +292,7 @@ class Finetuning(Tuned):
     def of_part(self, part: nn.Module) -> Self:
         """Return the same workload on a part of the module.
 
-        What passes of the whole module have shown, holds for the part: it is not tried.
+        The results of probing the whole module hold for the part, which is not probed again.
         """
         ends = ((self.module, part), (_head(self.module), _head(part)))
         known = {id(whole): own for whole, own in ends if whole is not None}
@@ -299,18 +301,18 @@ class Finetuning(Tuned):
         return other
 
     def new_objective(self, class_weights: Sequence[float]) -> Objective:
-        """Return the module that computes the summed loss of what `batch` returns."""
+        """Return the module that computes the summed loss of a result of `batch`."""
         if class_weights:
             return ClassObjective(self.module, class_weights)
         return TokenObjective(self.module)
 
     @property
     def is_static(self) -> bool:
-        """See `Workload`. A recorded step would drop the same again, or pack rows the same."""
+        """See `Workload`. A recorded step would repeat the same dropout and the same packing."""
         return self.objective.is_static and not self.drops and not self.is_packed
 
     def _has_drawn(self) -> bool:
-        """Return whether the model draws anything, which its forward pass on an example shows."""
+        """Return whether the model draws random numbers in its forward pass on an example."""
         device = next(self.module.parameters()).device
         batch = self.objective.example((False, False), LENGTHS)
         before, masks = torch.get_rng_state(), Masks(torch.zeros(2, dtype=torch.int32).to(device))
@@ -320,14 +322,14 @@ class Finetuning(Tuned):
 
     @property
     def constants(self) -> Tensors:
-        """The weights of the module that are not trained, and what codes of them are decoded with.
+        """The frozen weights of the module, and the tables with which codes are decoded.
 
-        They have the format in which they are stored.
+        They have the dtype in which they are stored.
         """
         frozen = [pair for pair in self.module.named_parameters() if not pair[1].requires_grad]
         buffers = self.module.named_buffers()
         tables = [pair for pair in buffers if pair[0].endswith(precision.TABLES)]
-        # Codes have a class of their own, which no graph can hold.
+        # Codes have a tensor class of their own, which a graph can't hold.
         return {name: held.detach().as_subclass(Tensor) for name, held in (*frozen, *tables)}
 
     def loss_of(
@@ -346,9 +348,9 @@ class Finetuning(Tuned):
         return self.loss(objective, batch, self._device)
 
     def seed(self, drop: DropFunction) -> None:
-        """Let all that the model draws follow from `drop`, until it is seeded again.
+        """Make all random numbers of the model follow from `drop`, until it is seeded again.
 
-        That is dropout, by a key, and what else torch's own generator draws. With a `drop` that has
+        These are dropout, drawn by a key, and whatever torch's own generator draws. If `drop` has
         no key, nothing is dropped.
         """
         self._dropout_key = draws.key_of(drop)
@@ -358,7 +360,7 @@ class Finetuning(Tuned):
     def loss(
         self, objective: Callable[[tuple[Tensor, ...]], Tensor], batch: Batch, device: torch.device
     ) -> Tensor:
-        """Return the summed loss of `batch`, 0-d, of the objective that is called with it."""
+        """Return the summed loss of `batch`, 0-d, by calling `objective` with it on `device`."""
         given = tuple(one.to(device) for one in batch)
         with self.formats_of(batch, device), self.masks(device):
             return objective(given)
@@ -371,11 +373,11 @@ class Finetuning(Tuned):
         return Masks(None if key is None else key.to(device))
 
     def formats(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context in which products on `device` have the run's format."""
+        """Return a context in which matrix products on `device` have the run's dtype."""
         return precision.applied(self.products, device)
 
     def formats_of(self, batch: Batch, device: torch.device) -> AbstractContextManager[Any]:
-        """Return `formats`, or one without any while a graph is captured of a step on `batch`."""
+        """Return `formats`; while a graph of a step is captured, a context without effect."""
         return nullcontext() if is_captured(batch) else self.formats(device)
 
     def _move(self, device: torch.device, tensors: Tensors) -> None:
@@ -386,10 +388,10 @@ class Finetuning(Tuned):
             compile_blocks(self.module)
 
     def _show(self, kind: tuple[bool, ...], tensors: Tensors) -> None:
-        """Let the model compile for batches of `kind`, on an example.
+        """Make the model compile for batches of `kind`, on an example.
 
-        Which kernels are made may depend on the shapes that are seen first. So every process sees
-        the same ones first, whichever samples it gets.
+        Which kernels are compiled may depend on the shapes that come first. So every process starts
+        with the same shapes, whichever samples it gets.
         """
         self._shown.add(kind)
         loss = self._loss(tensors, self.objective.example(kind, self._longest))

@@ -1,4 +1,4 @@
-"""Foresees what a fine-tuning run needs: memory by device, bytes on the wire, and a strategy.
+"""Estimates the needs of a fine-tuning run: memory by device, bytes on the wire, and a strategy.
 
-A model is built by its config.json alone, on torch's meta device. No weights are loaded.
+A model is built from its config.json alone, on torch's meta device. No weights are loaded.
 """

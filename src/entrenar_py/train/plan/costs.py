@@ -1,6 +1,7 @@
-"""Costs of a strategy: bytes that a worker needs on its device, and bytes of a step on the wire.
+"""Costs of a strategy: bytes that a worker needs on its device, and bytes that a step sends.
 
-Persistent bytes are counted by tensors. Those of a micro-batch come from its rehearsal.
+Persistent bytes are counted from the tensors. The bytes of a micro-batch come from its rehearsal
+(see `shape.py`).
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.arithmetic.reduction import num_nodes
 from entrenar_py.train.plan.shape import FLOAT_BYTES, WHOLE, Counts, Cut, Rehearsal, Shape
 
-# Memory in use before any tensor: an interpreter with torch and transformers; on a GPU the context
-# and the workspaces of its libraries. The CPU's is measured, the others are estimates.
+# Memory in use before any tensor exists: on a CPU the interpreter with torch and transformers, on
+# a GPU the context and the workspaces of its libraries. The CPU's value is measured, the others
+# are estimates.
 RUNTIME_BYTES = {"cpu": 450 * 10**6, "cuda": 700 * 10**6, "wgpu": 200 * 10**6}
-MOMENTS = 2  # AdamW's, float32
-# Vectors of the trained tensors' length that an update of the reference trainer takes at once:
+MOMENTS = 2  # of AdamW, in float32
+# Vectors, each as long as all trained tensors, that an update of the reference trainer holds:
 # the average, its squares in float64, and AdamW's temporaries.
 _UPDATE_VECTORS = 5
-_TORCH_UPDATE_VECTORS = 2  # of torch.optim.AdamW, for all tensors together
+_TORCH_UPDATE_VECTORS = 2  # the same for torch.optim.AdamW, which updates all tensors together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one worker's device, each part at its largest; parts need not coincide at the peak.
+    """Bytes on one worker's device. Each part is at its largest, which need not be at the peak.
 
-    `runtime` is not in the peak: it is in use before the first tensor.
+    `peak` doesn't include `runtime`, which is in use before the first tensor exists.
     """
 
     weights: int
@@ -39,15 +41,16 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """The peak, and the memory in use before the first tensor."""
+        """The peak plus the memory in use before the first tensor exists."""
         return self.peak + self.runtime
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The work of one worker: `shards` micro-batches a step, of `rows` x `length` tokens each.
+    """The work of one worker: `shards` micro-batches a step, each of `rows` x `length` tokens.
 
-    `num_workers` share the run; `kind` is that of the device.
+    The run has `num_workers` workers. `kind` is the kind of the worker's device: cpu, cuda or wgpu.
+    With `recompute`, the backward pass recomputes blocks.
     """
 
     rows: int
@@ -59,12 +62,12 @@ class Load:
 
 
 def memory_of(strategy: str, shape: Shape, load: Load) -> Memory:
-    """Return the memory of the worker that needs most."""
+    """Return the memory of the worker that needs the most."""
     return _STRATEGIES[strategy][0](shape, load)
 
 
 def coordinator_bytes(counts: Counts) -> int:
-    """Return what the coordinator of a run takes: the model, and the state of its own replica."""
+    """Return the bytes that a run's coordinator needs: the model, and the state of its replica."""
     vectors = 1 + MOMENTS + _UPDATE_VECTORS
     return counts.weight_bytes + vectors * FLOAT_BYTES * counts.trained + RUNTIME_BYTES["cpu"]
 
@@ -76,7 +79,10 @@ def _rehearsed(shape: Shape, load: Load, cut: Cut = WHOLE) -> Rehearsal:
 
 
 def _protocol(shape: Shape, load: Load) -> Memory:
-    """Star and mesh: the reference trainer's replica, which holds each shard's gradient."""
+    """Return the memory of a worker in a star or mesh: the reference trainer's replica.
+
+    A replica holds the gradient of each shard.
+    """
     counts, step = shape.counts(), _rehearsed(shape, load)
     vector = FLOAT_BYTES * counts.trained
     on_host = load.kind == "cpu"
@@ -97,7 +103,10 @@ def _protocol(shape: Shape, load: Load) -> Memory:
 
 
 def _ddp(shape: Shape, load: Load, *, nodes: int = 0) -> Memory:
-    """DistributedDataParallel: gradients are views of its buckets. `nodes` more are held."""
+    """Return the memory of a rank of DistributedDataParallel.
+
+    Its gradients are views of its buckets. It also holds `nodes` more gradients.
+    """
     counts, step = shape.counts(), _rehearsed(shape, load)
     vector = FLOAT_BYTES * counts.trained
     gradients = (1 + nodes) * vector
@@ -114,14 +123,17 @@ def _ddp(shape: Shape, load: Load, *, nodes: int = 0) -> Memory:
 
 
 def _ddp_canonical(shape: Shape, load: Load) -> Memory:
-    """As DDP, with the nodes of the tree: one for each power of two of a rank's shards."""
+    """Return the memory of `_ddp` plus the nodes of the tree.
+
+    There is one node for each power of two up to the number of a rank's shards.
+    """
     return _ddp(shape, load, nodes=load.shards.bit_length())
 
 
 def _fsdp(shape: Shape, load: Load) -> Memory:
-    """fully_shard by block: pieces of all tensors, and what is gathered while it computes.
+    """Return the memory of a rank of fully_shard by block: its pieces, and what it gathers.
 
-    Until the last of its micro-batches a rank keeps its whole gradient.
+    Until the last of its micro-batches, a rank keeps its whole gradient.
     """
     counts, step = shape.counts(), _rehearsed(shape, load)
     size = load.num_workers
@@ -142,16 +154,17 @@ def _fsdp(shape: Shape, load: Load) -> Memory:
 
 
 def _tensor_parallel(shape: Shape, load: Load) -> Memory:
-    """Layers shared by all ranks: the step of one rank's part is rehearsed."""
+    """Return the memory of a rank with its part of each layer, from a rehearsal of that part."""
     cut = Cut(tensor=load.num_workers)
     return _part(shape, load, cut, _rehearsed(shape, load, cut))
 
 
 def _sequence_parallel(shape: Shape, load: Load) -> Memory:
-    """As tensor parallelism, where what is outside of the shared layers is shared, too.
+    """Return the memory of a rank where the tensors outside of the shared layers are shared, too.
 
-    Of activations a part s is divided by the number of ranks anyway, and a part r is not: the whole
-    model keeps s + r, a rank of tensor parallelism s / n + r.
+    Plain tensor parallelism divides a part s of the activations by the number of ranks n, and
+    leaves a part r whole. So the whole model keeps s + r, and a rank of plain tensor parallelism
+    keeps s / n + r.
     """
     size, cut = load.num_workers, Cut(tensor=load.num_workers)
     whole, shared = _rehearsed(shape, load), _rehearsed(shape, load, cut)
@@ -160,16 +173,17 @@ def _sequence_parallel(shape: Shape, load: Load) -> Memory:
 
 
 def _pipeline_parallel(shape: Shape, load: Load) -> Memory:
-    """Blocks in stages, 1F1B: the first stage holds a micro-batch for each stage, the last one.
+    """Return the memory of the fullest rank that has a stage of blocks, with the schedule 1F1B.
 
-    Only the last computes the loss.
+    The first stage holds one micro-batch for each stage, the last stage holds one. Only the last
+    stage computes the loss.
     """
     size = load.num_workers
     num_blocks = -(-shape.num_blocks // size)
     end = Cut(blocks=num_blocks, has_table=size == 1)
     last = _part(shape, load, end, _rehearsed(shape, load, replace(end, has_table=True)))
     start = Cut(blocks=num_blocks, has_head=size == 1)
-    # What a block keeps, as a difference: a model without blocks may have nothing to train.
+    # A block's activations are a difference: a model without blocks may have nothing to train.
     two = _rehearsed(shape, load, Cut(blocks=min(2, shape.num_blocks)))
     one = _rehearsed(shape, load, Cut(blocks=1))
     kept = (two.kept - one.kept if shape.num_blocks > 1 else one.kept) * num_blocks
@@ -199,8 +213,8 @@ def _part(shape: Shape, load: Load, cut: Cut, step: Rehearsal) -> Memory:
 class Traffic:
     """Bytes of one step: what a worker sends and receives, and what the busiest link carries.
 
-    The busiest link is a worker's own, or the coordinator's. `busiest` counts one direction, or
-    both where one can only follow the other.
+    The busiest link is a worker's own, or the coordinator's. `busiest` counts one direction, or the
+    sum of both if one direction can only follow the other.
     """
 
     sent: int
@@ -208,7 +222,7 @@ class Traffic:
     busiest: int
 
     def seconds(self, bandwidth: float) -> float:
-        """Return the time of a step's transfers at `bandwidth` bytes a second, none overlapped."""
+        """Return the seconds of the transfers at `bandwidth` bytes per second, without overlap."""
         return self.busiest / bandwidth
 
 
@@ -217,7 +231,10 @@ NOTHING = Traffic(sent=0, received=0, busiest=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A step: `num_shards` micro-batches of `rows` x `length` tokens, for `num_workers`."""
+    """A step of `num_workers` workers: `num_shards` micro-batches of `rows` x `length` tokens.
+
+    `product_bytes` is the size of an element of a matrix product.
+    """
 
     rows: int
     length: int
@@ -228,14 +245,14 @@ class Batch:
 
 
 def traffic_of(strategy: str, shape: Shape, batch: Batch) -> Traffic:
-    """Return the traffic of the worker that has most, without the headers of messages."""
+    """Return the traffic of the worker with the most, without message headers."""
     if batch.num_workers == 1 and strategy != "star":
         return NOTHING
     return _STRATEGIES[strategy][1](shape, batch)
 
 
 def nodes_of(batch: Batch) -> list[int]:
-    """Return how many sums each worker sends in a star: its shards, folded along the tree."""
+    """Return how many sums each worker of a star sends, after adding shards along the tree."""
     runs = sharding.runs(range(batch.num_shards), range(batch.num_workers))
     return [num_nodes(run[0], run[-1] + 1) if len(run) else 0 for run in runs.values()]
 
@@ -245,7 +262,7 @@ def _gradient(shape: Shape) -> int:
 
 
 def _star(shape: Shape, batch: Batch) -> Traffic:
-    """Sums go up to the coordinator, then the average comes down to every worker."""
+    """Return the traffic of a star: sums go to the coordinator, the average goes to all."""
     vector, nodes = _gradient(shape), nodes_of(batch)
     return Traffic(
         sent=max(nodes) * vector,
@@ -255,7 +272,7 @@ def _star(shape: Shape, batch: Batch) -> Traffic:
 
 
 def _mesh(shape: Shape, batch: Batch) -> Traffic:
-    """Each worker averages its part of the vector: sums go to the owners, averages to all."""
+    """Return the traffic of a mesh: sums go to the owner of each part, averages go to everyone."""
     vector, nodes, size = _gradient(shape), nodes_of(batch), batch.num_workers
     others = vector * (size - 1) // size
     sent = max(nodes) * others + others
@@ -264,7 +281,7 @@ def _mesh(shape: Shape, batch: Batch) -> Traffic:
 
 
 def _all_reduce(num_bytes: int, size: int) -> Traffic:
-    """Return the traffic of a ring: a reduce-scatter, and an all-gather."""
+    """Return the traffic of a ring: a reduce-scatter and an all-gather."""
     sent = 2 * num_bytes * (size - 1) // size
     return Traffic(sent=sent, received=sent, busiest=sent)
 
@@ -274,7 +291,11 @@ def _ddp_moves(shape: Shape, batch: Batch) -> Traffic:
 
 
 def _fsdp_moves(shape: Shape, batch: Batch) -> Traffic:
-    """Weights are gathered for each micro-batch, forward and backward; gradients meet once."""
+    """Return the traffic of FSDP.
+
+    Weights are gathered for the forward and the backward pass of each micro-batch, and gradients
+    are reduced once.
+    """
     counts, size = shape.counts(), batch.num_workers
     micro_batches = -(-batch.num_shards // size)
     gathered = 2 * counts.weight_bytes * micro_batches
@@ -288,20 +309,23 @@ def _hidden(shape: Shape, batch: Batch) -> int:
 
 
 def _tensor_parallel_moves(shape: Shape, batch: Batch) -> Traffic:
-    """All-reduces of activations: after attention and after the MLP, and as many backward."""
+    """Return the traffic of all-reduces of activations.
+
+    Each pass through a block has two, after attention and after the MLP.
+    """
     passes = 3 if batch.recompute else 2
     num_bytes = 2 * passes * shape.num_blocks * batch.num_shards * _hidden(shape, batch)
     return _all_reduce(num_bytes, batch.num_workers)
 
 
 def _pipeline_parallel_moves(shape: Shape, batch: Batch) -> Traffic:
-    """A stage sends hidden states on and gets their gradients back, for each micro-batch."""
+    """Return the traffic of a stage: hidden states out and gradients in, for each micro-batch."""
     one_way = batch.num_shards * _hidden(shape, batch)
     both = (2 if batch.num_workers > 2 else 1) * one_way
     return Traffic(sent=both, received=both, busiest=both)
 
 
-# How memory and traffic of each strategy are foreseen.
+# How the memory and the traffic of each strategy are estimated.
 _STRATEGIES: Mapping[
     str, tuple[Callable[[Shape, Load], Memory], Callable[[Shape, Batch], Traffic]]
 ] = {

@@ -1,4 +1,4 @@
-"""The devices of a run, this machine's or described by hand; and sizes and times in words.
+"""The devices of a run (this machine's, or described by hand), and text forms of sizes and times.
 
 A device is described as `name:memory[:bandwidth]`. Sizes and times are written as `23.6 MB` and
 `0.19 s`.
@@ -27,9 +27,10 @@ _MEMORY_MAX = 2**60
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device: `memory` bytes that a worker may use, None if it reports none.
+    """A device with `memory` bytes for workers, None if it reports none.
 
-    `kind` is cpu, cuda or wgpu; `bandwidth` of its link to the others is in bytes a second.
+    `kind` is cpu, cuda or wgpu. `bandwidth` is that of its link to the other devices, in bytes per
+    second, None if not given.
     """
 
     name: str
@@ -39,10 +40,10 @@ class Device:
 
 
 def described(texts: Sequence[str]) -> list[Device]:
-    """Return the devices that texts describe; `2 x ...` stands for two of them.
+    """Return the devices that texts describe; `2 x ...` stands for two devices.
 
-    A name that begins with cpu or wgpu is of that kind, any other is a GPU of CUDA. Raises
-    UsageError for a text of another form.
+    A name that begins with cpu or wgpu has that kind; any other name stands for a CUDA GPU. Raises
+    UsageError for a text that can't be parsed.
     """
     devices = list[Device]()
     for text in texts:
@@ -64,7 +65,7 @@ def described(texts: Sequence[str]) -> list[Device]:
 
 
 def found() -> list[Device]:
-    """Return the devices of this machine that work, as `entrenar doctor` finds them."""
+    """Return the working hardware devices of this machine, as `entrenar doctor` finds them."""
     from entrenar_py.compute import machine
 
     devices = []
@@ -80,7 +81,7 @@ def found() -> list[Device]:
 def of_backend(name: str) -> Device:
     """Return the device of this machine that a backend's name opens, with its free memory.
 
-    It is not tested: opening it is left to whoever computes.
+    The device is not tested. The process that computes on it opens it later.
     """
     from entrenar_py.compute import machine
 
@@ -88,7 +89,10 @@ def of_backend(name: str) -> Device:
 
 
 def bytes_of(text: str) -> int:
-    """Return the bytes of `24GB` (10^9) or `24GiB` (2^30)."""
+    """Return the number of bytes in a text such as `24GB` (10^9) or `24GiB` (2^30).
+
+    Raises UsageError if the text can't be parsed, or if the number is too large.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"memory {text!r}: use a number with its unit, such as 24GB or 24GiB")
@@ -100,7 +104,10 @@ def bytes_of(text: str) -> int:
 
 
 def bandwidth_of(text: str) -> float:
-    """Return the bytes a second of `10Gbit` or `25GB/s`."""
+    """Return the bytes per second in a text such as `10Gbit` or `25GB/s`.
+
+    Raises UsageError if the text can't be parsed.
+    """
     match = _RATE.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise UsageError(
@@ -117,7 +124,7 @@ _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 def size(num_bytes: float) -> str:
-    """Return bytes with three digits, in powers of 1000."""
+    """Return a number of bytes with three digits and a unit, in powers of 1000."""
     for factor, unit in _UNITS:
         if num_bytes >= factor:
             return f"{_digits(num_bytes / factor)} {unit}"
@@ -125,12 +132,12 @@ def size(num_bytes: float) -> str:
 
 
 def short(num_bytes: float) -> str:
-    """Return bytes as `23.6M`, for a narrow column."""
+    """Return a number of bytes as `23.6M`, for a narrow column."""
     return size(num_bytes).replace(" ", "").removesuffix("B") or "0"
 
 
 def seconds(number: float) -> str:
-    """Return a time with two digits or more."""
+    """Return a time as text in `s` or `ms`, with at least two digits."""
     if number >= 1:
         return f"{_digits(number)} s"
     return f"{_digits(number * 1e3)} ms"

@@ -1,4 +1,4 @@
-"""Finds what the parts of a `hetero_config.json` contradict in each other, once each, by line."""
+"""Reads an old `hetero_config.json`, reports its contradictions by line, and converts it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ LOCAL = "local"  # the id of the worker on the coordinator's own machine
 
 @dataclass(frozen=True, kw_only=True)
 class OldWorker:
-    """A worker, where others reached it, and its device, as `--backend` names it.
+    """A worker in the old file: its hosts, its port, and its device as `--backend` names it.
 
-    `number` is its id; None if that can't be read, and so for others.
+    `number` is its id, None if that can't be read. `port` is None if it is missing or can't be
+    read.
     """
 
     record: Record
@@ -37,13 +38,16 @@ class OldWorker:
 
     @property
     def name(self) -> str:
-        """Its name for `entrenar worker --id`."""
+        """The worker's name for `entrenar worker --id`."""
         return f"worker-{self.number}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OldStage:
-    """A stage with blocks `layers[0]` to `layers[1] - 1`, of the worker `number`, or of LOCAL."""
+    """A stage with blocks `layers[0]` to `layers[1] - 1`, on the worker `number` or on LOCAL.
+
+    A field that can't be read is None.
+    """
 
     record: Record
     number: int | str | None
@@ -52,7 +56,7 @@ class OldStage:
 
     @property
     def name(self) -> str:
-        """The name of its worker for `entrenar worker --id`."""
+        """The name of the stage's worker for `entrenar worker --id`."""
         return LOCAL if self.number == LOCAL else f"worker-{self.number}"
 
 
@@ -74,10 +78,10 @@ def tell_hosts(coordinator: Address | None, workers: Sequence[OldWorker]) -> Non
 
 
 def tell_ids(workers: Sequence[OldWorker], stages: Sequence[OldStage]) -> None:
-    """Report ids of two workers or two stages, and those with a worker or a stage alone.
+    """Report ids that two workers or two stages share, and ids without a worker or without a stage.
 
-    Ids of stages are not looked at while those of workers are wrong, and workers without a stage
-    not while those of stages are, so that a mistake is reported once.
+    Ids of stages are checked only if the ids of workers are right, and workers without a stage are
+    reported only if the ids of stages are right. So each mistake is reported once.
     """
     numbers = [worker.number for worker in workers]
     if None in numbers or not stages:
@@ -97,7 +101,7 @@ def tell_ids(workers: Sequence[OldWorker], stages: Sequence[OldStage]) -> None:
 
 
 def _tell_stage_ids(numbers: Sequence[int | None], stages: Sequence[OldStage]) -> bool:
-    """Report ids of two stages, or of no worker; return whether there is nothing to report."""
+    """Report ids that two stages share or that no worker has; return True if there are none."""
     named = [stage.number for stage in stages]
     is_right = None not in named
     for index, stage in enumerate(stages):
@@ -118,11 +122,11 @@ def _tell_stage_ids(numbers: Sequence[int | None], stages: Sequence[OldStage]) -
 
 
 def tell_layers(top: Record, stages: Sequence[OldStage], num_blocks: int | None) -> None:
-    """Report gaps, overlaps, stages without blocks, and a wrong end or last stage."""
+    """Report gaps, overlaps, stages without blocks, a wrong end, and a wrong last stage."""
     if not stages:
         top.error("shard_plan", "shard_plan is empty; give a stage for each worker")
         return
-    end: int | None = 0  # of the stages before; None if the last one of them is wrong
+    end: int | None = 0  # of the stages so far; None if the latest of them is wrong
     is_whole = True
     for stage in stages:
         if stage.layers is None:
@@ -142,7 +146,7 @@ def tell_layers(top: Record, stages: Sequence[OldStage], num_blocks: int | None)
 
 
 def _tell_last(top: Record, stages: Sequence[OldStage]) -> None:
-    """Report a last stage that is missing, not the last, or there twice."""
+    """Report if no stage is marked as the last, if several are, or if the marked one isn't last."""
     marked = [index for index, stage in enumerate(stages) if stage.is_last]
     if any(stage.is_last is None for stage in stages):
         return
@@ -160,7 +164,7 @@ def _tell_last(top: Record, stages: Sequence[OldStage]) -> None:
 
 
 def _of_place(start: int, stop: int, end: int) -> str:
-    """Return what is wrong with a stage before which there are `end` blocks; "" if nothing is."""
+    """Return what is wrong with a stage that follows `end` blocks; "" if nothing is."""
     if start < 0:
         return "blocks are counted from 0"
     if start >= stop:
@@ -183,7 +187,7 @@ _STAGE = ("id", "start", "end", "is_last")
 
 @dataclass(frozen=True, kw_only=True)
 class OldConfiguration:
-    """The whole file."""
+    """The whole old file."""
 
     coordinator: Address
     workers: tuple[OldWorker, ...]
@@ -191,7 +195,7 @@ class OldConfiguration:
 
 
 def load(path: Path, num_blocks: int | None) -> OldConfiguration:
-    """Return what the file at `path` says, of a model with `num_blocks`, None if not known.
+    """Return the content of the file at `path`, for a model with `num_blocks`, None if unknown.
 
     Raises ContractError with all problems, each at its line.
     """
@@ -204,7 +208,7 @@ def load(path: Path, num_blocks: int | None) -> OldConfiguration:
 
 
 class _Reader:
-    """Reads the file key by key. What is wrong is a problem, and None is read in its place."""
+    """Reads the file key by key. A wrong value is reported as a problem and read as None."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
@@ -277,14 +281,14 @@ class _Reader:
         return OldStage(record=record, number=number, layers=layers, is_last=is_last)
 
     def _hosts(self, record: Record, keys: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts of those of `keys` that are given; one has to be."""
+        """Return the texts of those `keys` that are present. At least one must be."""
         present = [key for key in keys if key in record.node.fields]
         if not present:
             record.error(keys[0], f"{' and '.join(keys)} are missing; give one")
         hosts = list[str]()
         for key in present:
             host: str | None = self._value(record, key, str)
-            if host and not _HOST.fullmatch(host):  # it gets into commands and a comment
+            if host and not _HOST.fullmatch(host):  # it is written into commands and a comment
                 record.error(key, f"{key}={host!r}: use the name of a host, or its address")
             elif host:
                 hosts.append(host)
@@ -300,7 +304,7 @@ class _Reader:
         return port
 
     def _value(self, record: Record, key: str, kind: type[Any], form: str = "") -> Any:
-        """Return the value of `key`, if it is a `kind`, which `form` describes."""
+        """Return the value of `key` if its type is `kind`, described by `form`; else report it."""
         node: Node | None = record.node.fields.get(key)
         form = form or _TYPES[kind]
         if node is None:
@@ -326,7 +330,7 @@ class _Reader:
                 self._problems.error(item.at, f"{key}[{index}] is a mapping ({', '.join(known)})")
 
     def _record(self, node: MapNode, what: str, known: Sequence[str]) -> Record:
-        """Return the mapping as a record; a key that nothing here corresponds to is a problem."""
+        """Return the mapping as a record. A key that is not in `known` is a problem."""
         for key in node.fields:
             if key not in known:
                 message = f"{what}: {key} is not known here; leave it out (known: "
@@ -362,7 +366,7 @@ def lines(
 
 
 def _stage_plans(old: OldConfiguration) -> list[StagePlan]:
-    """Return the stages; one on the coordinator's machine has no device in the old file."""
+    """Return the stages. A stage on the coordinator's machine has no device in the old file."""
     kinds = {worker.number: scenario.backend_kind(worker.device) for worker in old.workers}
     plans = []
     for stage in old.stages:
@@ -373,7 +377,7 @@ def _stage_plans(old: OldConfiguration) -> list[StagePlan]:
 
 
 def _commands(old: OldConfiguration, secret: Path) -> Iterator[str]:
-    """Yield the command of each worker, and the machine on which it is to be started."""
+    """Yield the command that starts each worker, with the machine on which it must run."""
     by_number = {worker.number: worker for worker in old.workers}
     for stage in old.stages:
         where, options, host = "the coordinator's machine", "", old.coordinator.host
@@ -393,5 +397,5 @@ def _commands(old: OldConfiguration, secret: Path) -> Iterator[str]:
 
 
 def _is_any(host: str) -> bool:
-    """Return whether `host` stands for all addresses of a machine, to which none connects."""
+    """Return whether `host` stands for all addresses of a machine, and can't be connected to."""
     return host in ("0.0.0.0", "::")

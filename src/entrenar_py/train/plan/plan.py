@@ -1,9 +1,10 @@
-"""The plan of a run: every strategy on the devices there are, the one to take, and what would fit.
+"""The plan of a run: each strategy on the available devices, the best choice, and what would fit.
 
-A plan is made from shapes alone: no weight is read. Alike GPUs take the strategy that is fastest on
-the wire, all others the reference trainer, with the same bits on any devices. A run that no device
-can hold is refused before it begins, with the changes that would make it fit. Those are tried first
-that change the least of what is learned.
+A plan is computed from shapes alone: no weight is read. If all devices are CUDA GPUs, the plan
+chooses the strategy of torch's collectives that is fastest on the wire. For all other devices it
+chooses the reference trainer, which gives the same bits on any devices. A run that does not fit is
+refused before it begins. The refusal lists changes that would make the run fit; changes that affect
+learning the least are tried first.
 
 Source: distributed-training-v1, F-HET-002: each worker fits the device that it is given.
 """
@@ -25,17 +26,16 @@ from entrenar_py.train.plan.devices import Device, seconds, size
 from entrenar_py.train.plan.shape import FLOAT_BYTES, Shape
 
 SCHEMA = "entrenar-plan/1"
-BY_PROTOCOL = ("star", "mesh")  # of this package's coordinator; others are torchrun's
-_ALONE = (*BY_PROTOCOL, *BY_SHARDS)  # a worker computes some shards, others by all together
-COMPARED = ("mesh",)  # shown, and never advised: `entrenar finetune` trains over a star
+BY_PROTOCOL = ("star", "mesh")  # run by this package's coordinator; the others by torchrun
+_ALONE = (*BY_PROTOCOL, *BY_SHARDS)  # one worker computes a shard; elsewhere all do so together
+COMPARED = ("mesh",)  # shown but never advised: `entrenar finetune` trains over a star
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A worker's device and its memory, `recomputed` with blocks computed again.
+    """A worker's device and its memory; `recomputed` is its memory if blocks are recomputed.
 
-    `sharing` workers are on the device, which has `fits` for all: True, False, or None if it
-    reports no size.
+    `sharing` is the number of workers on the device.
     """
 
     device: Device
@@ -44,7 +44,7 @@ class Worker:
     sharing: int
 
     def fits(self, *, recompute: bool) -> bool | None:
-        """Return whether all workers of the device fit there; None if that is not known."""
+        """Return whether all workers of the device fit on it; None if its memory is not known."""
         if self.device.memory is None:
             return None
         needed = (self.recomputed if recompute else self.memory).needed
@@ -53,7 +53,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A strategy on all devices. `problem` says why it can't run at all, "" if it can."""
+    """A strategy on all devices. `problem` says why it can't run at all; "" if it can."""
 
     strategy: str
     problem: str
@@ -62,13 +62,13 @@ class Option:
     seconds: float = 0.0
 
     def fits(self, *, recompute: bool) -> bool:
-        """Return whether no worker is known not to fit."""
+        """Return whether the strategy can run and no worker is known not to fit."""
         return not self.problem and all(
             one.fits(recompute=recompute) is not False for one in self.workers
         )
 
     def peak(self, *, recompute: bool) -> int:
-        """Return the peak of the worker that needs most."""
+        """Return the peak of the worker that needs the most, in bytes."""
         memories = (one.recomputed if recompute else one.memory for one in self.workers)
         return max((one.peak for one in memories), default=0)
 
@@ -77,10 +77,9 @@ class Option:
 class Run:
     """The input of a plan: a model's shape, how its steps are split, and the devices.
 
-    `longest` is the number of tokens of the longest row, and `length` that of the sequences that
-    are computed, which is more if rows are packed. `bandwidth` in bytes a second is that of links
-    for which a device states none. Workers compute on `turns` in turns, which are indices of
-    devices: on each device equally often, if none are given.
+    `longest` is the number of tokens of the longest row. `bandwidth`, in bytes per second, is used
+    for links of devices that state none. `turns` are indices of devices: worker r computes on
+    `turns[r % len(turns)]`. If `turns` is empty, workers are spread evenly over the devices.
     """
 
     settings: Settings
@@ -97,20 +96,20 @@ class Run:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """The number of tokens of a sequence: more than `longest` if rows are packed."""
         data = self.settings.data
         return data.max_tokens if data.packing else self.longest
 
     @property
     def num_workers(self) -> int:
-        """One for each device at least."""
+        """The number of workers: at least one for each device."""
         return max(self.settings.num_workers, len(self.devices))
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch, which is a logical shard.
+        """The number of rows of a micro-batch, which is a logical shard.
 
-        Packed rows take fewer sequences: all but one are more than half full.
+        Packed rows need fewer sequences: all sequences but one are more than half full.
         """
         training = self.settings.training
         rows = -(-training.batch_size // training.num_shards)
@@ -120,12 +119,12 @@ class Run:
 
     @property
     def link(self) -> float:
-        """The bandwidth of the slowest link, in bytes a second."""
+        """The bandwidth of the slowest link, in bytes per second."""
         return min(one.bandwidth or self.bandwidth for one in self.devices)
 
     @property
     def recompute(self) -> bool:
-        """True if the configuration asks for blocks to be recomputed."""
+        """True if the configuration requests that blocks are recomputed."""
         return self.settings.recompute == "blocks"
 
 
@@ -137,9 +136,9 @@ def of(
     bandwidth: float,
     turns: Sequence[int] = (),
 ) -> Run:
-    """Return the run of `settings` on `devices`, on which workers compute in `turns`.
+    """Return the run of `settings` on `devices`; workers are assigned to them by `turns`.
 
-    `longest` is the number of tokens of the longest row; without it rows have data.max_tokens.
+    `longest` is the number of tokens of the longest row; None means data.max_tokens.
     """
     most = settings.data.max_tokens
     return Run(
@@ -153,18 +152,21 @@ def of(
 
 
 def rehearse(run: Run, strategy: str) -> None:
-    """Raise UsageError if the memory of the run's model can't be foreseen."""
+    """Raise UsageError if the memory of the run's model can't be estimated.
+
+    Does nothing if no device reports its memory.
+    """
     if any(one.memory is not None for one in run.devices):
         option(run, strategy)
 
 
 def options(run: Run) -> list[Option]:
-    """Return every strategy on the run's devices."""
+    """Return all strategies on the run's devices, including those that can't run or don't fit."""
     return [option(run, strategy) for strategy in costs.STRATEGIES]
 
 
 def option(run: Run, strategy: str) -> Option:
-    """Return a strategy on the run's devices."""
+    """Return one strategy on the run's devices. Its `workers` are empty if it can't run."""
     problem = _problem(run, strategy)
     if problem:
         return Option(strategy=strategy, problem=problem)
@@ -211,7 +213,7 @@ def _worker(run: Run, strategy: str, rank: int) -> Worker:
 
 
 def _problem(run: Run, strategy: str) -> str:
-    """Return why a strategy can't run on the devices, "" if it can."""
+    """Return why a strategy can't run on the devices; "" if it can."""
     size, shards = run.num_workers, run.settings.training.num_shards
     if strategy in _ALONE and size > shards:
         return f"{size} workers and {shards} shards: use training.num_shards >= {size}"
@@ -237,14 +239,14 @@ def _problem(run: Run, strategy: str) -> str:
 
 
 def memory_or_infinite(device: Device) -> float:
-    """Return a device's memory, infinite if it reports none."""
+    """Return a device's memory in bytes, infinity if it reports none."""
     return math.inf if device.memory is None else device.memory
 
 
 def to_record(
     run: Run, tried: Sequence[Option], chosen: Option | None, reason: str
 ) -> dict[str, Any]:
-    """Return a plan as JSON can hold it. Sizes are in bytes."""
+    """Return a plan in a form that JSON can hold. Sizes are in bytes."""
     counts = run.shape.counts()
     return {
         "schema": SCHEMA,
@@ -293,10 +295,11 @@ _SHORTEST = 64  # tokens: shorter rows are not advised
 
 
 def choose(run: Run, tried: Sequence[Option]) -> Option | None:
-    """Return the strategy to take, None if none fits.
+    """Return the strategy to use, None if none fits.
 
-    Alike GPUs take what torch's collectives offer; of several that fit, the one that is fastest on
-    the wire. All others take the reference trainer: its bits do not depend on the devices.
+    If all devices are CUDA GPUs, this is a strategy of torch's collectives, if one fits; otherwise
+    it is the reference trainer, since its bits do not depend on the devices. Of several strategies
+    that fit, the one that is fastest on the wire is returned.
     """
     fitting = [option for option in _advised(tried) if option.fits(recompute=run.recompute)]
     by_protocol = [option for option in fitting if option.strategy in BY_PROTOCOL]
@@ -311,7 +314,7 @@ def _advised(found: Sequence[Option]) -> list[Option]:
 
 
 def reason(run: Run, tried: Sequence[Option], chosen: Option | None) -> str:
-    """Return two sentences: why this strategy, and why not another."""
+    """Return sentences that explain the choice; if nothing fits, they say what would."""
     tried = _advised(tried)
     if chosen is None:
         return _none_fits(run, tried)
@@ -380,11 +383,11 @@ def _none_fits(run: Run, tried: Sequence[Option]) -> str:
 
 
 def remedies(run: Run, strategy: str) -> list[str]:
-    """Return changes of the configuration with which `strategy` fits, each with what it needs."""
+    """Return changes of the configuration that make `strategy` fit, with the resulting peaks."""
     texts = list[str]()
     for text, changed in _changes(run):
         if any(text.startswith(one.rpartition(" (")[0]) for one in texts):
-            continue  # less than this is enough
+            continue  # a smaller change is enough
         tried = option(changed, strategy)
         if tried.fits(recompute=changed.recompute):
             texts.append(f"{text} ({size(tried.peak(recompute=changed.recompute))})")
@@ -392,9 +395,9 @@ def remedies(run: Run, strategy: str) -> list[str]:
 
 
 def _changes(run: Run) -> Iterator[tuple[str, Run]]:
-    """Yield what could be changed, one thing at a time; then these together, one after another.
+    """Yield possible changes one at a time, and after each the combination of all changes so far.
 
-    Those come first that change the least of what is learned.
+    Changes that affect learning the least come first.
     """
     texts, together = list[str](), run
     for text, change in _steps(run):
@@ -442,9 +445,9 @@ RULE = "F-HET-002"
 
 
 def require_memory(run: Run, strategy: str = "star") -> None:
-    """Raise UsageError if a device has too little memory for the workers that it is given.
+    """Raise UsageError if a device has too little memory for its workers.
 
-    A star's coordinator, which holds the model as well, shares the CPU's memory.
+    The coordinator of a star also holds the model. Its memory is counted on the CPU.
     """
     if not any(one.memory is not None for one in run.devices):
         return
@@ -473,10 +476,10 @@ def _advice(run: Run, strategy: str, *, has_coordinator: bool) -> str:
 
 
 def of_backends(names: Sequence[str], described: Sequence[str]) -> list[Device]:
-    """Return the devices that backends of these names open, each once.
+    """Return the devices that backends with these names open, without duplicates.
 
-    If the configuration describes devices, the next one of a backend's kind is taken. Raises
-    UsageError if there is none.
+    If the configuration describes devices, the next described device of a backend's kind is used.
+    Raises UsageError if there is none.
     """
     if not described:
         return [devices.of_backend(name) for name in dict.fromkeys(names)]

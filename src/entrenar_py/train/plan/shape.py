@@ -1,8 +1,8 @@
-"""The model of a run without its weights: what it counts, and what a micro-batch of it takes.
+"""The model of a run without its weights: its sizes, and the memory that a micro-batch takes.
 
-A micro-batch is rehearsed on torch's meta device: the trainer's own code, on tensors without data.
-Every storage that an operation makes is counted until it is freed, so activations and peak are
-those of this model, batch and length, whatever its architecture.
+A micro-batch is rehearsed on torch's meta device: the trainer's own code runs on tensors without
+data. The storage of every tensor is counted until it is freed. So activations and peak are those of
+this model, batch and length, whatever the architecture.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Finetuning
 
-_FUSED = ("cpu", "cuda")  # kinds of devices with kernels that hold no scores of all pairs
+_FUSED = ("cpu", "cuda")  # kinds of devices with attention kernels that don't store all scores
 META = torch.device("meta")
-# What autocast computes in the narrow format, and what in float32; meta tensors have no autocast.
+# Functions that autocast computes in the narrow dtype, and those that it computes in float32. Meta
+# tensors have no autocast, so it is imitated here.
 _NARROW = frozenset(
     [
         "linear",
@@ -71,16 +72,16 @@ _WIDE = frozenset(
         "group_norm",
     ]
 )
-# Operations that make a temporary tensor of their input's size, unseen from outside.
+# Operations that allocate a temporary tensor of their input's size, which no hook shows.
 _HIDDEN = frozenset({torch.ops.aten.logsumexp})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """Bytes that a micro-batch takes beyond what was there before it.
+    """Bytes that a micro-batch takes in addition to what was allocated before it.
 
     `kept` is held for the backward pass once the loss is known. `peak` is the most at any time,
-    gradients included.
+    including gradients.
     """
 
     kept: int
@@ -95,10 +96,10 @@ def rehearse(
     kind: str,
     products: torch.dtype,
 ) -> Rehearsal:
-    """Return what computing `loss` and its gradients of `leaves` takes.
+    """Return the memory that computing `loss` and its gradients with respect to `leaves` takes.
 
-    All tensors are on the meta device. `kind` is that of the device: cpu, cuda or wgpu. `products`
-    is the format of products, also where blocks are computed again.
+    All tensors are on the meta device. `kind` is the kind of the imitated device: cpu, cuda or
+    wgpu. `products` is the dtype of matrix products, also where blocks are recomputed.
     """
     storages = _Storages()
     for tensor in (*module.parameters(), *module.buffers(), *leaves):
@@ -114,15 +115,15 @@ def rehearse(
 
 @contextlib.contextmanager
 def answered(kind: str) -> Iterator[None]:
-    """Let code compute with tensors of the meta device, as it would on a device of a `kind`."""
+    """Let code compute with meta tensors as it would on a device of the given `kind`."""
     with META, _Answers(kind):
         yield
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return what torch.autograd.grad does, with all modes on, also where blocks are recomputed.
+    """Return the result of torch.autograd.grad, with all modes on even where blocks are recomputed.
 
-    The public function turns modes of functions off before it begins.
+    The public function turns function modes off before it begins.
     """
     gradients: Sequence[Tensor] = graph._engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, tuple(leaves), allow_unreachable=True
@@ -131,7 +132,7 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that operations make, until they are freed."""
+    """Counts the bytes of all storages that operations allocate, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,7 +152,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, unless it is counted."""
+        """Count a tensor's storage, unless it is already counted."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
@@ -166,10 +167,10 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Answers(TorchFunctionMode):
-    """Answers what only values can, so that the larger case is rehearsed.
+    """Answers what code asks of tensor values, such that the larger case is rehearsed.
 
-    Rows are filled up: not all elements of a mask [n, t] are set. No row has several texts, which
-    transformers asks of a tensor [n]. Formats are those that autocast gives.
+    Rows are assumed to be padded, so not all elements of a mask [n, t] are set. No row is assumed
+    to hold several texts; transformers asks a tensor [n] about that. Dtypes are those of autocast.
     """
 
     def __init__(self, kind: str) -> None:
@@ -203,9 +204,10 @@ class _Answers(TorchFunctionMode):
         return result
 
     def _equal(self, output: Tensor, logits: Tensor) -> bool:
-        """Return whether both are outputs of a linear layer, and of one shape.
+        """Return whether both tensors are outputs of linear layers and have the same shape.
 
-        So a head's output is taken for the logits, unless these were scaled or capped afterwards.
+        So the output of a head counts as the logits, unless the logits were scaled or capped
+        afterwards.
         """
         return (
             output.shape == logits.shape and output in self._products and logits in self._products
@@ -217,7 +219,7 @@ def _nonzero(given: Tensor) -> Tensor:
 
 
 def _grouped(rows: Tensor, weights: Tensor, **_: Any) -> Tensor:
-    """Stand for the product of rows [m, k] with their experts' matrices [e, k, n]: [m, n]."""
+    """Return a stand-in, [m, n], for rows [m, k] times their experts' matrices [e, k, n]."""
     return rows @ weights[0]
 
 
@@ -246,9 +248,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Take the kernel that keeps queries, keys, values, output and each row's log-sum-exp.
+    """Return attention from a kernel that keeps queries, keys, values, output and log-sum-exp.
 
-    CPUs have none for dropout, and CUDA has none in float32 for heads that share keys.
+    Falls back to torch's function where no such kernel exists: on CPUs with dropout, and on CUDA in
+    float32 with heads that share keys.
     """
     has_kernel = query.dim() == value.dim() == 4 and query.shape[-1] == value.shape[-1]
     lacks = dropout_p if kind == "cpu" else enable_gqa and query.dtype == torch.float32
@@ -264,20 +267,20 @@ def _attention(
 
 
 FLOAT_BYTES = 4
-# What a model of others raises on tensors without values; RuntimeError is torch's own.
+# What foreign model code raises on tensors without values; torch itself raises RuntimeError.
 _UNFORESEEN = (RuntimeError, NotImplementedError, ValueError, TypeError, LookupError)
-_SCALES = 256  # of NF4, that share a scale
-_NF4 = "_is_planned_in_nf4"  # the mark of a layer with weights that are kept so
+_SCALES = 256  # scales of NF4 that share a second-level scale
+_NF4 = "_is_planned_in_nf4"  # marks a layer with weights that are to be in NF4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """The part of a model that one rank holds.
 
-    With `tensor` > 1 each layer that can be split is on this many ranks. With `blocks` given,
-    only this many of the model's blocks are held. Without `has_table` another rank has the table of
-    tokens, and without `has_head` what comes after the last block. A table that is tied to the head
-    is held with either.
+    With `tensor` > 1, each layer that can be split is split over this many ranks. If `blocks` is
+    given, the rank holds only this many of the model's blocks. Without `has_table`, another rank
+    has the token embedding; without `has_head`, another rank has everything after the last block.
+    An embedding that is tied to the head is held with either.
     """
 
     tensor: int = 1
@@ -291,10 +294,11 @@ WHOLE = Cut()
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Numbers of a rank's part of the model.
+    """Sizes of a rank's part of the model.
 
-    `frozen_bytes` are held in the run's format. `trained` counts elements, which are float32.
-    `largest_block_bytes` are the weights of the largest block, `outside_bytes` those of no block.
+    `frozen_bytes` is the size of frozen weights in the run's dtype. `trained` is the number of
+    trained elements, which are float32. `largest_block_bytes` is the size of the largest block's
+    weights, `outside_bytes` the size of all weights outside of blocks.
     """
 
     frozen_bytes: int
@@ -304,13 +308,13 @@ class Counts:
 
     @property
     def weight_bytes(self) -> int:
-        """All weights, trained ones included."""
+        """The bytes of all weights, including trained ones."""
         return self.frozen_bytes + FLOAT_BYTES * self.trained
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The model that `settings` name, on torch's meta device."""
+    """The model of a run on torch's meta device."""
 
     settings: Settings
     _parts: dict[tuple[Cut, bool], nn.Module] = field(default_factory=dict)
@@ -328,12 +332,12 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """The number of the model's parameters, adapters included."""
+        """The number of the model's parameters, including adapters."""
         return _num_elements(self.whole)
 
     @property
     def config(self) -> Any:
-        """The configuration of the part that reads text."""
+        """The configuration of the part of the model that reads text."""
         return cast("Any", self.whole).config.get_text_config()
 
     @property
@@ -347,7 +351,7 @@ class Shape:
         yield from _stack(self.whole)
 
     def block_counts(self) -> list[Counts]:
-        """Return the numbers of each block."""
+        """Return the sizes of each block."""
         counts = []
         for block in self.blocks:
             trained = sum(p.numel() for p in block.parameters() if p.requires_grad)
@@ -361,7 +365,7 @@ class Shape:
         return counts
 
     def counts(self, cut: Cut = WHOLE) -> Counts:
-        """Return the numbers of a part of the model."""
+        """Return the sizes of a part of the model."""
         part = self._part(cut)
         blocks = [self._bytes(block) for block in _stack(part)]
         elsewhere = _elsewhere(part, cut)
@@ -376,9 +380,9 @@ class Shape:
         )
 
     def _of_other_ends(self, part: nn.Module, cut: Cut) -> Iterator[nn.Parameter]:
-        """Yield what stands before or after the blocks of `part`, and another rank trains.
+        """Yield the parameters before or after the blocks of `part` that another rank trains.
 
-        Tables and heads are left out.
+        Embeddings and heads are left out.
         """
         model = cast("Any", part)
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -401,13 +405,16 @@ class Shape:
         return next(names, "").split(".")
 
     def cuts_into(self, size: int) -> str:
-        """Return why the model's layers can't be shared by `size` ranks, "" if they can."""
+        """Return why `size` ranks can't share the model's layers; "" if they can."""
         return blocks.problem_of_sharing(self.whole, size)
 
     def rehearsed(
         self, *, rows: int, length: int, kind: str, recompute: bool, cut: Cut = WHOLE
     ) -> Rehearsal:
-        """Return what a micro-batch of `rows` x `length` tokens takes on a device of a `kind`."""
+        """Return the memory of a micro-batch of `rows` x `length` tokens on a device of `kind`.
+
+        Raises UsageError if the model can't be rehearsed.
+        """
         key = rows, length, kind, recompute, cut
         if key not in self._rehearsed:
             part = self._part(cut, recompute=recompute)
@@ -443,13 +450,13 @@ class Shape:
         except _UNFORESEEN as error:
             problem = " ".join(str(error).split())
             raise UsageError(
-                f"model={self.settings.model}: its memory can't be foreseen without weights "
+                f"model={self.settings.model}: its memory can't be estimated without weights "
                 f"({type(error).__name__}: {problem})"
             ) from error
         return replace(step, peak=step.peak + self._decoded_bytes(part))
 
     def _work(self, part: nn.Module, kind: str) -> Finetuning:
-        """Return a workload on `part`. Only the whole model is tried, which takes some passes."""
+        """Return a workload on `part`. Only the whole model is probed: that takes some passes."""
         if kind not in self._works:
             labels = self.settings.classes.labels if self.settings.task == "classify" else ()
             with answered(kind):
@@ -469,18 +476,18 @@ class Shape:
         if key not in self._parts:
             self._parts[key] = _cut(self.whole, cut)
             if recompute:
-                with contextlib.suppress(UsageError):  # of a model without blocks
+                with contextlib.suppress(UsageError):  # raised for a model without blocks
                     masks.recompute(self._parts[key])
         return self._parts[key]
 
     def _bytes(self, module: nn.Module) -> int:
-        """Return the bytes of a module's weights; some may be in NF4."""
+        """Return the bytes of a module's weights. Some may be in NF4."""
         whole = sum(one.numel() * one.element_size() for one in module.parameters())
         spared = sum(one.numel() * one.element_size() for one in self._packed(module))
         return whole - spared + sum(_nf4_bytes(one.numel()) for one in self._packed(module))
 
     def _decoded_bytes(self, part: nn.Module) -> int:
-        """Return the bytes of the largest weight in NF4, decoded for its product."""
+        """Return the bytes of the largest NF4 weight after it is decoded for its matrix product."""
         width = precision.of_products(self.settings).itemsize
         return width * max((one.numel() for one in self._packed(part)), default=0)
 
@@ -500,7 +507,7 @@ def _samples(rows: int, length: int) -> Samples:
 
 
 def _elsewhere(part: nn.Module, cut: Cut) -> list[nn.Parameter]:
-    """Return the table or the head of `part` that another rank has.
+    """Return the parameters of the embedding or head of `part` that another rank has.
 
     If they are tied, a rank with either has both.
     """
@@ -516,7 +523,7 @@ def _elsewhere(part: nn.Module, cut: Cut) -> list[nn.Parameter]:
 
 
 def _stack(module: nn.Module) -> nn.ModuleList:
-    """Return the model's blocks: of all lists of alike modules, the one that weighs most."""
+    """Return the model's blocks: the list with modules of one type that has the most weights."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part)]
     alike = [one for one in lists if len({type(block) for block in one}) == 1]
     return max(alike, key=_num_elements, default=nn.ModuleList())
@@ -527,14 +534,14 @@ def _num_elements(module: nn.Module) -> int:
 
 
 def _nf4_bytes(number: int) -> int:
-    """Return the bytes of weights in NF4: 4 bits each, and scales that are quantised in turn."""
+    """Return the bytes of `number` weights in NF4: 4 bits each, and scales, also quantised."""
     scales = -(-number // nf4.BLOCK)
     return -(-number // 2) + scales + FLOAT_BYTES * -(-scales // _SCALES)
 
 
 def _cut(whole: nn.Module, cut: Cut) -> nn.Module:
-    """Return a copy of the model in which only a rank's part is left."""
-    # Some layers keep what their last pass computed, which can't be copied with its history.
+    """Return a copy of the model with only a rank's part."""
+    # Some layers keep tensors from their last pass, which can't be copied with their history.
     held = [one for module in whole.modules() for one in vars(module).values()]
     kept = {id(one): one.detach() for one in held if isinstance(one, torch.Tensor)}
     part = copy.deepcopy(whole, kept)
@@ -554,7 +561,7 @@ def _cuttable(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _narrow(layer: nn.Module, how: str, size: int) -> None:
-    """Cut a linear layer and its adapter: of the two factors one is cut, the other is whole."""
+    """Cut a linear layer and its adapter. One of the adapter's factors stays whole."""
     axis = 0 if how == blocks.COLUMNS else 1
     for name, tensor in layer.named_parameters():
         whole = "lora_A" if how == blocks.COLUMNS else "lora_B"

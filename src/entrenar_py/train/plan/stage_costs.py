@@ -1,7 +1,7 @@
-"""The needs of a model's stages: bytes on a worker's device, and work, by the blocks they have.
+"""The costs of a model's stages by the blocks that they have: bytes on a worker's device, and work.
 
-All functions of blocks take one stage, or arrays of many: a matrix [num_blocks + 1,
-num_blocks + 1] has at [a, b] the value of a stage with blocks a to b - 1.
+All functions of blocks take one stage, or arrays of many. A matrix [num_blocks + 1, num_blocks + 1]
+has at [a, b] the value of a stage with blocks a to b - 1.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from entrenar_py.train.plan import costs
 from entrenar_py.train.plan.plan import Run
 from entrenar_py.train.plan.shape import FLOAT_BYTES, Cut
 
-Number = Any  # an int, or an int64 array of one for each stage
-_FROZEN, _TRAINED = 4, 6  # operations a weight and token, forward and backward; 2 are forward
-_UPDATE = 16  # bytes a trained number at the coordinator: itself, its gradient, two moments
+Number = Any  # an int, or an int64 array with one element for each stage
+_FROZEN, _TRAINED = 4, 6  # operations per weight and token, forward and backward; 2 are forward
+_UPDATE = 16  # bytes per trained element at the coordinator: value, gradient and two moments
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """Bytes of a stage's worker on its device, term by term.
 
-    - `weights`: frozen weights of its blocks and its ends, as the run keeps them.
-    - `trained`: trained tensors, float32, in the model and in the replica that makes passes.
-    - `gradients`: on the CPU a shard's gradient, and a node for each level of the tree into which
-      shards fold; on a GPU a shard's alone, as nodes are on the host.
-    - `arriving`: new weights before they are committed, on the host.
-    - `kept`: activations of the shards between their forward and their backward pass. Stage s
-      of P has min(P - s + 1, shards) of them; the last stage makes both passes at once.
-    - `hidden`: hidden states that came in, some before their turn, and that went out.
-    - `passing`: temporary tensors of a pass at its peak; in the last stage those of the loss.
-    - `runtime`: the memory in use before the first tensor.
+    - `weights`: frozen weights of its blocks and of its embedding or head, in the run's dtype.
+    - `trained`: trained tensors, float32, in the model and in the replica that computes passes.
+    - `gradients`: on the CPU one shard's gradient, and one node for each level of the tree along
+      which shards are added; on a GPU one shard's gradient alone, since nodes are on the host.
+    - `arriving`: on the host, new weights before they are committed.
+    - `kept`: activations of the shards between their forward and their backward pass. Stage s of P
+      has min(P - s + 1, shards) of them, the last stage 1, since it runs both passes at once.
+    - `hidden`: hidden states that were received, some ahead of time, and those that were sent.
+    - `passing`: temporary tensors of a pass at its peak; in the last stage including the loss.
+    - `runtime`: the memory in use before the first tensor exists.
     """
 
     weights: Number
@@ -54,14 +54,14 @@ class Terms:
 
     @property
     def needed(self) -> Number:
-        """All terms together."""
+        """The sum of all terms."""
         held = self.weights + self.trained + self.gradients + self.arriving
         return held + self.kept + self.hidden + self.passing + self.runtime
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Stage number `stage` of `num_stages`, on a device of `kind` that computes `shards` a step."""
+    """Stage `stage`, from 0, of `num_stages`. Its device of `kind` computes `shards` a step."""
 
     stage: int
     num_stages: int
@@ -70,7 +70,7 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """True if the stage has the table of tokens."""
+        """True if the stage has the token embedding."""
         return self.stage == 0
 
     @property
@@ -80,18 +80,18 @@ class Place:
 
     @property
     def num_kept(self) -> int:
-        """The most shards between their two passes (`protocol.pipeline.order`)."""
+        """The maximal number of shards between their two passes (`protocol.pipeline.order`)."""
         return 1 if self.is_last else min(self.num_stages - self.stage + 1, self.shards)
 
     @property
     def num_hidden(self) -> int:
-        """The most hidden states: those that came, also of shards to come, and those sent on."""
+        """The maximal number of hidden states: received ones, some ahead of time, and sent ones."""
         came = 0 if self.is_first else min(self.num_stages - self.stage + 2, self.shards)
         return came + (0 if self.is_last else self.num_kept)
 
 
 class StageCosts:
-    """The costs of stages of the model of `run`. Its shards are its micro-batches."""
+    """The costs of stages of the model of `run`. Its shards are the run's micro-batches."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -103,42 +103,42 @@ class StageCosts:
 
     @property
     def num_shards(self) -> int:
-        """Shards of a step."""
+        """The number of shards of a step."""
         return self.run.settings.training.num_shards
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of one shard's hidden states."""
+        """The bytes of one shard's hidden states."""
         width = precision.of_checkpoint(self.run.settings).itemsize
         size = int(self.run.shape.config.hidden_size)
         return width * self.run.rows * self.run.length * size
 
     def every(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return matrices [num_blocks + 1, num_blocks + 1] of each stage's begin and end."""
+        """Return begin and end of each stage, each as int64 [num_blocks + 1, num_blocks + 1]."""
         ends = np.arange(self.num_blocks + 1)
         begin, end = np.meshgrid(ends, ends, indexing="ij")
         return begin, np.maximum(begin, end)
 
     def trained_bytes(self, place: Place, begin: Number, end: Number) -> Number:
-        """Return the bytes of a gradient of the stage: float32."""
+        """Return the bytes of one gradient of the stage, in float32."""
         own = self._trained[end] - self._trained[begin]
         return FLOAT_BYTES * (own + self._ends(place).trained)
 
     def work(self, place: Place, begin: Number, end: Number) -> Number:
-        """Return the operations of a shard in the stage, forward and backward.
+        """Return the operations of one shard in the stage, forward and backward.
 
-        A look-up in the table of tokens is none. A head has its product; losses are not counted.
+        Embedding look-ups and losses are not counted; the matrix product of the head is.
         """
         head = self._head_work if place.is_last else 0
         return self._work[end] - self._work[begin] + head
 
     @property
     def block_work(self) -> float:
-        """The mean operations of a shard in a block."""
+        """The operations of one shard in a block, averaged over the blocks."""
         return float(self._work[-1]) / self.num_blocks
 
     def terms(self, place: Place, begin: Number, end: Number) -> Terms:
-        """Return the bytes of the stage's worker."""
+        """Return the bytes of the stage's worker, term by term."""
         on_host = place.kind == "cpu"
         vector = self.trained_bytes(place, begin, end)
         block, before, passing = self._activations(place)
@@ -154,24 +154,24 @@ class StageCosts:
         )
 
     def nodes(self, num_workers: int) -> int:
-        """Return how many sums of gradients this many workers of a stage send in a step."""
+        """Return how many sums of gradients `num_workers` workers of one stage send in a step."""
         runs = sharding.runs(range(self.num_shards), range(num_workers)).values()
         return sum(num_nodes(own[0], own[-1] + 1) for own in runs if len(own))
 
     @property
     def coordinator_bytes(self) -> int:
-        """The coordinator's memory: all that is trained, twice while a step is made."""
+        """The coordinator's bytes: all trained tensors and their state, twice during a step."""
         counts = self.run.shape.counts()
         held = counts.weight_bytes if not self.run.settings.adapts else 0
         return 2 * _UPDATE * counts.trained + held + costs.RUNTIME_BYTES["cpu"]
 
     def _ends(self, place: Place) -> Any:
-        """Return the counts of what the stage has besides its blocks."""
+        """Return the sizes of what the stage has in addition to its blocks."""
         cut = Cut(blocks=0, has_table=place.is_first, has_head=place.is_last)
         return self.run.shape.counts(cut)
 
     def _activations(self, place: Place) -> tuple[int, int, int]:
-        """Return the bytes that a shard keeps in a block and outside of it, and those of a pass."""
+        """Return a shard's bytes: kept in a block, kept outside of blocks, temporary in a pass."""
         two = min(2, self.num_blocks)
         block = self._rehearsed(place, two).kept
         if two == 2:
@@ -180,7 +180,7 @@ class StageCosts:
         return block, max(0, most.kept - two * block), max(0, most.peak - most.kept)
 
     def _rehearsed(self, place: Place, blocks: int) -> Any:
-        """Return what a shard takes in this many blocks, with the loss in the last stage."""
+        """Return the memory of one shard in this many blocks, with the loss in the last stage."""
         return self.run.shape.rehearsed(
             rows=self.run.rows,
             length=self.run.length,
@@ -190,9 +190,9 @@ class StageCosts:
         )
 
     def _block_work(self, block: nn.Module) -> int:
-        """Return the operations of a shard in `block`: its matrices, and attention to all pairs.
+        """Return the operations of one shard in `block`: matrices, and attention between all pairs.
 
-        Experts are counted as if each token went through all.
+        Experts are counted as if each token passed through all of them.
         """
         tokens = self.run.rows * self.run.length
         products = _work(block, tokens, again=self.run.recompute)
@@ -211,7 +211,7 @@ class StageCosts:
 
 
 def matrix(costs: StageCosts, of: Callable[[Number, Number], Number]) -> NDArray[np.float64]:
-    """Return `of` each stage, float64 [num_blocks + 1, num_blocks + 1]."""
+    """Return the value of `of` for each stage, float64 [num_blocks + 1, num_blocks + 1]."""
     begin, end = costs.every()
     return np.broadcast_to(np.asarray(of(begin, end), np.float64), begin.shape)
 

@@ -1,9 +1,9 @@
-"""Plans the stages of a layer pipeline: those of a configuration, or the best ones there are.
+"""Plans the stages of a layer pipeline: those of a configuration, or the best possible ones.
 
-Workers have stages in the order in which they are given. The order is part of what a user decides:
-the first worker sees the tokens, the last one what is to be predicted, and neighbours need a link.
-`faster_order` tries all orders of a few workers, for `--order best`. The cut of a row of blocks is
-exact: dynamic programming makes the slowest stage as fast as it can be.
+Stages are assigned to workers in the order in which the user lists the workers. That order is part
+of the user's decision: the first worker sees the tokens, the last one sees the targets, and
+neighbours need a link. For `--order best`, `faster_order` tries all orders of a few workers. The
+cut of a row of blocks is exact: dynamic programming makes the slowest stage as fast as possible.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Costs = NDArray[np.float64]
 def best_cut(costs: Sequence[Costs]) -> tuple[range, ...] | None:
     """Return the blocks of each stage with the least largest cost; None if no cut is finite.
 
-    `costs` has for each stage float64 [num_blocks + 1, num_blocks + 1]: at [a, b] the cost of
-    blocks a to b - 1, infinite for what can't be. Each stage gets a block at least. Of the cuts
-    with the least largest cost, one with the least sum of costs is returned, which makes the
-    shortest step: a step takes the sum once, and the largest cost for each further shard.
+    `costs` has for each stage a float64 [num_blocks + 1, num_blocks + 1]: at [a, b] the cost of
+    blocks a to b - 1, infinite if that stage is impossible. Each stage gets at least one block. If
+    several cuts have the same largest cost, one with the minimal sum of costs is returned, which
+    gives the shortest step: a step takes the sum once, and the largest cost for each further shard.
     """
     largest = _ends(costs, np.maximum)
     if largest is None:
@@ -52,11 +52,11 @@ def total(costs: Sequence[Costs], stages: Sequence[range]) -> float:
 
 
 def _ends(costs: Sequence[Costs], join: np.ufunc) -> tuple[range, ...] | None:
-    """Return the stages with the least costs, joined by `join`; None if no cut is finite.
+    """Return the stages with minimal costs, joined by `join`; None if no cut is finite.
 
-    Dynamic programming over prefixes: the best cut of the first b blocks into k stages has, up to
-    its last stage, a best cut of some a < b blocks into k - 1. `join` is monotone, so that holds
-    for the maximum and for the sum.
+    Dynamic programming over prefixes: without its last stage, the best cut of the first b blocks
+    into k stages is a best cut of some a < b blocks into k - 1 stages. That requires a monotone
+    `join`, such as maximum and sum.
     """
     size = len(costs[0])
     least = np.full(size, np.inf)  # by the number of blocks so far
@@ -75,16 +75,17 @@ def _ends(costs: Sequence[Costs], join: np.ufunc) -> tuple[range, ...] | None:
     return tuple(range(a, b) for a, b in pairwise(reversed(ends)))
 
 
-ORDERS_OF_MAX = 6  # workers in all orders, which are 720
+ORDERS_OF_MAX = 6  # workers, which have 720 orders
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
     """A stage, the memory of each of its workers, and its traffic in bytes.
 
-    `seconds` of a shard are computing and sending; in blocks if no speed is known. `hidden_bytes`
-    go to the next stage for each shard, and as many come back: 0 in the last stage. In a step
-    `sent_bytes` go to the coordinator and `received_bytes` come from it.
+    `seconds` is the time of one shard, with computing and sending; if no speed is known, its unit
+    is the time of one block. For each shard, `hidden_bytes` go to the next stage and the same
+    number comes back; it is 0 in the last stage. In a step, `sent_bytes` go to the coordinator and
+    `received_bytes` come from it.
     """
 
     blocks: range
@@ -99,7 +100,7 @@ class PlannedStage:
 
 @dataclass(frozen=True, kw_only=True)
 class StagesPlan:
-    """All stages. `step_seconds` is None if no speed is known."""
+    """The plan of all stages. `has_speed` is True if the speed of every worker is known."""
 
     costs: StageCosts
     stages: tuple[PlannedStage, ...]
@@ -107,20 +108,22 @@ class StagesPlan:
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which a stage is idle, if all are alike: (P - 1) / (S + P - 1)."""
+        """The idle fraction of a step if all stages are equally fast: (P - 1) / (S + P - 1)."""
         ahead = len(self.stages) - 1
         return ahead / (self.costs.num_shards + ahead)
 
     @property
     def slowest(self) -> float:
-        """The time of a shard in the slowest stage."""
+        """The time of a shard in the slowest stage, in the unit of `PlannedStage.seconds`."""
         return max(stage.seconds for stage in self.stages)
 
     @property
     def step_seconds(self) -> float | None:
-        """A step: a shard through all stages, each further one behind the slowest; and weights.
+        """The seconds of a step, None if no speed is known.
 
-        Gradients and weights pass the coordinator's link one after the other.
+        They are the sum of the first shard's time through all stages, of each further shard's time
+        in the slowest stage, and of the transfer of gradients and weights, one after the other,
+        over the coordinator's link.
         """
         if not self.has_speed:
             return None
@@ -130,7 +133,7 @@ class StagesPlan:
         return passing + moved / self.costs.run.bandwidth
 
     def plan(self) -> tuple[StagePlan, ...]:
-        """Return the stages as settings have them."""
+        """Return the stages in the form that settings have."""
         return tuple(
             StagePlan(
                 layers=(stage.blocks.start, stage.blocks.stop),
@@ -142,11 +145,11 @@ class StagesPlan:
 
 
 def of_settings(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
-    """Return the stages of the run's settings, planned for those of `workers` that they name.
+    """Return the stages of the run's settings, planned for the workers that they name.
 
-    A stage without a name takes the next worker that no stage names; of a worker that is not in an
-    empty list of them nothing is known. Raises UsageError for stages that end elsewhere than the
-    model, and for workers that are not there.
+    A stage that names no worker gets the next worker that no stage names. If `workers` is empty,
+    nothing is known about any worker. Raises UsageError if the stages don't end with the model's
+    last block, or if they name a worker that is not in `workers`.
     """
     planned = costs.run.settings.stages
     require_end([range(*stage.layers) for stage in planned], costs.num_blocks)
@@ -182,10 +185,11 @@ def of_settings(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan
 
 
 def propose(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
-    """Return the stages with the fastest slowest stage that fit, one for each of `workers`.
+    """Return the stages that fit and have the fastest slowest stage, one for each of `workers`.
 
-    They have stages in their order. Raises UsageError if there are more workers than blocks, or if
-    no cut fits, with the stage that lacks most in the cut that lacks least.
+    Workers get stages in their order. Raises UsageError if there are more workers than blocks, or
+    if no cut fits. Then it names the stage that lacks the most memory, in the cut that lacks the
+    least.
     """
     if len(workers) > costs.num_blocks:
         raise UsageError(
@@ -205,9 +209,11 @@ def propose(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
 
 
 def faster_order(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan | None:
-    """Return the fastest plan of all orders of `workers`; None if none fits, or there are too many.
+    """Return the fastest plan over all orders of `workers`; None if none fits.
 
-    The dynamic program runs for each order, on matrices that are made once a worker and place.
+    The result is also None for one worker, for more than ORDERS_OF_MAX, and for more workers than
+    blocks. The dynamic program runs for each order, on matrices that are computed once for each
+    worker and place.
     """
     if not 1 < len(workers) <= min(ORDERS_OF_MAX, costs.num_blocks):
         return None
@@ -225,7 +231,7 @@ def faster_order(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPla
 
 
 def require_fits(plan: StagesPlan, before: str = "") -> None:
-    """Raise UsageError for the stage that lacks most memory, if one does."""
+    """Raise UsageError if a stage lacks memory; the error names the stage that lacks the most."""
     lacking = [
         (terms.needed / worker.memory, index, worker, terms)
         for index, stage in enumerate(plan.stages)
@@ -239,7 +245,7 @@ def require_fits(plan: StagesPlan, before: str = "") -> None:
     raise UsageError(
         f"{before}stage {index} ({worker.name or 'no name'}) with {part}: it needs "
         f"{size(terms.needed)} (weights {size(terms.weights)}, activations {size(terms.kept)}), "
-        f"and {size(worker.memory or 0)} are there; use more workers or memory, more "
+        f"and its worker has {size(worker.memory or 0)}; use more workers or memory, more "
         "training.num_shards (smaller ones), recompute: blocks or precision: bfloat16",
         field=f"stages.{index}" if plan.costs.run.settings.stages else "",
     )
@@ -248,7 +254,7 @@ def require_fits(plan: StagesPlan, before: str = "") -> None:
 def _of(
     costs: StageCosts, cut: Sequence[range], groups: Sequence[tuple[StageWorker, ...]]
 ) -> StagesPlan:
-    """Return the plan of a cut; `groups` are the workers of each stage."""
+    """Return the plan of a cut; `groups` has the workers of each stage."""
     num_stages = len(cut)
     has_speed = all(worker.has_speed for group in groups for worker in group)
     stages = []
@@ -296,7 +302,7 @@ def _costs(
 ) -> list[Costs]:
     """Return the seconds of a shard in each stage, infinite where its worker has too little memory.
 
-    `known` keeps what depends on a stage and its worker alone.
+    `known` caches what depends only on a stage and its worker.
     """
     known, matrices = {} if known is None else known, []
     has_speed = all(worker.has_speed for worker in workers)
@@ -312,7 +318,7 @@ def _costs(
 
 
 def _shares(costs: StageCosts, worker: StageWorker, stage: int, num_stages: int) -> Costs:
-    """Return the share of the worker's memory that each stage needs, 0 if it is not known."""
+    """Return the fraction of the worker's memory that each stage needs; 0 if that is unknown."""
     place = _place(costs, stage, num_stages, worker.kind, 1)
     if worker.memory is None:
         return matrix(costs, lambda a, b: 0)
@@ -321,9 +327,9 @@ def _shares(costs: StageCosts, worker: StageWorker, stage: int, num_stages: int)
 
 
 def _wire(costs: StageCosts, groups: Sequence[tuple[StageWorker, ...]], stage: int) -> float:
-    """Return the seconds in which a stage sends hidden states on, and their gradients back.
+    """Return the seconds in which a stage exchanges one shard's hidden states and gradients.
 
-    A link is as fast as its slower end. No transfer is taken to overlap with computation.
+    A link is as fast as its slower end. Transfers are assumed not to overlap with computation.
     """
     slow = [min(one.bandwidth or costs.run.bandwidth for one in group) for group in groups]
     links = [min(pair) for pair in pairwise(slow)]

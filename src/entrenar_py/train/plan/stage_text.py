@@ -31,7 +31,7 @@ _TERMS = ("weights", "trained", "gradients", "arriving", "kept", "hidden", "pass
 
 
 def lines(plan: StagesPlan, *, length_from: str) -> Iterator[str]:
-    """Yield the model, each stage, and what a step takes."""
+    """Yield the lines of a plan: the model, each stage, and the time of a step."""
     yield from step_lines(plan.costs.run, length_from, "shards")
     yield ""
     yield "stages: memory of a worker, time of a shard, bytes on the wire"
@@ -44,7 +44,7 @@ def lines(plan: StagesPlan, *, length_from: str) -> Iterator[str]:
 
 
 def section(stages: Sequence[StagePlan]) -> Iterator[str]:
-    """Yield the lines of `stages:` in a configuration, to be pasted."""
+    """Yield the lines of `stages:` for a configuration."""
     yield "stages:"
     for stage in stages:
         parts = [f"layers: [{stage.layers[0]}, {stage.layers[1]}]"]
@@ -58,13 +58,13 @@ def section(stages: Sequence[StagePlan]) -> Iterator[str]:
 
 
 def scalar(text: str) -> str:
-    """Return `text` as YAML reads it back, in quotes where it needs them."""
+    """Return `text` such that YAML reads it back, with quotes if it needs them."""
     is_plain = _PLAIN.fullmatch(text) and yaml.safe_load(text) == text
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def to_record(plan: StagesPlan) -> dict[str, Any]:
-    """Return a plan as JSON can hold it. Sizes are in bytes; times in seconds, or null."""
+    """Return a plan in a form that JSON can hold. Sizes are in bytes, times in seconds or None."""
     costs = plan.costs
     return {
         "schema": SCHEMA,
@@ -126,13 +126,13 @@ def _term_rows(plan: StagesPlan) -> Iterator[tuple[str, ...]]:
 
 
 def _step(plan: StagesPlan) -> Iterator[str]:
-    """Yield what a step takes, and of what that is the sum."""
+    """Yield the time of a step and the terms that it is the sum of."""
     num_shards, num_stages = plan.costs.num_shards, len(plan.stages)
     if plan.step_seconds is None:
         sentence = (
-            f"time     no speed is known (flops or seconds_per_block of workers): they are taken "
-            f"to be alike, and links to take no time. The slowest stage takes {plan.slowest:.2f} "
-            "blocks a shard."
+            "time     no speed is known (flops or seconds_per_block of workers): workers are "
+            "assumed to be equally fast, and links to take no time. The slowest stage takes "
+            f"{plan.slowest:.2f} blocks a shard."
         )
     else:
         sentence = (
@@ -156,7 +156,7 @@ _NAME_CHARS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class _Box:
-    """A stage as it is drawn; `after` is on the link to the next one, `up` to the coordinator."""
+    """A drawn stage. `after` labels the link to the next stage, `up` that to the coordinator."""
 
     lines: tuple[str, ...]
     after: str
@@ -166,7 +166,7 @@ class _Box:
 def draw(plan: StagesPlan, form: str) -> str:
     """Return the diagram in `form`: mermaid, dot or svg.
 
-    Graphviz draws the SVG if its program `dot` works; otherwise it is a plain one.
+    Graphviz draws the SVG if its program `dot` works; otherwise this module draws a plain one.
     """
     boxes = list(_boxes(plan))
     if form == "svg":
@@ -206,7 +206,7 @@ def _mermaid(boxes: list[_Box]) -> Iterator[str]:
 
 
 def _entities(text: str) -> str:
-    """Return `text` for a label of mermaid. Its entities have # in place of &."""
+    """Return `text` escaped for a label of mermaid, where entities begin with # instead of &."""
     kept = " ,.:-_"
     return "".join(c if c.isalnum() or c in kept else f"#{ord(c)};" for c in text)
 
@@ -232,7 +232,7 @@ def _quoted(text: str) -> str:
 
 
 def _by_graphviz(source: str) -> str:
-    """Return what Graphviz makes of `source`; "" if it is not installed, or fails."""
+    """Return the SVG that Graphviz draws from `source`; "" if it is not installed, or fails."""
     program = shutil.which("dot")
     if program is None:
         return ""
@@ -250,7 +250,7 @@ def _by_graphviz(source: str) -> str:
 
 
 def _svg(boxes: list[_Box]) -> Iterator[str]:
-    """Yield an SVG: stages in a row, and the coordinator above them."""
+    """Yield the lines of an SVG: stages in a row, and the coordinator above them."""
     width = len(boxes) * (_WIDTH + _GAP) - _GAP + 2 * _EDGE
     top = _EDGE + 3 * _HEIGHT
     middle = width / 2

@@ -1,6 +1,6 @@
 """The workers that stages are planned for: from a file, from `devices`, or measured here.
 
-A file is a list of {worker, memory, backend, flops or seconds_per_block, bandwidth}.
+A file has a list of {worker, memory, backend, flops or seconds_per_block, bandwidth}.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ T = TypeVar("T")
 class StageWorker:
     """A worker on a device of `kind` with `memory` bytes, None if that is not known.
 
-    Its speed is `flops`, operations a second, or `seconds_per_block`, of a shard forward and
-    backward, or not known. `bandwidth` of its link is in bytes a second.
+    Its speed is `flops` (operations per second), or `seconds_per_block` (one shard, forward and
+    backward), or unknown. `bandwidth` is that of its link, in bytes per second.
     """
 
     name: str
@@ -52,13 +52,13 @@ class StageWorker:
 
     @property
     def has_speed(self) -> bool:
-        """True if its speed is known."""
+        """True if the worker's speed is known."""
         return self.flops is not None or self.seconds_per_block is not None
 
     def speed(self, block_work: float) -> float:
-        """Return its operations a second, if a block has `block_work`; one block without a speed.
+        """Return the worker's operations per second if a block takes `block_work` operations.
 
-        So the time of a worker without a speed is in blocks.
+        Without a known speed, returns `block_work`, so that the worker's times are in blocks.
         """
         if self.flops is not None:
             return self.flops
@@ -78,7 +78,7 @@ def load(path: Path) -> list[StageWorker]:
 
 
 def of_devices(described: Sequence[Device]) -> list[StageWorker]:
-    """Return a worker for each device; several of one name get numbers."""
+    """Return one worker for each device. Devices with the same name get numbers."""
     times, so_far = Counter(device.name for device in described), Counter[str]()
     workers = []
     for device in described:
@@ -96,7 +96,7 @@ def of_devices(described: Sequence[Device]) -> list[StageWorker]:
 
 
 def nameless(number: int) -> list[StageWorker]:
-    """Return `number` workers without a name, a speed or a known memory."""
+    """Return `number` workers on the CPU without a name, a speed or a known memory."""
     return [StageWorker(name="", kind="cpu")] * number
 
 
@@ -122,7 +122,7 @@ def _read(root: ListNode, problems: Problems) -> Iterator[StageWorker]:
 
 
 def _worker(record: Record) -> StageWorker:
-    """Return a worker; what is wrong with it is a problem, and left out."""
+    """Return a worker. Invalid values are reported as problems and left out."""
     if all(record.present(key) for key in _SPEEDS):
         record.error("seconds_per_block", "flops and seconds_per_block: give one")
     kind = _text(record, "backend")
@@ -173,7 +173,7 @@ def _positive(text: str) -> float:
 
 
 def _require_all_speeds(root: ListNode, problems: Problems) -> None:
-    """Report workers without a speed among others that have one: they can't be compared."""
+    """Report workers without a speed if others have one, since they can't be compared."""
     maps = [item for item in root.items if isinstance(item, MapNode)]
     has = [any(key in item.fields for key in _SPEEDS) for item in maps]
     for item, has_speed in zip(maps, has, strict=True):
@@ -185,13 +185,13 @@ def _require_all_speeds(root: ListNode, problems: Problems) -> None:
             )
 
 
-_TIMES = 5  # the median is taken, after one pass that is not timed
-_ENOUGH_S = 10.0  # no further pass is begun after so long
-_KINDS = ("cuda", "cpu")  # that torch computes a block on
+_TIMES = 5  # timed passes, after one that is not; the result is their median
+_ENOUGH_S = 10.0  # after this time, no further pass begins
+_KINDS = ("cuda", "cpu")  # on which torch can compute a block
 
 
 class _Called(Exception):
-    """The block was called with `inputs` and `named`."""
+    """Raised when the block is called, with `inputs` and `named`."""
 
     def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         super().__init__()
@@ -201,8 +201,8 @@ class _Called(Exception):
 def measured(run: Run, say: Callable[[str], None]) -> list[StageWorker]:
     """Return a worker for each device of this machine, with its free memory and its speed.
 
-    GPUs come before the CPU. `say` gets what was measured. Raises UsageError for a model
-    with blocks that can't be run alone.
+    GPUs come before the CPU. `say` is called with a line for each measurement. Raises UsageError
+    for a model with blocks that can't run alone.
     """
     module = _two_blocks(run)
     workers = []
@@ -237,10 +237,10 @@ def _places(say: Callable[[str], None]) -> Iterator[tuple[str, devices.Device]]:
 
 
 def block_seconds(module: nn.Module, run: Run, place: torch.device) -> float:
-    """Return the seconds of a shard in the second block of `module`, forward and backward.
+    """Return the seconds of one shard in the last block of `module`, forward and backward.
 
-    If adapters alone are trained, the first block of a model has no gradient to send on, so it does
-    less than others.
+    `module` has up to two blocks. If only adapters are trained, the first block of a model has no
+    gradient to send back, so it does less work than the others.
     """
     layers = blocks.of(module)
     inputs, named = _arguments(module, run, layers[-1])
@@ -259,7 +259,7 @@ def block_seconds(module: nn.Module, run: Run, place: torch.device) -> float:
 
 
 def _pass(block: nn.Module, inputs: Any, named: Any, run: Run, place: torch.device) -> None:
-    """Make one pass, and wait until the device is done."""
+    """Compute one forward and backward pass, and wait until the device is done."""
     hidden = inputs[0] if inputs else named["hidden_states"]
     hidden = hidden.detach().requires_grad_()
     if inputs:
@@ -276,7 +276,7 @@ def _pass(block: nn.Module, inputs: Any, named: Any, run: Run, place: torch.devi
 
 
 def _arguments(module: nn.Module, run: Run, block: nn.Module) -> tuple[Any, dict[str, Any]]:
-    """Return what the model calls `block` with, for a shard of random tokens."""
+    """Return the arguments with which the model calls `block`, for a shard of random tokens."""
 
     def call(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         raise _Called(inputs, named)
@@ -298,7 +298,7 @@ def _arguments(module: nn.Module, run: Run, block: nn.Module) -> tuple[Any, dict
 
 
 def _moved(value: Any, place: torch.device) -> Any:
-    """Return `value` with all its tensors on `place`."""
+    """Return `value` with all its tensors moved to `place`."""
     if isinstance(value, Tensor):
         return value.to(place)
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""`entrenar plan`: prints what a run needs and which strategy to take; writes it as JSON."""
+"""`entrenar plan`: prints a run's needs and the strategy to use, and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lines(
 
 
 def step_lines(run: Run, length_from: str, parts: str) -> Iterator[str]:
-    """Yield the model, what is trained, and how a step is cut into `parts`."""
+    """Yield the model, the number of trained elements, and how a step is cut into `parts`."""
     counts, config = run.shape.counts(), run.shape.config
     number = run.shape.num_parameters
     gradient = size(FLOAT_BYTES * counts.trained)
@@ -96,7 +96,10 @@ def _wire_rows(run: Run, found: Sequence[Option]) -> Iterator[tuple[str, ...]]:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a table: the first column to the left, others to the right; a short row is a remark."""
+    """Yield the lines of a table. The first column is aligned left, all others right.
+
+    A row with too few cells is a remark.
+    """
     whole = [row for row in (head, *rows) if len(row) == len(head)]
     widths = [max(len(row[place]) for row in whole) for place in range(len(head))]
     first = max([widths[0], *(len(row[0]) for row in rows)])
@@ -119,7 +122,7 @@ def show(
     """Print the plan of a run; return whether some strategy fits.
 
     `longest` is the number of tokens of the longest row, None if rows were not read. Raises
-    UsageError for a bandwidth of another form, or a file that can't be written.
+    UsageError if `bandwidth` can't be parsed, or if the file can't be written.
     """
     if json is not None:
         arguments.require_writable(json, "json")
@@ -140,10 +143,11 @@ def show(
 
 
 def of_run(settings: Settings, described: Sequence[str] = ()) -> list[Device]:
-    """Return the devices to plan for: described ones, the configuration's, or this machine's.
+    """Return the devices to plan for: `described`, else the configuration's, else this machine's.
 
-    Raises UsageError for a description of another form, and if no device works.
-    Of this machine's, GPUs of CUDA come before other adapters, and these before the CPU.
+    Of this machine, only one kind of device is returned: CUDA GPUs if there are any, else other
+    adapters, else the CPU. Raises UsageError if a description can't be parsed or if no device
+    works.
     """
     texts = described or settings.devices
     if texts:

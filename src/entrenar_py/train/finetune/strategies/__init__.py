@@ -1,1 +1,1 @@
-"""Training by ranks that torchrun starts: each strategy in one file, on torch's own collectives."""
+"""Training with ranks that torchrun starts: one file for each strategy, on torch's collectives."""

@@ -1,11 +1,12 @@
 """Strategies `ddp`, `ddp_canonical` and `fsdp`: each rank computes some shards of a batch.
 
-`ddp` and `ddp_canonical` have the whole model on every rank. `ddp` reduces by torch's own
-all-reduce: its sums depend on the number of ranks. `ddp_canonical` adds along one tree over the
-logical shards: the weights have the same bits for 1, 2, 4 ... ranks.
+With `ddp` and `ddp_canonical`, every rank has the whole model. `ddp` uses torch's own all-reduce,
+so its sums depend on the number of ranks. `ddp_canonical` adds along one tree over the logical
+shards, so the weights have the same bits for 1, 2, 4 ... ranks.
 
-In `fsdp` a rank keeps a piece of every tensor (fully_shard). Each decoder block is gathered when it
-computes, and let go afterwards. Frozen tensors may have another format than those that are trained.
+With `fsdp`, a rank keeps a piece of every tensor (fully_shard). Each decoder block is gathered
+before it computes, and freed afterwards. Frozen tensors may have a different dtype than trained
+tensors.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ class _Whole(Strategy):
 
 
 class Replicated(_Whole):
-    """DistributedDataParallel. Only a rank's last shard of a step is synchronised."""
+    """DistributedDataParallel. Gradients are reduced only for a rank's last shard of a step."""
 
     def __init__(self, shards: Shards) -> None:
         super().__init__(shards)
-        # With find_unused_parameters DDP doesn't rebuild its buckets after a process's first step.
-        # With three ranks or more, a rebuild changes the order of sums, and a resume the bits.
+        # With find_unused_parameters, DDP doesn't rebuild its buckets after a process's first step.
+        # A rebuild changes the order of sums with three ranks or more. Then a resumed run, which
+        # has another first step, would get different bits.
         self._model = DistributedDataParallel(
             self._objective, gradient_as_bucket_view=True, find_unused_parameters=True
         )
@@ -67,12 +69,12 @@ class Replicated(_Whole):
 
 
 class Canonical(_Whole):
-    """DistributedDataParallel with the canonical all-reduce; the shards are the tree's leaves."""
+    """DistributedDataParallel with the canonical all-reduce. Shards are the leaves of the tree."""
 
     def __init__(self, shards: Shards) -> None:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first product
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first matrix product
         torch.use_deterministic_algorithms(True)
-        # As `backends.cuda`: each new tensor would be filled first, by a kernel of its own.
+        # As in `backends.cuda`: otherwise an extra kernel would fill each new tensor first.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         super().__init__(shards)
         self._model = DistributedDataParallel(self._objective, gradient_as_bucket_view=True)
@@ -90,7 +92,7 @@ class Canonical(_Whole):
 
 
 class FullySharded(Strategy):
-    """The model in pieces, block by block."""
+    """A model in pieces, gathered block by block."""
 
     shares_rows = True
 
@@ -115,7 +117,7 @@ class FullySharded(Strategy):
         for number, shard in enumerate(turns):
             # Before the last shard a rank keeps its whole gradient: that saves traffic.
             self._objective.set_requires_gradient_sync(number == len(turns) - 1)
-            if shard is None:  # other ranks have one more, and a forward pass is a collective
+            if shard is None:  # other ranks have one more shard, and forward is a collective
                 loss = self._shards.loss(self._objective, step, 0) * 0
             else:
                 loss = self._shards.loss(self._objective, step, shard)

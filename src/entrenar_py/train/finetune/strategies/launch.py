@@ -1,4 +1,4 @@
-"""One rank of a run that torchrun has started: from the configuration to the output folder."""
+"""One rank of a run that torchrun started: from the configuration to the output folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
 def require_possible(
     strategy: str, workload: Finetuning, plan: TrainingPlan, world_size: int
 ) -> None:
-    """Raise UsageError unless `world_size` ranks can train `workload` by `strategy`."""
+    """Raise UsageError unless `world_size` ranks can train `workload` with `strategy`."""
     if strategy in BY_SHARDS and world_size > plan.num_shards:
         raise UsageError(
             f"strategy={strategy} with {world_size} ranks: training.num_shards="
@@ -81,12 +81,12 @@ def require_possible(
 
 
 _EXAMPLE = "torchrun --nproc_per_node=2 -m entrenar_py.finetune run.yaml"
-_TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may read a large model for long
+_TIMEOUT = timedelta(minutes=30)  # of a collective: reading a large model may take long
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process's place among those that torchrun started, `on_host` of them on this machine."""
+    """This process's place among those that torchrun started; `on_host` of them are here."""
 
     rank: int
     local_rank: int
@@ -96,7 +96,7 @@ class World:
 
 
 def world(environment: Mapping[str, str]) -> World:
-    """Return the place that torchrun gave this process in its environment.
+    """Return the place that torchrun gave this process, from its environment.
 
     Raises UsageError without torchrun, and BackendUnavailable if there are too few GPUs.
     """
@@ -122,7 +122,7 @@ def world(environment: Mapping[str, str]) -> World:
 
 @contextmanager
 def joined(here: World, init_method: str = "env://") -> Iterator[None]:
-    """Join the process group of all ranks: NCCL with GPUs, else gloo."""
+    """Join the process group of all ranks: NCCL with GPUs, else gloo. Leave it at the end."""
     dist.init_process_group(
         "nccl" if here.device.type == "cuda" else "gloo",
         init_method=init_method,
@@ -145,13 +145,13 @@ def train(
     halt_on_spike: bool = False,
     tensorboard: Path | None = None,
 ) -> int:
-    """Train as one rank, in the process group of all; return the exit code, the same on all.
+    """Train as one rank, in the process group of all; return the exit code, the same on all ranks.
 
-    `halt_on_spike` and `tensorboard` are as in `service.coordinator.Task`. Raises, on all ranks the
-    same, ContractError, UsageError or CheckpointError for a problem found before the run begins.
+    `halt_on_spike` and `tensorboard` are as in `service.coordinator.Task`. Raises ContractError,
+    UsageError or CheckpointError, the same on all ranks, for a problem found before the run begins.
     """
     if here.device.type == "cpu":
-        torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+        torch.set_num_threads(1)  # the number of threads changes the order of sums
     settings = together(lambda: settings_of(path))
     prepared = _prepare(settings, here)
     settings = prepared.settings
@@ -186,7 +186,7 @@ def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
 
 
 def _finish(prepared: Prepared, plan: TrainingPlan, record: Record, ended: Ended) -> None:
-    """Export a run that is complete, from a whole model, and draw it."""
+    """Export a completed run from a whole model, and write the page of any run."""
     whole = coordinator.Ended(
         finish=Finish(ended.status, ended.reason),
         made=ended.made,
@@ -204,9 +204,9 @@ def _finish(prepared: Prepared, plan: TrainingPlan, record: Record, ended: Ended
 
 
 def _free_bytes(here: World) -> list[int]:
-    """Return what each rank's GPU has left, nothing for CPUs. Looking opens a context on a GPU.
+    """Return the free bytes of each rank's GPU; an empty list for CPUs.
 
-    So each rank looks at its own.
+    Reading them opens a context on a GPU, so each rank reads only its own.
     """
     if here.device.type != "cuda":
         return []
@@ -216,7 +216,7 @@ def _free_bytes(here: World) -> list[int]:
 
 
 def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
-    """On rank 0, say what was read, and look at hyper-parameters and at all ranks' memory."""
+    """On rank 0, print what was read, and check hyper-parameters and the memory of all ranks."""
     if here.rank:
         return
     foresight.say_rows(prepared)
@@ -233,7 +233,7 @@ def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
 
 
 def settings_of(path: Path) -> Settings:
-    """Return the configuration of ranks. Raises UsageError if it has none of their strategies."""
+    """Return the configuration of ranks. Raises UsageError if it has no strategy for them."""
     settings = settings_file.load(path)
     settings_file.require_other(settings, path, "torchrun")
     if settings.strategy is None:
@@ -246,9 +246,9 @@ def settings_of(path: Path) -> Settings:
 
 
 def _prepare(settings: Settings, here: World) -> Prepared:
-    """Read the rows, first on one rank of each host: the others find them in the cache."""
+    """Read the rows, first on one rank of each host. The others find them in the cache."""
     days = [preparation.day_of(settings)]
-    dist.broadcast_object_list(days)  # other hosts lack the ledger, and midnight may be between
+    dist.broadcast_object_list(days)  # other hosts lack the ledger, and may be past midnight
     prepare = partial(preparation.prepare, settings, day=days[0])
     first = together(lambda: prepare() if here.local_rank == 0 else None)
     return together(lambda: first or prepare())
@@ -279,7 +279,7 @@ def _run(
         outputs.make_folder(prepared)
         return record.open(resume=resume)
 
-    # First, so that a strategy that is refused leaves no ledger behind.
+    # Before the record is opened, so that a refused strategy leaves no ledger behind.
     strategy = together(lambda: STRATEGIES[shards.plan.trainer](shards))
     state = together(opened)
     resumes = [state is not None]

@@ -1,10 +1,10 @@
-"""Strategy `pipeline_parallel`: each rank has some blocks; shards pass through them one by one.
+"""Strategy `pipeline_parallel`: each rank has some blocks, and shards pass through them one by one.
 
-The schedule is torch's 1F1B, with the shards of a step as its micro-batches. All have the same
-shape: rows are filled up to the longest of the step, shards to the same number of rows.
+The schedule is torch's 1F1B, with the shards of a step as its micro-batches. All shards have the
+same shape: rows are padded to the longest row of the step, shards to the same number of rows.
 
-The model's own forward pass runs in each stage. It leaves out the blocks of other stages, takes the
-hidden states that came in at its first block, and ends after its last block.
+The model's own forward pass runs in each stage. It skips the blocks of other stages, takes the
+received hidden states at its first block, and ends after its last block.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from entrenar_py.train.stages.stage_model import Reached, Skipped, hidden_of
 class Ends:
     """The modules of a model before and after its blocks, found by running it on `tokens`.
 
-    `before` and `after` are sets of parameters. `dtypes` has the format of each block's output, and
-    `width` is the size of its last dim.
+    `before` and `after` are sets of parameters. `dtypes` has the dtype of each block's output, and
+    `width` is the size of its last dimension.
     """
 
     def __init__(self, module: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> None:
@@ -78,9 +78,10 @@ class Ends:
 
 
 class Stage(nn.Module):
-    """The blocks `own` of a model; its forward pass without a head is `decoder`.
+    """The blocks `own` of a model. `decoder` is the model without its head.
 
-    Called with tokens int64 [n, t] in the first stage, with hidden states [n, t, d] in others.
+    Called with tokens, int64 [n, t], in the first stage, and with hidden states [n, t, d] in
+    others.
     """
 
     def __init__(
@@ -102,11 +103,11 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, **named: Any) -> Tensor:
         """Return hidden states [n, t, d]: after this stage's blocks, or the model's last ones.
 
-        `named` are a mask or positions, [n, t].
+        `named` has a mask or positions, [n, t].
         """
         if self._is_first:
             named["input_ids"] = x
-        else:  # what the model does before its blocks is without effect
+        else:  # what the model computes before its blocks is not used
             self._received = x
             named["inputs_embeds"] = x.new_zeros(*x.shape[:2], self._embedding_width)
         try:
@@ -134,7 +135,7 @@ _Shape = tuple[int, int]  # rows of a shard, and tokens of a row
 
 
 class PipelineParallel(Strategy):
-    """A stage of the model on each rank."""
+    """One stage of the model on each rank."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards, self.device = shards, shards.device
@@ -170,7 +171,7 @@ class PipelineParallel(Strategy):
         self._schedule: tuple[_Shape, Any] | None = None
 
     def _keep(self, module: nn.Module, ends: Ends) -> None:
-        """Freeze what is computed on other ranks, and let go of the ends' tables there."""
+        """Freeze parameters that other ranks use, and free the embedding and head where unused."""
         is_first, is_last = self._rank == 0, self._rank == self._size - 1
         here = (ends.before if is_first else set()) | (ends.after if is_last else set())
         for parameter in [p for p in module.parameters() if p in ends.before | ends.after]:
@@ -191,7 +192,7 @@ class PipelineParallel(Strategy):
             )
 
     def _find_copies(self) -> dict[str, dist.ProcessGroup]:
-        """Return the groups of ranks that train copies of the same tensor, by its name."""
+        """Return the groups of ranks that train copies of the same tensor, by the tensor's name."""
         everyone: list[list[str]] = [[] for _ in range(self._size)]
         dist.all_gather_object(everyone, list(self.trainable))
         holders: dict[str, list[int]] = {}
@@ -203,7 +204,10 @@ class PipelineParallel(Strategy):
         return {name: dist.new_group(ranks) for name, ranks in copied.items()}
 
     def _require_same(self, before: strategy.Reference, tokens: Tensor) -> None:
-        """Raise UsageError on the last rank unless all stages together do what the model did."""
+        """Raise UsageError on the last rank unless all stages together compute the same as before.
+
+        `before` are the logits of the whole model.
+        """
         workload = self._shards.workload
         with in_evaluation(workload.module), workload.formats(self.device):
             hidden = self._passed(tokens.to(self.device))
@@ -274,7 +278,7 @@ class PipelineParallel(Strategy):
         return losses
 
     def _batch(self, step: Step) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return tokens [S * n, t], what else blocks are given, and targets, shard after shard.
+        """Return tokens [S * n, t], other inputs of blocks, and targets, shard after shard.
 
         Targets are tokens, [S * n, t], or classes and the places of rows' ends, [S * n, 2].
         """
@@ -298,13 +302,13 @@ class PipelineParallel(Strategy):
         for shard, part in enumerate(step.shards):
             start = shard * shape[0]
             classes[start : start + len(part)] = workload.classes(part)
-        # A row that fills up sees its own tokens: a softmax over nothing would not be a number.
+        # A padding row sees its own tokens, since a softmax over nothing would be NaN.
         masks = torch.cat([_filled(own[1], shape, 0) for own in parts])
         masks[masks.sum(1) == 0] = 1
         return tokens, {"attention_mask": masks}, torch.stack([classes, ends], dim=1)
 
     def _scheduled(self, shape: _Shape, num_shards: int) -> Schedule1F1B | ScheduleGPipe:
-        """Return the schedule for shards of `shape`. torch's has buffers of a fixed shape."""
+        """Return the schedule for shards of `shape`. torch's schedules have fixed buffers."""
         if self._schedule is None or self._schedule[0] != shape:
             is_first = self._rank == 0
             received = torch.empty(shape, dtype=torch.int64, device="meta")
@@ -329,7 +333,7 @@ class PipelineParallel(Strategy):
     # --- the state --------------------------------------------------------------------------------
 
     def squares(self) -> Tensor:
-        """Implement `Strategy.squares`: of copies only the first counts."""
+        """Implement `Strategy.squares`. Of several copies, only the first counts."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in self.trainable.items():
             if self._first_of.get(name, self._rank) == self._rank:
@@ -358,7 +362,7 @@ def _filled(rows: Tensor, shape: _Shape, value: int) -> Tensor:
 
 
 def _continued(positions: Tensor, shape: _Shape) -> Tensor:
-    """Return positions of packed rows, filled up to `shape` by a sample of its own in each row."""
+    """Return positions of packed rows, padded to `shape`. In each row, padding is a sample."""
     whole = torch.arange(shape[1]).repeat(shape[0], 1)
     whole[: len(positions), : positions.shape[1]] = positions
     whole[: len(positions), positions.shape[1] :] -= positions.shape[1]
@@ -366,7 +370,7 @@ def _continued(positions: Tensor, shape: _Shape) -> Tensor:
 
 
 class _Drawing(nn.Module):
-    """A stage that draws each shard's random numbers from a stream of the shard and the stage."""
+    """A stage that draws each shard's random numbers from a stream for the shard and the stage."""
 
     def __init__(self, stage: Stage, shards: Shards, rank: int) -> None:
         super().__init__()
@@ -387,7 +391,7 @@ class _Drawing(nn.Module):
 
 
 class _Head:
-    """The model's last layer and the loss, of the last hidden states [n, t, d]."""
+    """The model's last layer and the loss, as functions of the last hidden states [n, t, d]."""
 
     def __init__(self, objective: nn.Module, module: nn.Module) -> None:
         base = cast("Any", module)

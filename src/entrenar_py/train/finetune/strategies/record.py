@@ -1,7 +1,8 @@
 """The record of a run over torch.distributed, kept by rank 0: ledger, metrics, checkpoints.
 
-The files are those of the reference trainer. The ledger has the samples and losses of each shard,
-and each step's loss, rate and norms; digests of the weights are in it wherever it was saved.
+The files have the format of the reference trainer. The ledger has the samples and losses of each
+shard, and each step's loss, learning rate and norms. For each checkpoint, it has digests of the
+weights.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from entrenar_py.train.service.run_events import Happening, Listener, Noted, Sco
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A training between two steps: whole tensors by name, and AdamW's moments like them."""
+    """The state of a training run between two steps: whole tensors by name, and AdamW's moments."""
 
     step: int
     position: sharding.Position
@@ -47,14 +48,14 @@ class State:
 
     @property
     def progress(self) -> dict[str, int]:
-        """The position in the data and the schedule, as a checkpoint has it."""
+        """The position in the data and the schedule, in the form that a checkpoint has."""
         epoch, offset = self.position.epoch, self.position.offset
         return {"step": self.step, "schedule_step": self.step, "epoch": epoch, "offset": offset}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A step that was made: each shard's summed loss and weight, and the numbers of its update."""
+    """A completed step: each shard's summed loss and weight, and the numbers of its update."""
 
     losses: Sequence[float]
     weights: Sequence[float]
@@ -67,7 +68,7 @@ class Made:
 
 
 class Record:
-    """The files of one run in `folder`. Use it as a context: they are locked until its end."""
+    """The files of one run in `folder`. Close it at the end: until then, they are locked."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Record:
         backends: Mapping[int, str],
         tensorboard: Path | None,
     ) -> None:
-        """Event files go to the folder `tensorboard`, if any. `backends` has each rank's device."""
+        """Event files go to the folder `tensorboard`, if given. `backends` are ranks' devices."""
         self._backends = backends
         self._folder, self._plan, self._tensorboard = folder, plan, tensorboard
         self._layout = blocks.Layout(specs)
@@ -89,10 +90,10 @@ class Record:
         self._standing = Standing(is_new=True)
         self._watch = Stopwatch(time.monotonic)
 
-    # --- its beginning ----------------------------------------------------------------------------
+    # --- opening ----------------------------------------------------------------------------------
 
     def open(self, *, resume: bool) -> State | None:
-        """Lock and open all files; return the state to go on from, None at the beginning.
+        """Lock and open all files; return the state to resume from, None for a new run.
 
         Raises UsageError for a file that can't be used, or that an earlier run left there, and
         CheckpointError for a checkpoint that does not fit.
@@ -161,10 +162,10 @@ class Record:
             self._ledger = writer.create(path, head)
         self._stack.callback(self._ledger.close)
 
-    # --- its steps --------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def begin(self, state: State) -> None:
-        """Record the state that all ranks start from."""
+        """Record the state from which all ranks start."""
         if self._since is not None and self._standing.is_new:
             self._write(self._since)
         self._watch.begin()
@@ -195,7 +196,7 @@ class Record:
         )
 
     def made(self, step: Step, result: Made) -> None:
-        """Record a step."""
+        """Record a completed step."""
         ranks = sharding.runs(range(len(step.shards)), range(self._plan.world_size))
         rank_of = {shard: rank for rank, shards in ranks.items() for shard in shards}
         loss = sum(result.losses) / step.weight
@@ -255,14 +256,14 @@ class Record:
         )
 
     def scored(self, scores: Scored) -> None:
-        """Tell scores of the model. The time that they took belongs to no step."""
+        """Report scores of the model. The time that scoring took isn't counted for any step."""
         self.tell(scores)
         self._watch.begin()
 
     def save(self, state: State) -> None:
         """Write the checkpoint before step `state.step`.
 
-        If it can't be written, a note says so, the run goes on and the last checkpoint stays.
+        If it can't be written, a note says so, the run continues, and the last checkpoint stays.
         """
         assert self._ledger is not None, "it was opened"
         self._ledger.sync()
@@ -334,14 +335,14 @@ class Record:
             ) from error
 
     def digest(self, tensors: Arrays) -> str:
-        """Return 16 hex digits over the tensors that were trained."""
+        """Return 16 hex digits over the trained tensors."""
         held = {spec.name: tensors[spec.name] for spec in self._layout.specs}  # in one order
         return weights_digest(_records(held), {})
 
     # --- tensors ----------------------------------------------------------------------------------
 
     def _flat_moments(self, state: State) -> Arrays:
-        """Return the moments as the reference trainer has them: one vector each."""
+        """Return the moments in the form of the reference trainer: one vector each."""
         moments = optimizer.initial_state("adamw", self._layout.num_trainable)
         moments["count"][:] = state.step
         for kind, arrays in state.moments.items():

@@ -1,8 +1,8 @@
-"""Common parts of all strategies: shards and their losses, and how ranks hold a model and agree.
+"""Common parts of all strategies: shards and their losses, how ranks hold a model, how they agree.
 
-A rank holds whole trainable tensors, or a piece of each as DTensors, or all pieces of some.
-Batches, shards and random numbers are the reference trainer's: they follow from the plan alone.
-A model is tried on a few tokens before and after it is cut: the same logits must come out.
+A rank holds whole trainable tensors, or a piece of each as a DTensor, or all of some tensors.
+Batches, shards and random numbers are those of the reference trainer: they follow from the plan
+alone. A model runs on a few tokens before and after it is cut, and must give the same logits.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from entrenar_py.train.model.precision import in_evaluation
 from entrenar_py.train.model.workload import Finetuning
 
 Result = TypeVar("Result")
-_KINDS = (CheckpointError, UsageError)  # raised again as what they are; others as EntrenarError
+_KINDS = (CheckpointError, UsageError)  # raised again with their type; others as EntrenarError
 
 
 def together(action: Callable[[], Result]) -> Result:
     """Return the result of `action` on this rank, once all ranks have theirs.
 
-    If one or more raise an error of this package, or an OSError, all raise that of the lowest rank.
-    A collective within `action` must come before anything that can fail on some ranks alone, or
-    after that was agreed on: a rank that has left waits for the others here.
+    If one or more ranks raise an error of this package, or an OSError, all raise that of the lowest
+    rank. A collective inside `action` must come before anything that can fail on some ranks alone,
+    or after an agreement on it: a rank that has failed already waits for the others here.
     """
     problem: tuple[str, object] | None = None
     try:
@@ -63,12 +63,12 @@ def _as_error(kind: str, message: object, rank: int) -> EntrenarError:
     return kinds.get(kind, EntrenarError)(text)
 
 
-Objective = Callable[..., Tensor]  # of what a batch has: the summed loss, 0-d
+Objective = Callable[..., Tensor]  # from the tensors of a batch to the summed loss, 0-d
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Step `number`: the ids of each logical shard, some perhaps empty, and the `weight` of all."""
+    """Step `number`: the ids of each logical shard, which may be empty, and the `weight` of all."""
 
     number: int
     epoch: int
@@ -89,7 +89,7 @@ class Shards:
         self._visit: tuple[int, sharding.Ids] | None = None
 
     def step(self, number: int, position: sharding.Position) -> Step:
-        """Return the step at `position`."""
+        """Return the step at `position`. Waits for data that doesn't exist yet."""
         plan = self.plan
         if self._visit is None or self._visit[0] != position.epoch:
             rng = plan.rng("order", position.epoch)
@@ -104,14 +104,14 @@ class Shards:
         )
 
     def share(self, rank: int, world_size: int) -> range:
-        """Return the consecutive shards of `rank`, of W ranks that each have S / W or one more."""
+        """Return the consecutive shards of `rank`. Each rank gets S // W of them, or one more."""
         shards = sharding.cut(range(self.plan.num_shards), world_size)[rank]
         return range(shards[0], shards[-1] + 1)
 
     def loss(self, objective: Objective, step: Step, shard: int) -> Tensor:
         """Return the summed loss of `shard`, computed by `objective`.
 
-        A shard without samples has a loss of zero: of another sample, times zero.
+        A shard without samples has a loss of zero: that of another sample, times zero.
         """
         ids = step.shards[shard]
         self.seed(step, shard)
@@ -120,9 +120,9 @@ class Shards:
         return loss if ids else loss * 0
 
     def seed(self, step: Step, shard: int, *place: int) -> None:
-        """Seed all that the model draws in `shard`, as the reference trainer does.
+        """Seed all random numbers of the model in `shard`, as the reference trainer does.
 
-        A `place` in the model, such as a stage, gets a stream of its own.
+        A `place` in the model, such as a stage, gets its own stream.
         """
         rng = self.plan.rng("dropout", step.number, shard, *place)
         self.workload.seed(Dropout(0.0, rng))
@@ -132,9 +132,9 @@ class Shards:
         return torch.zeros(self.plan.num_shards, dtype=torch.float64, device=self.device)
 
     def padded(self, rank: int, world_size: int) -> Iterator[int | None]:
-        """Yield the shards of `rank`, then None as often as others have one more than this rank.
+        """Yield the shards of `rank`, then None for each shard that other ranks have in addition.
 
-        If the forward pass is a collective: all ranks call it equally often.
+        So all ranks call the forward pass the same number of times, which a collective requires.
         """
         share = self.share(rank, world_size)
         yield from share
@@ -147,10 +147,11 @@ ValueOf = Callable[[nn.Parameter], Tensor]  # a parameter itself, or its moment 
 
 
 class Strategy(ABC):
-    """A model that is trained by all ranks together.
+    """A model that all ranks train together.
 
-    `trainable` has this rank's trainable parameters, by the names that they have in the workload.
-    Ranks that share rows score other ones each; else all ranks score the same ones together.
+    `trainable` has this rank's trainable parameters, by their names in the workload. If
+    `shares_rows`, each rank scores different rows; otherwise all ranks score the same rows
+    together.
     """
 
     trainable: dict[str, nn.Parameter]
@@ -167,10 +168,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def logits(self, tokens: Tensor, mask: Tensor) -> Tensor | None:
-        """Return the logits of rows on this rank, None if another rank has those.
+        """Return the logits of rows on this rank; None if another rank has them.
 
-        Both are int64 [n, t] on the device; logits are [n, t, vocabulary] or [n, classes]. All
-        ranks call it equally often, in evaluation mode and without gradients.
+        Both arguments are int64 [n, t] on the device; logits are [n, t, vocabulary] or [n,
+        classes]. All ranks must call it the same number of times, in evaluation mode and without
+        gradients.
         """
 
     def squares(self) -> Tensor:
@@ -186,7 +188,7 @@ class Strategy(ABC):
         return sums.sum()
 
     def first_bad(self) -> str | None:
-        """Return the name of a tensor with a gradient that is not finite, the same on all ranks."""
+        """Return the name of a tensor with a non-finite gradient, or None. Equal on all ranks."""
         own = [
             name
             for name, parameter in self.trainable.items()
@@ -197,7 +199,7 @@ class Strategy(ABC):
         return next((name for names in everyone for name in names), None)
 
     def whole(self, value_of: ValueOf) -> Arrays:
-        """Return on rank 0 the whole tensors of what each parameter has; on others nothing.
+        """Return on rank 0 whole tensors with `value_of` each parameter, on other ranks nothing.
 
         All ranks must call it.
         """
@@ -212,9 +214,9 @@ class Strategy(ABC):
     def spread(
         self, arrays: Mapping[str, NDArray[np.float32]], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, Tensor]:
-        """Return this rank's part of each of `arrays`, which rank 0 has, in the layout of its own.
+        """Return this rank's part of each of `arrays`, in the layout of its own parameters.
 
-        `shapes` has the names of all. All ranks must call it.
+        Only rank 0 needs `arrays`. `shapes` has the names of all of them. All ranks must call it.
         """
         parts: dict[str, Tensor] = {}
         for name, shape in shapes.items():
@@ -234,14 +236,14 @@ def _as_held(whole: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of `parameter`; one that took no part in the loss gets zeros first."""
+    """Return the gradient of `parameter`. If it took no part in the loss, it gets zeros first."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of `tensor`, not a copy."""
+    """Return this rank's part of `tensor`, not a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -251,22 +253,23 @@ def is_in_pieces(tensor: Tensor) -> bool:
 
 
 def trainable_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of `module` that are trained, by name."""
+    """Return the trainable parameters of `module`, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-_NUM_TOKENS = 4  # a rank, in each of two rows
+_NUM_TOKENS = 4  # for each rank, in each of two rows
 _VOCABULARY = 9  # tokens that every model has
-# Shares of the norm of all logits. Rounding is allowed what it makes of the model by itself, some
-# times over: partial sums of a cut product are rounded one by one, and a GPU has other kernels than
-# the CPU. Logits that have nothing in common differ by 1.4, so no model may round that much.
+# Allowed differences, relative to the norm of all logits: a lower limit, a multiple of the model's
+# own rounding error, and an upper limit. A multiple is needed because partial sums of a cut product
+# are rounded separately, and a GPU has different kernels than the CPU. Unrelated logits differ by
+# 1.4, so the upper limit must be lower.
 _LEAST, _TIMES, _MOST = 1e-3, 4, 0.5
 _FILL = 0.01
 
 
 @contextmanager
 def filled(module: nn.Module) -> Iterator[None]:
-    """Fill trainable tensors of zeros while a model is tried: a new adapter's B hides its A."""
+    """Fill trainable tensors of zeros while a model is probed: a new adapter's B hides its A."""
     empty = [name for name, p in module.named_parameters() if p.requires_grad and not p.any()]
     try:
         _fill(module, empty, _FILL)
@@ -276,7 +279,7 @@ def filled(module: nn.Module) -> Iterator[None]:
 
 
 def _fill(module: nn.Module, names: list[str], value: float) -> None:
-    """Fill by name: a model that is cut meanwhile has other parameters, and perhaps not all."""
+    """Fill by name: if the model is cut meanwhile, it has other parameters, and perhaps fewer."""
     parameters = dict(module.named_parameters())
     for name in names:
         if name in parameters:
@@ -290,10 +293,10 @@ def probe_tokens() -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """A whole model's answer to a few tokens, which it must still give once it is cut.
+    """A whole model's logits for a few tokens, which it must still give once it is cut.
 
-    `logits` are float32, on the CPU. `rounding` is by how much they differ, as a share of their
-    norm, once the result of every product is off by as much as its format rounds.
+    `logits` are float32, on the CPU. `rounding` is how much they change, relative to their norm, if
+    the result of every matrix product changes by the rounding error of its dtype.
     """
 
     logits: Tensor
@@ -301,7 +304,7 @@ class Reference:
 
 
 def reference_of(workload: Finetuning, device: torch.device) -> Reference:
-    """Return what the model of `workload`, whole and on `device`, makes of a few tokens."""
+    """Return the logits of the whole model of `workload`, on `device`, for a few tokens."""
     exact = probe_logits(workload, device)
     draw = torch.Generator(device).manual_seed(0)
     with _rounded(workload.module, draw):
@@ -330,7 +333,7 @@ def _rounded(module: nn.Module, draw: torch.Generator) -> Iterator[None]:
 
 
 def probe_logits(workload: Finetuning, device: torch.device) -> Tensor:
-    """Return what a model makes of a few tokens, in evaluation mode: float32, on the CPU."""
+    """Return a model's logits for a few tokens, in evaluation mode: float32, on the CPU."""
     module: Any = workload.module
     with in_evaluation(module), workload.formats(device):
         found: Tensor = module(input_ids=probe_tokens().to(device), use_cache=False).logits
@@ -340,7 +343,7 @@ def probe_logits(workload: Finetuning, device: torch.device) -> Tensor:
 def require_same_logits(before: Reference, after: Tensor, strategy: str, kind: str) -> None:
     """Raise UsageError unless the logits `after` a cut are those `before`, up to rounding.
 
-    `kind` is the model's class.
+    `kind` is the name of the model's class.
     """
     difference = _difference(before.logits, after)
     allowed = min(max(_LEAST, _TIMES * before.rounding), _MOST)

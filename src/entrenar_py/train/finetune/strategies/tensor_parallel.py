@@ -1,10 +1,10 @@
 """Strategies `tensor_parallel` and `sequence_parallel`: ranks share each layer, and all shards.
 
-With the second, hidden states between attentions and MLPs are cut, too: each rank has a part of
-every sequence there. All ranks compute the loss of all shards.
+With the second, hidden states between attentions and MLPs are cut, too: there, each rank has a part
+of every sequence. All ranks compute the loss of all shards.
 
-Layers are cut by the model's own plan (`train.model.blocks`). Adapters of peft are cut along: by
-columns A is whole and B is cut, by rows A is cut and B is whole.
+Layers are cut by the model's own plan (`train.model.blocks`), and peft's adapters with them: of a
+layer cut by columns, A is whole and B is cut; of one cut by rows, A is cut and B is whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from entrenar_py.train.model.blocks import COLUMNS, Plan, base_of
 def cut(plan: Plan, mesh: DeviceMesh, *, outside: Placement) -> None:
     """Cut the layers of `plan`, in place.
 
-    Between the regions, hidden states [n, t, d] lie as `outside` says: whole, or cut by t.
+    `outside` is the placement of hidden states [n, t, d] between the regions: whole, or cut by t.
     """
     for name in plan.regions:
         region = plan.decoder.get_submodule(name)
@@ -66,7 +66,7 @@ def cut(plan: Plan, mesh: DeviceMesh, *, outside: Placement) -> None:
 
 
 def _apply(layer: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
-    """Apply each style; what was frozen stays so, though styles make new parameters."""
+    """Apply each style. Frozen parameters stay frozen, although styles create new parameters."""
     frozen = {name for name, p in layer.named_parameters() if not p.requires_grad}
     for name, style in styles.items():
         parallelize_module(layer.get_submodule(name) if name else layer, mesh, style)
@@ -75,9 +75,9 @@ def _apply(layer: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle])
 
 
 def complete_gradients(module: nn.Module) -> None:
-    """Let the gradients of whole DTensors be added over ranks, where each has a term.
+    """Make the gradients of whole DTensors be added over ranks if each rank has only a term.
 
-    Call it once the model is on its device: it would lose the hooks on its way.
+    Call it once the model is on its device, since moving the model would remove the hooks.
     """
     for parameter in module.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):
@@ -85,7 +85,7 @@ def complete_gradients(module: nn.Module) -> None:
 
 
 def _complete(gradient: DTensor) -> DTensor:
-    """Return a gradient; if each rank has a term of it, the terms are added."""
+    """Return a gradient. If each rank has a term of it, the terms are added."""
     if not gradient.placements[0].is_partial():
         return gradient
     return gradient.redistribute(placements=[Replicate()])
@@ -94,10 +94,10 @@ def _complete(gradient: DTensor) -> DTensor:
 def terms(
     plan: Plan, module: nn.Module, *, in_blocks: nn.ModuleList | None
 ) -> Iterator[nn.Parameter]:
-    """Yield the trainable parameters with a gradient that each rank has a term of.
+    """Yield the trainable parameters for which each rank computes only a term of the gradient.
 
-    They are whole, and what they compute is cut: within regions, and with `in_blocks` everywhere
-    in these blocks.
+    They are whole, but they compute with parts: inside regions, or with `in_blocks` everywhere in
+    these blocks.
     """
     scopes = [plan.decoder.get_submodule(name) for name in plan.regions]
     scopes = [in_blocks] if in_blocks is not None else scopes
@@ -122,7 +122,7 @@ def _adapters(layer: nn.Module) -> list[str]:
 
 
 class _Entrance:
-    """A region's hook: makes its first tensor a DTensor that all ranks have whole."""
+    """A hook of a region: makes its first tensor a DTensor that is whole on all ranks."""
 
     def __init__(self, mesh: DeviceMesh, outside: Placement) -> None:
         self._mesh, self._outside = mesh, outside
@@ -147,14 +147,14 @@ class _Whole(ParallelStyle):
 
 
 class _Drop(nn.Module):
-    """Dropout of an adapter's input: the mask is that of the whole input, the same on all ranks."""
+    """Dropout of an adapter's input. The mask is for the whole input, the same on all ranks."""
 
     def __init__(self, rate: float, mesh: DeviceMesh) -> None:
         super().__init__()
         self._rate, self._mesh = rate, mesh
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x`, whole as a DTensor or a part of its last dim, with elements dropped."""
+        """Return `x` with elements dropped: a whole DTensor, or a part of its last dimension."""
         if not self.training:
             return x
         if isinstance(x, DTensor):
@@ -172,13 +172,13 @@ def scattered(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def gathered(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the whole sequence; each rank has a part of it, `hidden`."""
+    """Return the whole sequence; `hidden` is this rank's part of it."""
     held = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
     return held.redistribute(placements=[Replicate()]).to_local()
 
 
 class TensorParallel(Strategy):
-    """Layers in pieces; hidden states between them are whole on all ranks."""
+    """Layers in pieces. Hidden states between them are whole on all ranks."""
 
     name = "tensor_parallel"
 
@@ -197,7 +197,7 @@ class TensorParallel(Strategy):
         self.trainable = trainable_of(module)
 
     def _cut(self, module: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
-        """Cut the model, in place; return what has a gradient that each rank has a term of."""
+        """Cut the model in place; return the result of `terms`."""
         plan = blocks.plan_of(module)
         cut(plan, mesh, outside=Replicate())
         return list(terms(plan, module, in_blocks=None))
@@ -212,16 +212,16 @@ class TensorParallel(Strategy):
             backward(loss / step.weight)
         for parameter in self._terms:
             dist.all_reduce(gradient_of(parameter))
-        return losses if dist.get_rank() == 0 else losses * 0  # all ranks have the same
+        return losses if dist.get_rank() == 0 else losses * 0  # all ranks have the same losses
 
     def logits(self, tokens: Tensor, mask: Tensor) -> Tensor | None:
         """Implement `Strategy.logits`."""
         found: Tensor = self._objective.logits(tokens, mask)
-        return found if dist.get_rank() == 0 else None  # all ranks have the same
+        return found if dist.get_rank() == 0 else None  # all ranks have the same logits
 
 
 class SequenceParallel(TensorParallel):
-    """Layers in pieces; between them each rank has a part of every sequence."""
+    """Layers in pieces. Between them, each rank has a part of every sequence."""
 
     name = "sequence_parallel"
 

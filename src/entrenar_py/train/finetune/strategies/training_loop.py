@@ -1,12 +1,12 @@
-"""The loop over steps, the same for every strategy and the same in meaning as the reference's.
+"""The loop over steps, the same for every strategy. It follows the rules of the reference trainer.
 
-The loss is a sum divided by the batch's whole weight, and the gradient is clipped by one norm over
-all ranks. A value that is not finite stops all ranks before the step is made. So does a spike, if
-that was asked for.
+The loss is a sum divided by the weight of the whole batch, and the gradient is clipped by one norm
+over all ranks. A value that is not finite stops all ranks before the update. So does a spike, if
+that was requested.
 
-Ranks must take every branch together: one that leaves alone lets all others wait in a collective.
-So what they branch on is summed or gathered first (losses, the norm, signals to stop), and is
-the same number on all of them. Rank 0 alone writes, by `_on_record`.
+All ranks must take the same branches: if one rank leaves alone, all others wait for it in a
+collective. So the values that decide (losses, the norm, signals to stop) are summed or gathered
+first, and are the same on all ranks. Only rank 0 writes, by `_on_record`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from entrenar_py.train.service.measures import GradientNorms, Memory
 class Scoring:
     """Scores every `evaluate_every` steps, and at the end, if there are validation rows.
 
-    Training waits meanwhile, since no rank need have room for a second model.
+    Training waits for it, since ranks may have no memory for a second model.
     """
 
     def __init__(self, prepared: Prepared, strategy: Strategy, shards: Shards) -> None:
@@ -92,12 +92,12 @@ class Scoring:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_LOOK_EVERY = 16  # steps from one look at this rank's memory to the next
+_LOOK_EVERY = 16  # steps between two measurements of this rank's memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The end of a run after `made` steps, and on rank 0 the whole tensors that were trained."""
+    """The end of a run after `made` steps. On rank 0, it has the whole trained tensors."""
 
     status: str
     reason: str
@@ -106,7 +106,7 @@ class Ended:
 
 
 class Halted(Exception):
-    """The step must not be made. `events` say why."""
+    """Raised when a step must not be applied. `events` say why."""
 
     def __init__(self, *events: trace.Event, reason: str) -> None:
         super().__init__(reason)
@@ -122,7 +122,7 @@ def _not_finite(what: str, step: Step, shard: int | None, tensor: str | None) ->
 
 
 class Loop:
-    """One run of `plan` by `strategy`. `record` is rank 0's, None on other ranks."""
+    """One run with `strategy`. `record` is rank 0's; it is None on other ranks."""
 
     def __init__(
         self,
@@ -140,13 +140,13 @@ class Loop:
         self._scoring, self._memory = scoring, Memory(0, None)
         self._optimizer = _optimizer(self._plan, strategy.trainable)
         self._position, self._step, self._saved = sharding.Position(), 0, -1
-        self._norms, self._halts_on_spike = GradientNorms(), halts_on_spike  # same on all ranks
+        self._norms, self._halts_on_spike = GradientNorms(), halts_on_spike  # equal on all ranks
         self._stopping = _Stopping()
 
     def run(self, state: State | None, *, resumes: bool) -> Ended:
         """Train from the beginning, or from rank 0's `state`, to the end, and score the result.
 
-        A signal waits for what is saved and scored, too.
+        A signal to stop takes effect after a save or an evaluation in progress.
         """
         with self._stopping:
             return self._run(state, resumes=resumes)
@@ -192,7 +192,7 @@ class Loop:
         return scores
 
     def _peaks(self) -> str:
-        """Return in words the most memory that each rank had in use, the same on all ranks."""
+        """Return a text with the peak memory of each rank, the same on all ranks."""
         if self._strategy.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._strategy.device)
         else:
@@ -204,7 +204,7 @@ class Loop:
         )
 
     def _train(self) -> bool:
-        """Make one step; return whether a rank was told to stop. Raises Halted on all ranks."""
+        """Apply one step; return whether a rank was told to stop. Raises Halted on all ranks."""
         step = self._shards.step(self._step, self._position)
         self._optimizer.zero_grad()
         if self._step % _LOOK_EVERY == 0:
@@ -255,7 +255,7 @@ class Loop:
         return spike
 
     def _clip(self, norm: float) -> float:
-        """Clip the gradient as the reference trainer does; return its norm from then on."""
+        """Clip the gradient as the reference trainer does; return its norm after clipping."""
         clip_norm = self._plan.clip_norm
         if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
             return norm
@@ -275,7 +275,10 @@ class Loop:
         )
 
     def _on_record(self, action: Callable[[Record], None]) -> None:
-        """Let rank 0 write. If it can't write the ledger it ends, and torchrun ends all others."""
+        """Call `action` with rank 0's record. If the ledger can't be written, rank 0 ends.
+
+        torchrun then ends all other ranks.
+        """
         if self._record is not None:
             action(self._record)
 
@@ -306,7 +309,7 @@ class Loop:
         return moment
 
     def _restore(self, state: State | None) -> None:
-        """Take over rank 0's `state`; all ranks must call it."""
+        """Restore rank 0's `state` on all ranks, which must all call it."""
         stands = [None if state is None else (state.step, state.position, state.norms)]
         dist.broadcast_object_list(stands, 0)
         assert stands[0] is not None, "rank 0 has a state"
@@ -329,9 +332,9 @@ class Loop:
 
 
 def _optimizer(plan: TrainingPlan, trainable: Mapping[str, nn.Parameter]) -> AdamW:
-    """Return AdamW. Matrices decay.
+    """Return AdamW. Weight decay applies to matrices only.
 
-    DTensors form groups of their own, as multi-tensor kernels take no mixture.
+    DTensors form separate groups, since multi-tensor kernels can't mix them with plain tensors.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in trainable.values():
@@ -349,7 +352,7 @@ def _optimizer(plan: TrainingPlan, trainable: Mapping[str, nn.Parameter]) -> Ada
 
 
 class _Stopping:
-    """Notes signals to stop within its context: the step in work is finished, and saved."""
+    """Notes signals to stop within its context. The step in progress is completed and saved."""
 
     def __init__(self) -> None:
         self.is_told = False
