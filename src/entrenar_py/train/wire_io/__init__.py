@@ -1,1 +1,2 @@
-"""Drivers carry out the effects of the protocol's state machines: in virtual time, or over TCP."""
+"""Drivers that carry out the effects of the protocol's state machines, in virtual time or over TCP.
+"""
