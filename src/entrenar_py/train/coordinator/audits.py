@@ -120,7 +120,9 @@ class Copies:
         return chosen, [*recorded, audit]
 
     def forget(self, rank: int) -> list[trace.Event]:
-        """Return the faults injected into the copies of `rank`, which has left; drop these copies.
+        """Return the faults injected into the copies of `rank`, which has left.
+
+        Drop these copies.
         """
         lost = [self._open.pop(rank)] if rank in self._open else []
         for shard, copies in self._whole.items():

@@ -191,7 +191,9 @@ class Member:
         self.held.hold(message, payload)
 
     def regroup(self, number: int) -> None:
-        """Forget the blocks that arrived for the current step; round `number` begins or restarts.
+        """Forget the blocks that arrived for the current step.
+
+        Round `number` begins or restarts.
         """
         self.exchange.clear()
         self.held.regroup(number)

@@ -68,8 +68,9 @@ class Devices:
 
     @property
     def alike(self) -> bool:
-        """True if all workers compute on the same backend; different backends may round
-        differently.
+        """True if all workers compute on the same backend.
+
+        Different backends may round differently.
         """
         return len({backend.name for backend in self._opened.values()}) == 1
 

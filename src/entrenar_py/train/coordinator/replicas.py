@@ -173,8 +173,9 @@ class Replicas:
     def guard(
         self, leaf: reduction.Node, worker: Worker, step: int, shard: int, ids: sharding.Ids
     ) -> trace.Halt | None:
-        """Return a Halt that names the place of a non-finite value in `leaf`; None if all are
-        finite.
+        """Return a Halt that names the place of a non-finite value in `leaf`.
+
+        The result is None if all are finite.
         """
         place = engine.non_finite(leaf.vector)
         if place is None and math.isfinite(leaf.loss):
@@ -226,8 +227,7 @@ class Replicas:
         replica.average_buffers(average.mean)
 
     def make(self, worker: Worker, step: int, average: Average) -> trace.Update:
-        """Return the event that records `step`, after updating one worker's replica with `average`.
-        """
+        """Update one worker's replica with `average`; return the event that records the step."""
         self.move(worker, average)
         replica = worker.replica
         return trace.Update(
@@ -245,8 +245,9 @@ class Replicas:
         )
 
     def apply(self, step: int, total: reduction.Node) -> None:
-        """Average and clip `total` once; update every worker's replica with it and record the
-        steps.
+        """Average and clip `total` once.
+
+        Update every worker's replica with it and record the steps.
         """
         mean = optimizer.mean(total.vector, total.weight * self.scale)
         average = self.averaged(mean, total.loss, total.weight)
@@ -321,8 +322,7 @@ class Replicas:
             raise ProtocolError(f"a state at {position}: no sample has that offset")
 
     def require_sum(self, message: TreeNode | Partial) -> None:
-        """Raise ProtocolError if `message` has an impossible weight or a loss that is not finite.
-        """
+        """Raise ProtocolError if `message` has an impossible weight or a non-finite loss."""
         weight, loss = message.weight, message.loss
         most = self.workload.weight_max * self.plan.batch_size
         if not (0 <= weight <= most and math.isfinite(loss)):

@@ -264,7 +264,7 @@ class Server:
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         """Return summed loss and weight of `block`, now averaged, or the reason to halt."""
-        self._moved()  # with the previous average, whose memory this one reuses
+        self._moved()  # with the previous average: this one reuses its memory
         averaged = self.reduction.reduce(block)
         if averaged is None:
             return "the average gradient or loss is not finite, though each worker's is finite"

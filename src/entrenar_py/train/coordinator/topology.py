@@ -109,8 +109,7 @@ class TreeExchange:
         self._take(rank, node, blocks.vector_of(payload), payload)
 
     def contribute(self, node: TreeNode) -> None:
-        """Add a block of this worker's own node without changing it: it may have to be sent again.
-        """
+        """Add a block of this worker's own node, read-only: the node may have to be sent again."""
         vector = self.nodes[node.level, node.index].vector[self.held.blocks.part(node.block)]
         vector.flags.writeable = False
         self._take(_THIS_WORKER, node, vector, None)

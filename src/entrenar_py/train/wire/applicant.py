@@ -1,5 +1,4 @@
-"""Peers that have not joined as workers yet: applicants ask for the run's terms or fetch its files.
-"""
+"""Peers that are not workers yet: they ask for the run's terms, or fetch its files."""
 
 from __future__ import annotations
 

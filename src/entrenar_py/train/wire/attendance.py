@@ -78,7 +78,9 @@ class Member:
             )
 
     def begin_delivery(self, computed: Computed | Summed) -> None:
-        """Begin the delivery that `computed` announces; raises ProtocolError if it is out of turn.
+        """Begin the delivery that `computed` announces.
+
+        Raises ProtocolError if it is out of turn.
         """
         self.require_assigned(computed)
         self.delivering = True
@@ -192,7 +194,9 @@ class Attendance:
         return [do.Send(peer, challenge)]
 
     def _admit(self, peer: Peer, member: Member, hello: say.Hello) -> list[Effect]:
-        """Return the answer to a hello; an admitted worker is now WAITING, others are disconnected.
+        """Return the answer to a hello.
+
+        An admitted worker is now WAITING, others are disconnected.
         """
         answer = terms.admit(
             hello,

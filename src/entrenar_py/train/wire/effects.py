@@ -138,7 +138,9 @@ class Left(Effect):
 
 
 class Dealt(Effect):
-    """From `step` on, each rank gets `counts[rank]` shards; a shard takes it `costs[rank]` seconds.
+    """From `step` on, each rank gets `counts[rank]` shards.
+
+    A shard takes it `costs[rank]` seconds.
     """
 
     step: int

@@ -179,8 +179,7 @@ class Received:
 
 
 def new_room(message: Message, num_bytes: int) -> memoryview:
-    """Return new memory for a payload, not zeroed, because zeroing would cost more than receiving.
-    """
+    """Return new memory for a payload, not zeroed: zeroing would take longer than receiving."""
     return np.empty(num_bytes, np.uint8).data
 
 
@@ -193,8 +192,7 @@ class Encoder:
         self._number = 0
 
     def encode(self, message: Message, payload: Buffer = b"") -> Iterator[bytes | memoryview]:
-        """Yield the bytes of each frame of `message`: prefix and header, then a view of the chunk.
-        """
+        """Yield the bytes of each frame of `message`: prefix and header, then a view of a chunk."""
         whole = memoryview(payload).cast("B")
         assert message.carries or not whole.nbytes, f"{message} carries nothing"
         header = dump_header(message)
@@ -301,8 +299,7 @@ class Decoder:
         self._advance = self._end_header
 
     def _due_first(self, kind: type[Message], header_bytes: int, whole_bytes: int) -> int:
-        """Return how many payload bytes follow a message's first frame, after checking the frame.
-        """
+        """Check the first frame of a message; return how many payload bytes follow it."""
         name, longest = kind.__name__, header_bytes_max(kind)
         keyed = kind in UNKEYED or self.key != NO_KEY
         _require(keyed, f"{name} from a stranger: prove yourself first")
@@ -319,8 +316,7 @@ class Decoder:
     def _due_later(
         self, received: Received, kind: type[Message], header_bytes: int, whole_bytes: int
     ) -> int:
-        """Return how many payload bytes follow a message's later frame, after checking the frame.
-        """
+        """Check a later frame of a message; return how many payload bytes follow it."""
         known = type(received.message) is kind and header_bytes == 0
         _require(known, "a frame of another message came in between")
         whole = len(received.payload)

@@ -298,13 +298,14 @@ class MeshWorker(Worker):
         return [*self._spread(average), *self._has(block)]
 
     def overflowed(self, step: int, block: int) -> list[Effect]:
-        """Return the report that an owned block's average is not finite: the coordinator will halt.
-        """
+        """Return the report that an owned block's average is not finite, so that the run halts."""
         overflow = do.Send(self._peer, say.Overflow(step=step, block=block))
         return [] if self._group is None else [overflow]
 
     def tick(self, now: float) -> list[Effect]:
-        """Return the heartbeats that are due; close links and connections that are silent too long.
+        """Return the heartbeats that are due.
+
+        Close links and connections that are silent too long.
         """
         effects = super().tick(now)
         heartbeats, silent = self.links.tick(now)
@@ -432,7 +433,9 @@ class MeshWorker(Worker):
         return [do.Hold(self.step, message.block), *self._has(message.block)]
 
     def _postpone(self, peer: Peer) -> list[Effect]:
-        """Postpone an early message; raises ProtocolError if there are more than a round can have.
+        """Postpone an early message.
+
+        Raises ProtocolError if there are more than a round can have.
         """
         self._num_postponed += 1
         most = self._num_blocks * (len(self._holders) + 1)
@@ -501,8 +504,7 @@ class RingWorker(MeshWorker):
     _combined: frozenset[int] = frozenset()  # blocks to which this worker added its part
 
     def combined(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
-        """Return the effects of a sum: average an owned block, or send the sum to the next worker.
-        """
+        """Return the effects of a new sum: average an owned block, or pass the sum on."""
         assert self._group is not None
         if self._owner(block) == self.rank:
             return [do.Reduce(step, block)]

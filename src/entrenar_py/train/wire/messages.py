@@ -260,7 +260,9 @@ class Staged(Message):
 
 
 class Commit(Message):
-    """Coordinator: all workers hold the blocks of `step`; apply the step, or use the new weights.
+    """Coordinator: all workers hold the blocks of `step`.
+
+    Apply the step, or use the new weights.
     """
 
     tag: ClassVar[int] = 16

@@ -39,7 +39,9 @@ class Places:
         return next(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)
 
     def called(self, rank: int) -> str:
-        """Return the name of the worker that `rank` is reserved for; "" if any worker may have it.
+        """Return the name of the worker that `rank` is reserved for.
+
+        "" if any worker may have it.
         """
         return self.names[rank] if self.names else ""
 

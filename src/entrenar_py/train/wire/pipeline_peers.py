@@ -1,5 +1,4 @@
-"""The peers of a layer pipeline: each worker has one stage of the model, the coordinator has none.
-"""
+"""The peers of a layer pipeline: each worker has a stage of the model, the coordinator none."""
 
 from __future__ import annotations
 
@@ -282,7 +281,7 @@ class PipelineWorker(MeshWorker):
         # the remaining passes: a shard, and whether forward
         self._passes: list[tuple[int, bool]] = []
         self._shards: tuple[int, ...] = ()
-        self._arrived: set[tuple[int, bool]] = set()  # the passes whose input is here
+        self._arrived: set[tuple[int, bool]] = set()  # the passes that have their input
         self._running: do.Pass | None = None
         self._assigned_s = 0.0  # when the step's shards were assigned
         self._times: list[pipeline.Timed] = []  # times of the step's passes so far
@@ -324,7 +323,9 @@ class PipelineWorker(MeshWorker):
     # --- passes -----------------------------------------------------------------------------------
 
     def passed(self, effect: do.Pass, outcome: Passed | say.NonFinite) -> list[Effect]:
-        """Return the effects of the result of `effect`; none if its round or connection has ended.
+        """Return the effects of the result of `effect`.
+
+        None if its round or connection has ended.
         """
         if effect != self._running:
             return []
@@ -349,8 +350,7 @@ class PipelineWorker(MeshWorker):
         return [*sends, do.Send(self._peer, summed), *(do.Send(self._peer, n) for n in nodes)]
 
     def wants(self, asked: do.Compute | do.Pass | do.Load) -> bool:
-        """Return whether `asked` is still needed, because its round and connection have not ended.
-        """
+        """Return whether `asked` is still needed: its round and connection have not ended."""
         return asked is self._loading or asked == self._running
 
     def _note_time(self, effect: do.Pass, outcome: Passed) -> None:

@@ -290,8 +290,7 @@ class Dealing(Attendance):
         return self._give(self._ranks()[rank], (shard,), now)
 
     def _pursue(self, shard: int, now: float) -> list[Effect]:
-        """Have two workers (or the only worker) compute an audited shard, then compare the copies.
-        """
+        """Have two workers (or the only one) compute an audited shard, then compare the copies."""
         audit, effects = self._audits[shard], list[Effect]()
         while len(audit.asked) + len(audit.copies) < 2:
             rank = audit.second(self._witnesses(audit), self.step + shard)
@@ -301,7 +300,9 @@ class Dealing(Attendance):
         return effects if audit.asked else [*effects, do.Compare(self.step, shard)]
 
     def _witnesses(self, audit: Audit) -> list[int]:
-        """Return the ranks with the backend of earlier copies, if any; backends round differently.
+        """Return the ranks with the backend of earlier copies, if any.
+
+        Backends round differently.
         """
         members = {member.in_rank(): member for member in self._members().values()}
         used = {members[rank].backend for rank in (*audit.asked, *audit.copies)}
@@ -378,8 +379,7 @@ class Dealing(Attendance):
         return [do.Reduce(self.step, block)]
 
     def _keep_whole(self, member: Member) -> list[Effect]:
-        """Keep the deliveries of `member` even if it leaves, unless an audit or delivery is open.
-        """
+        """Keep the deliveries of `member` even if it leaves, unless an audit or delivery is open"""
         if self._audits or member.delivering or not member.delivered:
             return []
         member.delivered.clear()

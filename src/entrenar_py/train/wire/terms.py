@@ -59,7 +59,9 @@ NONCE_BYTES = 16
 
 
 def proof_of_worker(secret: bytes, challenge: Challenge, hello: Hello) -> str:
-    """Return 64 hex digits that prove that the worker knows `secret`; `hello.proof` is not covered.
+    """Return 64 hex digits that prove that the worker knows `secret`.
+
+    `hello.proof` is not covered.
     """
     return _mac(secret, b"worker", challenge, hello).hex()
 

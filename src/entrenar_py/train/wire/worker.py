@@ -94,7 +94,9 @@ class Worker:
         return [do.Send(self._peer, say.Leave(reason=say.brief(reason))), *self._depart(reason)]
 
     def leave(self, reason: str) -> list[Effect]:
-        """Return the effects that leave the run for good; a connected coordinator gets the reason.
+        """Return the effects that leave the run for good.
+
+        A connected coordinator gets the reason.
         """
         if self.phase in (Phase.AWAY, Phase.OVER):
             self.phase = Phase.OVER
@@ -110,8 +112,7 @@ class Worker:
     def computed(
         self, effect: do.Compute, outcome: Sequence[say.TreeNode] | say.NonFinite
     ) -> list[Effect]:
-        """Return the effects of the result of `effect`: tree nodes, or a shard that isn't finite.
-        """
+        """Return the effects of a result of `effect`: tree nodes, or a shard that isn't finite."""
         if not self.wants(effect):
             return []
         self._work.popleft()
@@ -124,7 +125,9 @@ class Worker:
         return [computed, *self._deliver(outcome), *next_one]
 
     def tick(self, now: float) -> list[Effect]:
-        """Return a heartbeat if one is due; disconnect from a coordinator that is silent too long.
+        """Return a heartbeat if one is due.
+
+        Disconnect from a coordinator that is silent too long.
         """
         if self.phase in (Phase.AWAY, Phase.OVER):
             return []

@@ -1,2 +1,1 @@
-"""Drivers that carry out the effects of the protocol's state machines, in virtual time or over TCP.
-"""
+"""Drivers for the effects of the protocol's state machines, in virtual time or over TCP."""

@@ -102,7 +102,9 @@ class Stream:
         self.decoder.key = self.encoder.key = key
 
     def encode(self, message: Message, payload: Buffer) -> Iterator[Buffer]:
-        """Yield the bytes of `message` in pieces; the caller takes each piece when it can be sent.
+        """Yield the bytes of `message` in pieces.
+
+        The caller takes each piece when it can be sent.
         """
         for buffer in self.encoder.encode(message, payload):
             self._meter.write(message, memoryview(buffer).nbytes)
@@ -504,7 +506,9 @@ class WorkerEnd(End):
         self._do(machine.connected(peer, nonce, self._clock()))
 
     def work(self, asked: Any) -> Any:
-        """Return the outcome of the work that the effect `asked` requests; may run in any thread.
+        """Return the outcome of the effect `asked`.
+
+        Runs in any thread.
         """
         return self.hands.work(asked.step, asked.shards)
 

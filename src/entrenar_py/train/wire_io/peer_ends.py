@@ -43,8 +43,7 @@ class TreeExchange(Exchange, Protocol):
 
 
 class RingExchange(Exchange, Protocol):
-    """The arithmetic of a ring: each worker adds its own part to a block and passes the block on.
-    """
+    """The arithmetic of a ring: each worker adds its own part to a block and passes it on."""
 
     def combine(
         self, block: int, message: Partial | None, payload: Buffer

@@ -185,7 +185,9 @@ class Crew:
         return hand
 
     def gather(self, timeout_s: float) -> None:
-        """Wait until all busy processes have answered or died; kill those that do neither in time.
+        """Wait until all busy processes have answered or died.
+
+        Kill those that do neither in time.
         """
         deadline = time.monotonic() + timeout_s
         for hand in self._busy:

@@ -328,7 +328,9 @@ class Simulation:
             self._settle(node)
 
     def _settle(self, node: Node) -> None:
-        """End a worker's process if its state machine is finished; reconnect a disconnected worker.
+        """End a worker's process if its state machine is finished.
+
+        Reconnect a disconnected worker.
         """
         if node.end.finished is not None:
             node.alive = False

@@ -43,7 +43,9 @@ def is_loopback(address: Address) -> bool:
 
 
 async def connect(host: str, port: int, *, buffer_bytes: int = BUFFER_BYTES) -> socket.socket:
-    """Return a connection to the first address of `host` that accepts; raises OSError if none does.
+    """Return a connection to the first address of `host` that accepts.
+
+    Raises OSError if none does.
     """
     loop, problems = asyncio.get_running_loop(), []
     for family, place in await resolve(host, port):

@@ -134,7 +134,9 @@ class CoordinatorServer:
         self._look()
 
     def die(self) -> None:
-        """End at once and without messages, as if the process had died; `finish` then returns DIED.
+        """End at once and without messages, as if the process had died.
+
+        `finish` then returns DIED.
         """
         self._dead = True
         self._ticking.cancel()
@@ -307,7 +309,9 @@ class WorkerClient:
         peer.close()
 
     async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
-        """Return why one connection was not admitted, after it has ended; None if it was admitted.
+        """Return why one connection was not admitted, after it has ended.
+
+        The result is None if it was admitted.
         """
         stays = self.end.num_stays
         try:
