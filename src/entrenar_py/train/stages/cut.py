@@ -256,9 +256,7 @@ def of(settings: Settings, module: nn.Module) -> Cut:
 
 
 def require_end(stages: Sequence[range], number: int) -> None:
-    """Raise UsageError if `stages`, which are consecutive, don't end at the last of `number`
-    blocks.
-    """
+    """Raise UsageError if consecutive `stages` don't end at the last of `number` blocks."""
     if stages[-1].stop == number:
         return
     last = next((i for i, own in enumerate(stages) if own.stop > number), len(stages) - 1)

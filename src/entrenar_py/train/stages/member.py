@@ -165,8 +165,7 @@ class StageMember:
         self._round = _Round(welcome.step)
 
     def regroup(self, number: int) -> None:
-        """Forget all tensors of the step: round `number` begins, or continues with the next step.
-        """
+        """Forget all tensors of the step: round `number` begins, or its next step."""
         self.member.held.there.clear()
         self.member.held.round = number
         self.member.nodes.clear()

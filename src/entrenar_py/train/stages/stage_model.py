@@ -298,8 +298,7 @@ class StageWorkload(Finetuning):
         drop: DropFunction,
         place: torch.device,
     ) -> tuple[Tensor, int]:
-        """Return hidden states [n, t, d], or the last stage's summed loss, and the next draw's
-        number.
+        """Return hidden states [n, t, d], or the last stage's summed loss; and the next draw.
 
         `received` is None in the first stage. `received` and `tensors` are on the device `place`.
         While a graph is captured, everything is float32.

@@ -243,10 +243,7 @@ class Averager:
         return []
 
     def not_finite(self, peer: Peer, upload: Upload, element: int, value: float) -> list[Effect]:
-        """Return the effects that halt the run:
-
-        `element` of the gradients in `upload` is NaN or Inf.
-        """
+        """Return the effects of a NaN or Inf, `element` of the gradients in `upload`: a halt."""
         return self._halt(self.peers[peer], upload, f"gradients[{element}]={value} in")
 
     def averaged(self, step: int, part: Part, now: float) -> list[Effect]:

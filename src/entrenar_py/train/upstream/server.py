@@ -1,6 +1,6 @@
 """The averaging coordinator as a TCP server, for workers of the original system.
 
-The wire has no authentication: anyone who can connect can take part.
+The wire has no authentication: every peer that can connect can take part.
 """
 
 from __future__ import annotations
@@ -316,9 +316,7 @@ class AveragingServer:
 
     @property
     def strangers(self) -> tuple[int, list[tuple[str, str]]]:
-        """The number of connections that ended without joining, and (host, reason) of the last
-        ones.
-        """
+        """The number of connections that ended without joining; (host, reason) of the last ones."""
         return self._door.num_ended, list(self._door.ended)
 
     def _farewell_s(self) -> float:

@@ -506,10 +506,7 @@ class WorkerEnd(End):
         self._do(machine.connected(peer, nonce, self._clock()))
 
     def work(self, asked: Any) -> Any:
-        """Return the outcome of the effect `asked`.
-
-        Runs in any thread.
-        """
+        """Return the outcome of the effect `asked`; runs in any thread."""
         return self.hands.work(asked.step, asked.shards)
 
     def computed(self, asked: Any, outcome: Any) -> None:
