@@ -105,8 +105,7 @@ def _configuration(scenario: Scenario, fixture: Fixture, request: Request) -> di
 
 
 def _read(fixture: Fixture, request: Request) -> Iterator[trace.Event]:
-    """Yield the tensors that stock libraries read, and their logits compared with the textbook's.
-    """
+    """Yield the tensors that stock libraries read, and logits compared with the textbook's."""
     model = textbook.stock_model(fixture, fixture.settings.output)
     tensors = {
         name: tensor.detach().numpy()

@@ -145,8 +145,7 @@ def _train(
 
 
 def _batches(scenario: Scenario) -> Sequence[sharding.Ids]:
-    """Return the samples of each step: an epoch is a permutation, and its last batch may be short.
-    """
+    """Return the samples of each step: an epoch is a permutation; its last batch may be short"""
     position, batches = sharding.Position(), []
     for _ in range(scenario.num_steps):
         visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))

@@ -119,8 +119,7 @@ class Textbook:
         return tokens, mask, due
 
     def class_weights(self) -> list[float]:
-        """Return each class's weight: 1, 1 / frequency or its root, with a mean over the rows of 1.
-        """
+        """Return each class's weight: 1, 1 / frequency or its root; the mean over the rows is 1."""
         labels = [row["label"] for row in self._fixture.rows]
         shares = [labels.count(label) / len(labels) for label in LABELS]
         power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[self._request.class_weights]

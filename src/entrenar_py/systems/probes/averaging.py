@@ -228,9 +228,7 @@ class _Play:
     # --- what was heard ---------------------------------------------------------------------------
 
     def events(self, case: str) -> Iterator[trace.Heard]:
-        """Yield the averages that workers received, of each part of each step, up to a poisoned
-        one.
-        """
+        """Yield the averages that workers received, of all parts and steps up to a poisoned one."""
         last = self._schedule.poisoned
         for step in range(self._run.num_steps if last is None else last + 1):
             for part in _parts(in_blocks=self._schedule.in_blocks):

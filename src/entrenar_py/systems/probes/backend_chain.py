@@ -44,8 +44,7 @@ def open_doomed(kind: str, on_strike: Struck) -> Backend:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for wgpu-py's messages about a lost device, because it is lost on purpose here.
-    """
+    """Return False for wgpu-py's messages about a lost device, which is lost on purpose here."""
     said = record.getMessage()
     return not ("DEVICE LOST" in said or "was lost (destroyed)" in said)
 

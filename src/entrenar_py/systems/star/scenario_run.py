@@ -265,8 +265,7 @@ class ScenarioRun:
                 self.transport.start(fault.rank)
 
     def run_of(self, first: int, last: int) -> Run:
-        """Return the run from step `first` up to, not including, `last`, with the remaining faults.
-        """
+        """Return the run from step `first` to `last`, exclusive, with the remaining faults."""
         self._awaited = {first: set(self._ranks)}
         silent = [one for one in self.scenario.faults if one.kind in faults.SILENT]
         for fault in (*self.waiting("join", "lie", *faults.ON_THE_WAY), *silent):

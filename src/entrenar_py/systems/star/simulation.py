@@ -75,8 +75,7 @@ class SimulatedTransport:
         self.simulation.later(0.0, partial(self.simulation.visit, guest))
 
     def befall(self, fault: Fault) -> None:
-        """Replace the coordinator after the current event is handled, or restart a killed worker.
-        """
+        """Replace the coordinator after the current event, or restart a killed worker."""
         if fault.kind == "restart":
             self.simulation.later(0.0, self._restart)
         elif fault.kind == "kill" and fault.rank is not None:

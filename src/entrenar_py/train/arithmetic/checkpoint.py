@@ -34,8 +34,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The position of a training run between two steps: the next sample, and the schedule's step.
-    """
+    """The position of a run between two steps: the next sample, and the schedule's step."""
 
     position: sharding.Position
     schedule_step: int

@@ -1,5 +1,4 @@
-"""The command `entrenar`: a table of its commands, their arguments, and the functions that run
-them.
+"""The command `entrenar`: its subcommands, their arguments, and the functions that run them.
 
 This module imports nothing heavy, so that `--help` is instant.
 """

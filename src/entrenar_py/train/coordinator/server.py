@@ -128,8 +128,7 @@ class Server:
         return self.replicas.terms
 
     def run_between(self, first: int, last: int) -> Run:
-        """Return the run from step `first` up to, not including, step `last`, as the plan describes
-        it.
+        """Return the run from step `first` to step `last`, exclusive, as the plan describes it.
 
         The caller adds the ranks to await, and the steps before which to save.
         """

@@ -179,7 +179,7 @@ class MeshEnd(WorkerEnd):
 
 
 class PipelineHands(MeshHands, Protocol):
-    """The arithmetic of one stage (`pipeline.member`)."""
+    """The arithmetic of one stage (`stages.member`)."""
 
     def receive(self, message: Message, payload: Buffer) -> None: ...
     def take(self, welcome: Welcome, payload: Buffer) -> None: ...
