@@ -41,7 +41,7 @@ class WgpuBackend:
         return self._device.software
 
     def lost(self) -> bool:
-        """True if the device is lost. `open_wgpu` then opens a new one."""
+        """Return whether the device is lost. `open_wgpu` then opens a new device."""
         return self._device.lost()
 
     @property
