@@ -75,7 +75,7 @@ class CudaBackend:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the layer's output.
 
-        Both passes' products are on the GPU, the bias is on the CPU.
+        The products of both passes are computed on the GPU. The bias is added on the CPU.
         """
         return products.apply(self.products, x, weight, bias)
 

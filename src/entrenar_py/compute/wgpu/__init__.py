@@ -58,7 +58,7 @@ class WgpuBackend:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the layer's output.
 
-        Forward and backward take one submission each, the bias is on CPU.
+        Forward and backward take one submission each. The bias is added on the CPU.
         """
         return products.apply(self.products, x, weight, bias)
 

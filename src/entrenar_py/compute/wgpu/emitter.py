@@ -130,7 +130,7 @@ class Emitter:
     ) -> str:
         """Return the name of `body` folded over all indices of `shape`.
 
-        Reused for the same `key`.
+        The result is reused for the same `key`.
         """
         if key in self._memo:
             return self._memo[key]

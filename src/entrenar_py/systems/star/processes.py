@@ -197,10 +197,7 @@ class ProcessTransport:
     # --- faults -----------------------------------------------------------------------------------
 
     def befall(self, fault: Fault) -> None:
-        """Send the signal of `fault` to its worker, and plan the worker's return.
-
-        Or end the coordinator.
-        """
+        """Send a worker the signal of `fault` and plan its return, or end the coordinator."""
         if fault.kind == "restart":
             asyncio.get_running_loop().call_soon(self._server.die)
         elif fault.kind in ("kill", "leave", "freeze") and fault.rank is not None:

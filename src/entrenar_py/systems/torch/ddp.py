@@ -142,9 +142,9 @@ def load(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
 ) -> tuple[sharding.Position, int]:
-    """Restore the state, with this worker's random state if saved.
+    """Restore the checkpoint's state; return the position and the next step.
 
-    Return position and next step.
+    The random state is restored if this worker saved one.
     """
     saved = torch.load(rank.checkpoint, map_location=rank.device, weights_only=True)
     model.load_state_dict(saved["model"])

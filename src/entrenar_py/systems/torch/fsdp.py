@@ -196,9 +196,9 @@ def save(
 def load(
     rank: Rank, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
 ) -> tuple[sharding.Position, int]:
-    """Restore the state, with this worker's random state if saved.
+    """Restore the checkpoint's state; return the position and the next step.
 
-    Return position and next step.
+    The random state is restored if this worker saved one.
     """
     saved = torch.load(rank.checkpoint, map_location="cpu", mmap=True, weights_only=True)
     state_dict.set_model_state_dict(model, saved["model"], options=FROM_RANK_0)

@@ -99,9 +99,7 @@ class FiniteGuard:
                 self._look(index, parameter)
 
     def agree(self) -> None:
-        """Return on every rank if all values are finite.
-
-        Else raise NotFinite on all, with one place.
+        """Raise NotFinite on all ranks, with the same place, if any rank has a non-finite value.
 
         The place is the lowest rank with a bad value, its first bad micro-batch and tensor.
         """

@@ -49,9 +49,9 @@ def save(
 def load(
     rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR
 ) -> tuple[sharding.Position, int]:
-    """Restore the state, with this worker's random state if saved.
+    """Restore the checkpoint's state; return the position and the next step.
 
-    Return position and next step.
+    The random state is restored if this worker saved one.
     """
     saved = torch.load(rank.checkpoint, map_location=rank.device, weights_only=True)
     step: int = saved["step"]

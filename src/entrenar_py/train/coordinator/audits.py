@@ -120,10 +120,7 @@ class Copies:
         return chosen, [*recorded, audit]
 
     def forget(self, rank: int) -> list[trace.Event]:
-        """Return the faults injected into the copies of `rank`, which has left.
-
-        Drop these copies.
-        """
+        """Drop the copies of `rank`, which has left; return the faults injected into them."""
         lost = [self._open.pop(rank)] if rank in self._open else []
         for shard, copies in self._whole.items():
             lost += [one for one in copies if one.rank == rank]

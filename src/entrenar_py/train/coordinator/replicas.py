@@ -46,9 +46,7 @@ class Worker:
 
     @property
     def checkpoint(self) -> dict[str, Array]:
-        """The tensors and the optimizer's state by their checkpoint names, as references, not
-        copies.
-        """
+        """The tensors and the optimizer's state, not copied, by their names in a checkpoint."""
         return checkpoint.as_arrays(tensors=self.replica.arrays, optimizer=self.state)
 
     def follow(self, other: Worker) -> None:

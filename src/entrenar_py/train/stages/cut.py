@@ -96,7 +96,7 @@ class OwnBlocks:
     def num_bytes(self, block: int) -> int:
         """Return the length of `block` on the wire, in bytes.
 
-        0 if it belongs to a different stage.
+        The length is 0 if the block belongs to a different stage.
         """
         return self._every.num_bytes(block) if block in self._own else 0
 

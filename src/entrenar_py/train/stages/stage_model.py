@@ -199,9 +199,9 @@ def hidden_of(output: Any) -> Tensor:
 
 
 def _example(hidden: Tensor) -> Tensor:
-    """Return values of the shape of `hidden`, [n, t, d], in place of what none has sent.
+    """Return values of the shape of `hidden`, [n, t, d], instead of those that no stage has sent.
 
-    Rows are alike up to their last token.
+    Rows are the same except for their last token.
     """
     num_rows, *shape = hidden.shape
     row = torch.linspace(-1, 1, shape[0] * shape[1], device=hidden.device).sin().reshape(shape)

@@ -303,10 +303,7 @@ class MeshWorker(Worker):
         return [] if self._group is None else [overflow]
 
     def tick(self, now: float) -> list[Effect]:
-        """Return the heartbeats that are due.
-
-        Close links and connections that are silent too long.
-        """
+        """Send the heartbeats that are due; disconnect from peers that are silent too long."""
         effects = super().tick(now)
         heartbeats, silent = self.links.tick(now)
         lost = [effect for peer, reason in silent for effect in self.lost_link(peer, reason)]

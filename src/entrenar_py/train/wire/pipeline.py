@@ -41,7 +41,7 @@ class Places:
     def called(self, rank: int) -> str:
         """Return the name of the worker that `rank` is reserved for.
 
-        "" if any worker may have it.
+        The name is "" if any worker may have the rank.
         """
         return self.names[rank] if self.names else ""
 

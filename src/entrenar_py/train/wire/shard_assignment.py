@@ -302,7 +302,7 @@ class Dealing(Attendance):
     def _witnesses(self, audit: Audit) -> list[int]:
         """Return the ranks with the backend of earlier copies, if any.
 
-        Backends round differently.
+        Different backends round differently.
         """
         members = {member.in_rank(): member for member in self._members().values()}
         used = {members[rank].backend for rank in (*audit.asked, *audit.copies)}

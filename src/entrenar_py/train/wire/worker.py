@@ -125,10 +125,7 @@ class Worker:
         return [computed, *self._deliver(outcome), *next_one]
 
     def tick(self, now: float) -> list[Effect]:
-        """Return a heartbeat if one is due.
-
-        Disconnect from a coordinator that is silent too long.
-        """
+        """Send a heartbeat if one is due; disconnect from a coordinator that is silent too long."""
         if self.phase in (Phase.AWAY, Phase.OVER):
             return []
         silence = now - self._heard

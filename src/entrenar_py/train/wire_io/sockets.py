@@ -62,7 +62,7 @@ async def connect(host: str, port: int, *, buffer_bytes: int = BUFFER_BYTES) -> 
 
 
 async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
-    """Wait until the other end has sent something (a TLS record counts); leave it unread.
+    """Wait until the other end has sent something, even a TLS record; leave it unread.
 
     Closes `sock` and raises ConnectionResetError if the other end disconnects before that, or
     TimeoutError if it sends nothing for `patience_s`.

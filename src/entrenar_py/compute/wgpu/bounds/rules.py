@@ -236,7 +236,8 @@ def _multiply(target: Any, args: Any, kwargs: Any) -> Interval:
 def _whole_quotient(target: Any, args: Any, kwargs: Any) -> Interval:
     """Return the interval of a quotient rounded to an integer: exact below 2^21, else within 8 ULP.
 
-    Unknown if an operand is inexact: the quotient may be on either side of an integer.
+    The interval is unknown if an operand is inexact: the quotient may be on either side of an
+    integer.
     """
     value = evaluate(target, args, kwargs, lambda one: one.value)
     slack = torch.where(value.abs() < 2.0**21, 0.0, 8 * intervals.UNIT)
