@@ -1,4 +1,4 @@
-"""The backends that arithmetic runs on: `cpu`, `cuda` and `wgpu` behind one interface.
+"""The backends for arithmetic: `cpu`, `cuda` and `wgpu` with one interface.
 
 Callers pass and receive float32 tensors on the CPU. A backend copies them to its device and back.
 """
@@ -23,7 +23,7 @@ LinearFunction: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
 DropFunction: TypeAlias = "Callable[[Tensor], Tensor]"
 # All tensors of a model by name, on one device.
 Tensors: TypeAlias = "Mapping[str, Tensor]"
-Batch: TypeAlias = "Sequence[Tensor]"  # the samples of a step
+Batch: TypeAlias = "Sequence[Tensor]"  # ids of the samples of a step
 
 # (sample ids, at least one; drop) -> the summed loss, and the scaled gradient of each trainable
 # tensor, in the order and with the shapes of the specs, float32 on the host.
@@ -40,14 +40,14 @@ class Spec(Protocol):
 
 
 class Model(Protocol):
-    """The part of a `training.workload.Workload` that a backend uses."""
+    """The part of a `train.arithmetic.tensors.Workload` that a backend uses."""
 
     @property
     def specs(self) -> Sequence[Spec]: ...
 
     @property
     def draws(self) -> bool:
-        """True if the model draws by itself, by the key that `drop` has (`draws.key_of`)."""
+        """True if the model itself draws random numbers, with the key of `drop` (`key_of`)."""
 
     @property
     def is_static(self) -> bool:
@@ -55,9 +55,9 @@ class Model(Protocol):
 
     @property
     def constants(self) -> Tensors:
-        """Tensors that are no replica's: they never change, and `loss_of` knows them by itself.
+        """Tensors that never change and belong to no replica; `loss_of` has access to them.
 
-        A backend that keeps them in its own memory passes them to `loss_of` by name.
+        A backend that keeps copies in its own memory passes these to `loss_of` by name.
         """
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
@@ -83,8 +83,8 @@ class Stepping(Protocol):
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
         """Return a function that computes the loss and the gradients of `workload` at `tensors`.
 
-        The caller may change all tensors but the frozen ones between steps. If the device fails,
-        the function raises BackendUnavailable with the device library's message.
+        The caller may change all tensors except frozen ones between steps. If the device fails, the
+        function raises BackendUnavailable with the device library's message.
         """
         ...
 
@@ -118,7 +118,10 @@ class Backend(Stepping, Protocol):
         ...
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
-        """Return `matmul` of each pair. On wgpu, all share one submission and one read-back."""
+        """Return `matmul` of each pair.
+
+        On wgpu, all pairs share one submission and one read-back.
+        """
         ...
 
 
@@ -149,7 +152,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def open_backend(name: str) -> Backend:
-    """Open the backend called `name`, without a fallback to another one.
+    """Return the backend called `name`, opened without a fallback.
 
     Raises UsageError for an unknown name, and BackendUnavailable with the device library's message
     if the device is missing or does not start.

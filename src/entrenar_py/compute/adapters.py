@@ -1,17 +1,17 @@
-"""The WebGPU adapters of this machine, `wgpu:0`, `wgpu:1` ..., and the one door to wgpu-py.
+"""The WebGPU adapters of this machine, `wgpu:0`, `wgpu:1` ..., and the only access to wgpu-py.
 
-A driver is native code: what goes wrong in it ends the process, and no exception says so. This
-module therefore does two things before a process opens an adapter.
+A driver is native code: an error in it ends the process without an exception. This module therefore
+does two things before a process opens an adapter.
 
-**Triton is loaded first, if it is installed.** Mesa's software driver brings its own LLVM, Triton
-(which torch's usual Linux build brings) another one. If an adapter is open when Triton is loaded,
-the process dies of SIGSEGV. It lives with the opposite order. So every module gets wgpu-py from
-`library`, and none imports it.
+**Triton is loaded first, if it is installed.** Mesa's software driver contains one copy of LLVM,
+and Triton, which torch's usual Linux build includes, contains another. If an adapter is open when
+Triton is loaded, the process dies of SIGSEGV. The opposite order works. So every module gets
+wgpu-py from `library`, and none imports it directly.
 
-**A child opens the adapter first**, in the same order, and computes a little. If it dies of a
-signal, the adapter is unavailable and the signal is the reason. `python -m
-entrenar_py.compute.adapters INDEX` is this child. It is a new interpreter, since a fork of a
-process with threads proves nothing, and it doesn't load torch: it takes less than a second.
+**A child process opens the adapter first**, in the same order, and runs a small kernel. If a signal
+kills the child, the adapter is unavailable, and the signal is the reason. `python -m
+entrenar_py.compute.adapters INDEX` is this child. It is a new interpreter, because a fork of a
+process with threads proves nothing. It doesn't load torch, so it takes less than a second.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any
 from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import BackendUnavailable
 
-# The indices of the adapters that worked in a child of this process or of one of its ancestors. An
-# environment variable, since workers come from a fork server, a fork, torchrun or a new
-# interpreter, and nothing else reaches all of them.
+# The indices of the adapters that worked in a child of this process or of one of its ancestors.
+# This is an environment variable, because workers are started by a fork server, a fork, torchrun or
+# a new interpreter, and nothing else reaches all of them.
 PROVEN = "ENTRENAR_ADAPTERS_PROVEN"
-PROBE_S = 120.0  # a second where nothing else runs; on a machine that is overloaded many times that
+PROBE_S = 120.0  # a second on an idle machine; many times longer on an overloaded one
 _OPEN = "open the adapter"
 _KERNEL = """
 @group(0) @binding(0) var<storage, read_write> numbers: array<u32>;
@@ -46,14 +46,14 @@ _KERNEL = """
 
 @dataclass(frozen=True)
 class Probe:
-    """The fate of a child: `doing` is what it began last, `failure` how it died, "" if it lived."""
+    """The outcome of a child: `doing` is its last action, `failure` how it died, or ""."""
 
     doing: str = ""
     failure: str = ""
 
     @property
     def is_listed(self) -> bool:
-        """True if the list of adapters did no harm: the child came to the adapter itself."""
+        """True if the child survived listing the adapters, and began with the adapter itself."""
         return not self.failure or self.doing.startswith(_OPEN)
 
     def require_alive(self) -> None:
@@ -68,7 +68,7 @@ class Probe:
 def found() -> list[Any]:
     """Return the adapters (wgpu.GPUAdapter), the best one first. The list may be empty.
 
-    Raises what `library` raises, and BackendUnavailable with wgpu-py's message if it fails.
+    Raises BackendUnavailable as `library` does, and with wgpu-py's message if listing fails.
     """
     wgpu = library()
     try:
@@ -80,11 +80,11 @@ def found() -> list[Any]:
 def library() -> Any:
     """Return the module wgpu, loaded after Triton.
 
-    Raises BackendUnavailable if wgpu-py is not installed, or if a child dies that loads it and
-    lists the adapters.
+    Raises BackendUnavailable if wgpu-py is not installed, or if a child that loads it and lists the
+    adapters dies.
     """
-    # Turns off Mesa's layer that reorders devices for a desktop. `ranked` orders them, and without
-    # a desktop the layer prints "error: XDG_RUNTIME_DIR ..." four times.
+    # Turns off Mesa's layer that reorders devices for a desktop. `ranked` sorts the adapters
+    # instead, and without a desktop the layer prints "error: XDG_RUNTIME_DIR ..." four times.
     os.environ.setdefault("NODEVICE_SELECT", "1")
     try:
         if find_spec("wgpu") is None:
@@ -92,14 +92,14 @@ def library() -> Any:
         if not (tried := probe(0)).is_listed:
             tried.require_alive()
         return _loaded()
-    except (ImportError, OSError) as error:  # OSError: its native library does not load
+    except (ImportError, OSError) as error:  # OSError: the native library does not load
         raise BackendUnavailable(
             f"backend wgpu: {error}; install it with {package_data.extra_advice('wgpu')}"
         ) from error
 
 
 def native() -> Any:
-    """Return wgpu-py's module for wgpu-native. Raises what `library` raises."""
+    """Return wgpu-py's module for wgpu-native. Raises BackendUnavailable as `library` does."""
     library()
     return importlib.import_module("wgpu.backends.wgpu_native")
 
@@ -111,7 +111,7 @@ def _loaded() -> Any:
 
 @cache
 def triton_failure() -> str:
-    """Load Triton if it is installed; return why its import fails, "" if it doesn't."""
+    """Return why Triton's import fails; "" if it succeeds or Triton is not installed."""
     try:
         if find_spec("triton") is not None:
             importlib.import_module("triton")
@@ -122,10 +122,10 @@ def triton_failure() -> str:
 
 @cache
 def probe(index: int) -> Probe:
-    """Return what a child finds that opens the adapter at `index`, if none did so before.
+    """Return the outcome of a child that opens the adapter at `index`, unless one already did.
 
-    A child that ends with an error, not by a signal, found nothing: this process then gets the
-    error, too.
+    A child that ends with an error, not by a signal, counts as alive: this process then gets the
+    same error.
     """
     proven = os.environ.get(PROVEN, "").split()
     if str(index) in proven:
@@ -135,7 +135,7 @@ def probe(index: int) -> Probe:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for this process, and no crash of an adapter
+        start_new_session=True,  # Ctrl-C is meant for this process, and isn't a crash of an adapter
     )
     with child:
         try:
@@ -161,7 +161,7 @@ def _signal_name(number: int) -> str:
 
 
 def ranked(adapters: Sequence[Any]) -> list[Any]:
-    """Sort adapters: hardware before software, OpenGL last.
+    """Return the adapters sorted: hardware before software, OpenGL last.
 
     OpenGL lacks most limits. An OpenGL adapter is either a duplicate of a Vulkan adapter, or the
     only adapter that an old driver has.
@@ -170,7 +170,7 @@ def ranked(adapters: Sequence[Any]) -> list[Any]:
 
 
 def choose(adapters: Sequence[Any], index: int) -> Any:
-    """Return the adapter at `index`; BackendUnavailable, with a list of adapters, if missing."""
+    """Return the adapter at `index`. Raises BackendUnavailable, with a list of all, if missing."""
     if not adapters:
         raise BackendUnavailable(
             "backend wgpu: no adapter on this machine; install a Vulkan driver "
@@ -198,7 +198,7 @@ def is_opengl(adapter: Any) -> bool:
 
 
 def main(index: int) -> None:
-    """Open the adapter at `index`, run a kernel on it, read the result. Print what comes next."""
+    """Open the adapter at `index`, run a kernel, read the result; print each action before it."""
     print("load triton and wgpu", flush=True)
     wgpu = _loaded()
     print("list the adapters", flush=True)

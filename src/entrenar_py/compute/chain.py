@@ -1,7 +1,7 @@
 """The fallback chain CUDA -> wgpu -> CPU: use the first backend that gives a finite result.
 
 `auto` also checks the accuracy of a small product and skips software adapters. A backend that the
-user selects by name doesn't go through the chain.
+user selects by name isn't opened through the chain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAILURES = (BackendUnavailable, MemoryError, RuntimeError)
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One try of a backend. `reason` is why it failed, and `device` is "" if it didn't open."""
+    """One attempt to use a backend. `reason` is why it failed; `device` is "" if it didn't open."""
 
     backend: str
     served: bool
@@ -44,7 +44,7 @@ def first_finite(
 ) -> tuple[Backend, Tensor]:
     """Return the first backend of `order` for which `compute(backend)` is finite, and the result.
 
-    `on_attempt` is called after each try. Raises UsageError for a name that `table` lacks, and
+    `on_attempt` is called after each attempt. Raises UsageError for a name that `table` lacks, and
     BackendUnavailable with the reason of every backend if all of them fail.
     """
     unknown = [name for name in order if name not in table]
@@ -78,8 +78,8 @@ def first_finite(
 def auto(*, on_attempt: Callable[[Attempt], None]) -> Backend:
     """Return the first backend of the chain that multiplies two small matrices correctly.
 
-    Software adapters are skipped: they compute on the CPU, and slower than torch does.
-    Raises BackendUnavailable if all backends fail.
+    Software adapters are skipped, because they compute on the CPU, more slowly than torch. Raises
+    BackendUnavailable if all backends fail.
     """
     return first_finite(_probe_hardware, on_attempt=on_attempt)[0]
 
@@ -90,7 +90,7 @@ def is_finite(result: Tensor) -> bool:
 
 
 def probe(backend: Backend) -> Tensor:
-    """Return a small product; raise BackendUnavailable if rounding doesn't explain its error."""
+    """Return a small product; raise BackendUnavailable if its error exceeds the rounding bound."""
     a = torch.linspace(-1, 1, 17 * 19).reshape(17, 19)
     b = torch.linspace(1, -2, 19 * 23).reshape(19, 23)
     result = backend.matmul(a, b)
@@ -113,7 +113,7 @@ def _probe_hardware(backend: Backend) -> Tensor:
 
 
 def _reason(name: str, error: Exception) -> str:
-    """Describe `error` without the prefix `backend NAME: `, for messages that begin with NAME."""
+    """Return the text of `error` without the prefix `backend NAME: `."""
     if isinstance(error, BackendUnavailable):
         return str(error).removeprefix(f"backend {name}: ")
     return f"{type(error).__name__}: {error}"

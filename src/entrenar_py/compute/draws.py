@@ -1,8 +1,8 @@
-"""Random numbers that follow from a key and a position alone, with the same bits on every device.
+"""Random numbers that depend only on a key and a position, with the same bits on every device.
 
 Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
-Nothing is kept from one draw to the next: an element's bits are a function of the key, the number
-of the draw and the element's index. Whole numbers of 32 bits have no rounding, so a CPU, CUDA and
+There is no state between draws: an element's bits are a function of the key, the number of the draw
+and the element's index. The arithmetic is on 32-bit integers, without rounding, so CPU, CUDA and
 WGSL agree.
 """
 
@@ -17,23 +17,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of the rounds, four by four in turns
-NUM_INJECTIONS = 5  # of the key, one after each four rounds
+# rotations of the rounds: two groups of four, alternating
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+NUM_INJECTIONS = 5  # words of the key, one after every four rounds
 PARITY = 0x1BD11BDA
-USED_BITS = 24  # of an element's 32: as many as float32 has
+USED_BITS = 24  # bits used of an element's 32, as many as in a float32 significand
 _BLOCK = 2**14  # pairs of elements at a time, which stay in a core's cache
 _MASK = 0xFFFFFFFF
 
 Words = NDArray[np.uint32]
 
-# kept(key int32 [2], draw, shape, share) -> bool `shape`: for each element, whether it is kept if a
-# share of all is dropped. An element of a graph, so that each backend draws where it computes.
+# kept(key int32 [2], draw, shape, share) -> bool `shape`: for each element, whether it is kept if
+# the fraction `share` is dropped. It is an operation of the graph, so each backend draws on its own
+# device.
 _LIBRARY: Any = torch.library.Library("entrenar", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("kept(Tensor key, int draw, int[] shape, float share) -> Tensor")
 
 
 class Keyed:
-    """The `drop` of a workload that draws by itself: it has a key, and drops nothing."""
+    """The `drop` of a workload that itself draws: it has a key, and drops nothing."""
 
     def __init__(self, key: Tensor) -> None:
         self._key = key
@@ -48,7 +50,7 @@ class Keyed:
 
 
 def key_of(drop: Any) -> Tensor | None:
-    """Return the key that `drop` has or draws, int32 [2]; None for one that drops nothing."""
+    """Return the key that `drop` has or draws, int32 [2]; None if `drop` drops nothing."""
     found: Tensor | None = drop.key() if hasattr(drop, "key") else None
     return found
 
@@ -59,9 +61,9 @@ def threshold(share: float) -> int:
 
 
 def kept(key: Tensor, draw: int, shape: Sequence[int], share: float) -> Tensor:
-    """Return True for the elements that are kept if `share` of them is dropped: bool `shape`.
+    """Return a bool tensor of `shape`, True for kept elements; the fraction `share` is dropped.
 
-    `key` is int32 [2] and lies where the result will. `draw` numbers the draws of one key.
+    `key` is int32 [2], on the result's device. `draw` is the number of the draw for this key.
     """
     result: Tensor = torch.ops.entrenar.kept(key, draw, list(shape), share)
     return result
@@ -104,7 +106,7 @@ def threefry(key: tuple[int, int], first: Words, second: Words) -> tuple[Words, 
 
 
 def by_torch(key: Tensor, draw: int, shape: Sequence[int], share: float) -> Tensor:
-    """Return what `kept` does, by operations of torch on the key's device, in int64."""
+    """Return the result of `kept`, by torch operations in int64 on the key's device."""
     count = prod(shape)
     pairs = torch.arange(-(-count // 2), device=key.device)
     first, second = (part & _MASK for part in key.long().unbind(0))

@@ -1,4 +1,4 @@
-"""The draws of `draws` on CUDA, in one kernel by Triton, which comes with torch."""
+"""The draws of `draws` on CUDA, in one Triton kernel. Triton comes with torch."""
 
 # The types of a kernel are Triton's own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from entrenar_py.compute import draws
 
-_BLOCK = 1024  # elements of a program
+_BLOCK = 1024  # elements per program
 _PARITY = tl.constexpr(draws.PARITY)
 
 
@@ -35,7 +35,7 @@ def _rounds(x0, x1, a: tl.constexpr, b: tl.constexpr, c: tl.constexpr, d: tl.con
 
 @triton.jit(do_not_specialize=["draw", "least", "count"])
 def _draw(key, out, draw, least, count, block: tl.constexpr):
-    """Write for each element from 0 to `count` - 1 whether its 24 bits are `least` or more."""
+    """Write, for each element from 0 to `count` - 1, whether its 24 bits are `least` or more."""
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     first = tl.load(key).to(tl.uint32, bitcast=True)
     second = tl.load(key + 1).to(tl.uint32, bitcast=True)
@@ -57,7 +57,7 @@ def _draw(key, out, draw, least, count, block: tl.constexpr):
 
 
 def kept(key: Tensor, draw: int, shape: Sequence[int], least: int) -> Tensor:
-    """Return where the bits of an element are `least` or more: bool `shape` on the key's GPU."""
+    """Return whether each element's bits are >= `least`, bool `shape` on the key's GPU."""
     count = prod(shape)
     out = torch.empty(list(shape), dtype=torch.bool, device=key.device)
     if count:

@@ -1,4 +1,4 @@
-"""Versions of the libraries that compute here, and all backends, each opened and tested."""
+"""The versions of this machine's libraries, and all its backends, each opened and tested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from entrenar_py.shared.errors import BackendUnavailable
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One backend as `--backend` names it: it works here, or `reason` says why not.
+    """One backend by its `--backend` name; `reason` says why it doesn't work, if it doesn't.
 
     `facts` are reported by its library: limits, features, memory in bytes.
     """
@@ -34,7 +34,7 @@ class Found:
 
 NONE = "not installed"
 PACKAGES = ("triton", "wgpu", "transformers", "peft", "accelerate", "lightning")
-# The limits of an adapter that bound the size of a step; in bytes, invocations and workgroups.
+# The limits of an adapter that restrict the size of a step, in bytes, invocations and workgroups.
 LIMITS = (
     "max-buffer-size",
     "max-storage-buffer-binding-size",
@@ -43,7 +43,7 @@ LIMITS = (
     "max-compute-invocations-per-workgroup",
     "max-compute-workgroups-per-dimension",
 )
-# The limit of a control group's memory and what is used of it: version 2, and version 1.
+# The files with a control group's memory limit and use, for version 2 and version 1.
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (
@@ -54,7 +54,7 @@ _CGROUPS = (
 
 
 def versions() -> dict[str, str]:
-    """Return the version of each part, as the part itself reports it."""
+    """Return the version of each component, as reported by the component itself."""
     by_part = dict(process.environment())
     by_part.pop("wgpu_adapter", None)
     by_part |= {name: _version(name) for name in PACKAGES}
@@ -68,12 +68,12 @@ def versions() -> dict[str, str]:
 
 
 def found() -> list[Found]:
-    """Return the CPU, every GPU of torch and every wgpu adapter, or why a kind has none."""
+    """Return the CPU, every GPU of torch and every wgpu adapter, or why there is none."""
     return [*_examined("cpu", _host_memory()), *_cuda(), *_wgpu()]
 
 
 def free_bytes(name: str) -> int | None:
-    """Return the free bytes of the device that a backend's name opens; None if it reports none."""
+    """Return the free bytes of the device of backend `name`; None if it doesn't report them."""
     kind, _, index = name.partition(":")
     if kind == "cpu":
         return _host_memory().get("free bytes")
@@ -83,9 +83,9 @@ def free_bytes(name: str) -> int | None:
 
 
 def _host_memory() -> dict[str, int]:
-    """Return the bytes of memory that processes here may use, and how many are free.
+    """Return the bytes of memory that processes here may use, and the free bytes.
 
-    A limit of the control group counts. Empty where the kernel tells neither.
+    A limit of the control group counts. The result is empty if the kernel reports neither.
     """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -96,7 +96,7 @@ def _host_memory() -> dict[str, int]:
     for limit, used in _CGROUPS:
         try:
             limit_bytes, used_bytes = (int(item.read_text("ascii")) for item in (limit, used))
-        except (OSError, ValueError):  # no such version, or "max"
+        except (OSError, ValueError):  # this version is absent, or the value is "max"
             continue
         total, free = min(total, limit_bytes), min(free, max(limit_bytes - used_bytes, 0))
     return {"memory bytes": total, "free bytes": free}
@@ -111,7 +111,8 @@ def _cuda() -> Iterator[Found]:
         try:
             about = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
-        except RuntimeError as error:  # seen, and does not start: taken by another process, lost
+        # visible but doesn't start: in use by another process, or lost
+        except RuntimeError as error:
             yield Found(name=name, serves=False, reason=str(error))
             continue
         facts = {
@@ -144,7 +145,7 @@ def _wgpu() -> Iterator[Found]:
 
 
 def _examined(name: str, facts: dict[str, Any]) -> Iterator[Found]:
-    """Open a backend, verify a product against float64, and yield the backend or why it failed."""
+    """Open a backend and test a product against float64; yield the backend or its failure."""
     backend = None
     try:
         backend = backends.open_backend(name)

@@ -1,9 +1,10 @@
 """Matrices in NF4 with double quantisation, as operations of torch.
 
-A weight is one of 16 levels times the scale of its block of 64, in C order. A scale is one of 256
-levels times the second scale of its block of 256 scales, plus the mean of all scales. `decode` is
-one operation of a captured graph, so that a backend can decode where a product loads its operand.
-Source: "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al., 2023), section 3.
+A weight is one of 16 levels times the scale of its block of 64 weights, in C order. A scale is one
+of 256 levels times the second-level scale of its block of 256 scales, plus the mean of all scales.
+`decode` is a single operation of a captured graph, so that a backend can decode weights while a
+product loads its operand. Source: "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al.,
+2023), section 3.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 BLOCK, SECOND_BLOCK, NUM_SECOND_LEVELS = 64, 256, 256
-MEAN = NUM_SECOND_LEVELS  # the place of the mean in the table of scales
-LEVELS = (  # of a weight: appendix E
+MEAN = NUM_SECOND_LEVELS  # index of the mean in the table of scales
+LEVELS = (  # levels of a weight: appendix E
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
@@ -30,12 +31,12 @@ LEVELS = (  # of a weight: appendix E
 def decode(
     codes: Tensor, scales: Tensor, second: Tensor, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Return the matrix of `shape` that the codes stand for, computed in float32, as `dtype`.
+    """Return the decoded matrix of `shape`, computed in float32 and converted to `dtype`.
 
-    `codes` is uint8 [ceil(n / 2)], the first of two weights in the high half of a byte, `scales`
-    uint8 [blocks]. `second` is float32: the 256 levels of scales, their mean, the second scales.
-    Has the bits of bitsandbytes, and is computed by it if it is installed. With `second` in float64
-    the result is computed in that.
+    `codes` is uint8 [ceil(n / 2)], with the first of two weights in the high half of a byte.
+    `scales` is uint8 [blocks]. `second` is float32: the 256 levels of scales, their mean, the
+    second-level scales. Has the bits of bitsandbytes, and is computed by it if it is installed.
+    With `second` in float64 the result is computed in that.
     """
     size = prod(shape)
     functional = _bitsandbytes() if second.dtype == torch.float32 and size % BLOCK == 0 else None

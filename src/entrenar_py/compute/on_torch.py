@@ -22,7 +22,7 @@ from entrenar_py.shared.untrusted import printing
 
 @dataclass(frozen=True)
 class CpuBackend:
-    """See `Backend`. `device` names the architecture and the widest vector unit torch uses."""
+    """A `Backend`. `device` names the architecture and the widest vector unit that torch uses."""
 
     device: str
     name: str = "cpu"
@@ -34,11 +34,11 @@ class CpuBackend:
         return lambda ids, drop: workload.gradients(tensors, ids, drop=drop, scale=scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Call `torch.nn.functional.linear`."""
+        """Return `torch.nn.functional.linear` of the arguments."""
         return F.linear(x, weight, bias)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply with torch's `@`."""
+        """Return `a @ b`, computed by torch."""
         check_operands(a, b, backend=self.name)
         return a.detach() @ b.detach()
 
@@ -54,13 +54,13 @@ def open_cpu() -> CpuBackend:
 
 Shapes = tuple[tuple[int, ...], ...]
 
-_RECORDED_MAX = 16  # shapes of a batch that stay recorded
-_PINNED_BYTES_MAX = 2**28  # of one result; torch keeps such memory, and rounds it up to 2^n
+_RECORDED_MAX = 16  # shapes of a batch to keep recordings of
+_PINNED_BYTES_MAX = 2**28  # bytes of one result; torch keeps such memory, and rounds it up to 2^n
 
 
 @dataclass(frozen=True)
 class CudaBackend:
-    """See `Backend`. `index` is the GPU's index in torch, and `device` its name."""
+    """A `Backend`. `index` is the GPU's index in torch, and `device` its name."""
 
     device: str
     index: int
@@ -73,11 +73,14 @@ class CudaBackend:
         return ResidentStep(self, workload, tensors, scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the products of forward and backward on the GPU. Add the bias on the CPU."""
+        """Return the layer's output.
+
+        The products of both passes are computed on the GPU. The bias is added on the CPU.
+        """
         return products.apply(self.products, x, weight, bias)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply with torch's `@` on the GPU."""
+        """Return `a @ b`, computed by torch on the GPU."""
         products.check_operands(a, b, backend=self.name)
         return (a.detach().to(self.place) @ b.detach().to(self.place)).cpu()
 
@@ -95,7 +98,7 @@ class CudaBackend:
         """Convert a RuntimeError of torch into BackendUnavailable with the same message."""
         try:
             yield
-        except RuntimeError as error:  # also OutOfMemoryError and AcceleratorError
+        except RuntimeError as error:  # includes OutOfMemoryError and AcceleratorError
             raise BackendUnavailable(f"backend {self.name} on {self.device}: {error}") from error
 
 
@@ -104,8 +107,8 @@ class ResidentStep:
 
     Each call uploads the tensors that training changes as one vector, and downloads loss and
     gradients as one. The operations of a static workload are recorded once for each shape of a
-    batch, and then replayed by one call: launching them takes longer than running them. If they
-    can't be recorded, a line on standard error says why.
+    batch, and then replayed by one call: launching operations takes longer than running them. If
+    recording fails, a line on standard error says why.
     """
 
     def __init__(
@@ -116,8 +119,9 @@ class ResidentStep:
         self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
         moving = [spec.name for spec in workload.specs if spec.role != "frozen"]
         self._moving = [tensors[name].detach() for name in moving]
-        self._seen: dict[Shapes, _Recorded | None] = {}  # by the shapes of a batch
-        self._pool: Any = None  # the memory that recorded operations share
+        # recorded operations by the shapes of a batch
+        self._seen: dict[Shapes, _Recorded | None] = {}
+        self._pool: Any = None  # memory shared by recorded operations
         self._records = workload.is_static
         with backend.failures():
             self._copies = {
@@ -148,13 +152,13 @@ class ResidentStep:
             torch._foreach_copy_(self._moved, shaped)
 
     def _computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
-        """Return `_on_device` of a batch on the CPU, by what was recorded if there is any."""
+        """Return `_on_device` of a batch on the CPU, with recorded operations if possible."""
         inputs = [tensor.to(self._backend.place) for tensor in batch]
         if not self._records:
             return self._on_device(inputs, drop)
         shapes = tuple(tuple(tensor.shape) for tensor in batch)
         if shapes not in self._seen:
-            self._seen[shapes] = None  # the first time, libraries choose what they will do
+            self._seen[shapes] = None  # in the first run, libraries choose their algorithms
             return self._on_device(inputs, drop)
         recorded = self._seen.pop(shapes) or self._recorded(inputs)
         if recorded is None:
@@ -167,8 +171,8 @@ class ResidentStep:
         return recorded(inputs)
 
     def _recorded(self, inputs: Sequence[Tensor]) -> _Recorded | None:
-        """Record the operations on such inputs; None if they can't be, or memory is short."""
-        torch.cuda.empty_cache()  # what is recorded has memory of its own
+        """Return recorded operations for such inputs; None if that fails or memory is short."""
+        torch.cuda.empty_cache()  # recorded operations have separate memory
         places = [one.clone() for one in inputs]
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
@@ -193,14 +197,14 @@ class ResidentStep:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Recorded operations on tensors that stay in their places."""
+    """Recorded operations on tensors with fixed addresses."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Sequence[Tensor]
     result: Tensor
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Replay them on `inputs`; the result is valid until the next replay."""
+        """Return the result of a replay on `inputs`, which is valid until the next replay."""
         for place, one in zip(self.inputs, inputs, strict=True):
             place.copy_(one)
         self.graph.replay()
@@ -208,7 +212,7 @@ class _Recorded:
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all float32 tensors as one vector, without a copy if they follow in memory."""
+    """Return all float32 tensors as one vector, without a copy if they are adjacent in memory."""
     first, place = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:
         is_next = tensor.data_ptr() == place and tensor.is_contiguous()
@@ -219,7 +223,7 @@ def _as_one(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _on_host(vector: Tensor) -> Array:
-    """Return a copy in memory of its own, which the GPU can write to if that is not much."""
+    """Return a copy in host memory, which the GPU can access directly if the copy is small."""
     host = torch.empty(vector.shape, pin_memory=vector.nbytes <= _PINNED_BYTES_MAX)
     array: Array = host.copy_(vector).numpy()
     return array
@@ -230,9 +234,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def open_cuda(index: int | None = None) -> CudaBackend:
-    """Open the GPU with this index, or torch's current GPU for None.
+    """Return the backend on the GPU with this index; None means torch's current GPU.
 
-    Turns TF32, which rounds operands to 11 bits, off for the whole process, and allows only
+    Disables TF32, which rounds operands to 11 bits, for the whole process, and allows only
     deterministic kernels. Raises BackendUnavailable with torch's message, or with a list of the
     GPUs if none has this index.
     """
@@ -249,6 +253,6 @@ def open_cuda(index: int | None = None) -> CudaBackend:
         raise BackendUnavailable(f"backend {name}: this machine has {there or 'none'}")
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.use_deterministic_algorithms(True)
-    # Whatever reads memory that was never written is a bug of its own, and costs a pass to hide.
+    # Reading memory that was never written is a bug in itself; hiding it would cost a pass.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return CudaBackend(devices[place], place, name)

@@ -1,4 +1,4 @@
-"""Matrix products on a device: a layer that computes them, and the error that rounding explains."""
+"""Matrix products on a device: a layer that computes them, and a bound on the rounding error."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.autograd.function import once_differentiable
 from entrenar_py.compute import Pair
 from entrenar_py.shared.errors import UsageError
 
-# The error of a float32 matrix product, and the largest error that rounding explains.
+# The error of a float32 matrix product, and the largest error that rounding can cause.
 #
 # The bound is derived in docs/numerics.md.
 
-FLUSHED = 2.0**-126  # the smallest normal float32: a GPU may round smaller numbers to zero
+FLUSHED = 2.0**-126  # the smallest normal float32; a GPU may flush smaller numbers to zero
 FLOAT64_ROUNDOFF = sys.float_info.epsilon / 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The error of a product at its worst element: the one with the largest error / bound.
+    """The error of a product at its worst element, with the largest ratio of error to bound.
 
-    `element` is its index in C order, and `bound` the largest |error| that rounding explains
-    there. If elements are not finite, `element` is the first of them, and `error` is nan.
+    `element` is the index in C order, and `bound` the largest |error| that rounding can cause
+    there. If elements are not finite, `element` is the first of these, and `error` is nan.
     """
 
     finite: bool
@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def explained(self) -> bool:
-        """True if rounding explains every element's error."""
+        """True if rounding can explain the error of every element."""
         return self.finite and self.error <= self.bound
 
 
@@ -50,7 +50,7 @@ def gamma(length: int, unit_roundoff: float) -> float:
 
 
 def bound(a: Tensor, b: Tensor, *, unit_roundoff: float) -> Tensor:
-    """Return the largest |float32 product - float64 product| that rounding explains.
+    """Return the largest |float32 product - float64 product| that rounding can cause.
 
     Holds for every order of summation, with or without fused multiply-add, and on devices that
     flush subnormal numbers. float32 [m, k], [k, n] -> float64 [m, n].
@@ -63,7 +63,7 @@ def bound(a: Tensor, b: Tensor, *, unit_roundoff: float) -> Tensor:
 
 
 def compare(result: Tensor, a: Tensor, b: Tensor, *, unit_roundoff: float) -> Comparison:
-    """Compare `result` with the float64 product of `a` and `b`: float32 [m, n], [m, k], [k, n]."""
+    """Compare `result` [m, n] with the float64 product of `a` [m, k] and `b` [k, n]."""
     allowed = bound(a, b, unit_roundoff=unit_roundoff).reshape(-1)
     finite = torch.isfinite(result).reshape(-1)
     if not finite.all():
@@ -95,7 +95,7 @@ def apply(products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def check_operands(a: Tensor, b: Tensor, *, backend: str) -> None:
-    """Raise UsageError unless `a @ b` is a non-empty float32 product of matrices on the CPU."""
+    """Raise UsageError if `a @ b` isn't a non-empty float32 product of matrices on the CPU."""
     product = f"product of {list(a.shape)} and {list(b.shape)} on backend {backend}"
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise UsageError(f"{product}: use two matrices [m, k] and [k, n]")
@@ -120,7 +120,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
-        """Compute the needed gradients, of `rows`, `weight` or both, by one call of `products`."""
+        """Return the needed gradients, of `rows`, `weight` or both, from one call of `products`."""
         rows, weight = ctx.saved_tensors
         _, wants_rows, wants_weight = ctx.needs_input_grad
         pairs = []

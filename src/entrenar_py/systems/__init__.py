@@ -1,6 +1,6 @@
-"""The systems that the harness runs: `run` runs a scenario on one, and returns the trace.
+"""The systems that the harness runs: `run` runs a scenario on its system and returns the trace.
 
-`entrenar_py.shared.systems` has their table.
+Their table is in `entrenar_py.shared.systems`.
 
 Systems know nothing of contracts. A crash inside a system raises nothing: its trace ends `failed`.
 """
@@ -21,8 +21,8 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
     """Run `scenario` on one thread, with its mutant planted if it names one.
 
     Raises UsageError for an unknown system or mutant. Any other error ends the trace as `failed`,
-    with the reason. With `every_fault`, a trainer's trace also fails if a fault never strikes. Pass
-    False where an earlier fault may remove the worker that a later one strikes.
+    with the reason. With `every_fault`, a trainer's trace also fails if a planned fault never
+    occurs. Pass False if an earlier fault may remove the worker of a later fault.
     """
     systems.require("system", scenario.system, tuple(systems.SYSTEMS))
     module = module_of(scenario.system)
@@ -47,14 +47,14 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
 
 
 def module_of(system: str) -> ModuleType:
-    """Return the module that holds the `run` of `system`, which is one of SYSTEMS."""
+    """Return the module with the function `run` of `system`, which is one of SYSTEMS."""
     room = systems.SYSTEMS[system].room
     name = room if room.count(".") == 2 else f"{room}.{system}"
     return import_module(f"entrenar_py.{name}")
 
 
 def load(scenario: Scenario) -> None:
-    """Load the code of the scenario's system and torch, so that a run itself loads little."""
+    """Load torch and the code of the scenario's system, so that the run itself loads little."""
     if scenario.system in systems.SYSTEMS:
         import torch  # noqa: F401
 
@@ -62,13 +62,13 @@ def load(scenario: Scenario) -> None:
 
 
 def require_workload(scenario: Scenario) -> None:
-    """Raise UsageError if a fault of `scenario` is at a place that its workload does not have.
+    """Raise UsageError if a fault of `scenario` is at a place that its workload doesn't have.
 
-    Loads torch. `scenario` must be possible by `entrenar_py.shared.systems`.
+    Loads torch. `scenario` must already be valid for `entrenar_py.shared.systems`.
     """
     if not systems.SYSTEMS[scenario.system].trains:
         return
-    from entrenar_py.train.coordinator import models  # brings torch
+    from entrenar_py.train.coordinator import models  # loads torch
 
     workload = models.model_of(scenario)
     for fault in scenario.faults:
@@ -76,7 +76,7 @@ def require_workload(scenario: Scenario) -> None:
 
 
 def failed(scenario: Scenario, reason: str) -> trace.Trace:
-    """Return the trace of a run of `scenario` that left nothing but the reason why it failed."""
+    """Return the trace of a run of `scenario` that recorded only the reason why it failed."""
     end = trace.End(status="failed", reason=reason)
     return trace.Trace(scenario=scenario, environment={}, promises=(), events=(end,))
 

@@ -1,6 +1,6 @@
 """Modules that the fork server loads before it forks worker processes.
 
-All systems in a process share one fork server. A worker itself imports what is not listed here.
+All systems in a process share one fork server. A worker imports all other modules itself.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MUTANTS = "entrenar_py.systems.preload_mutants"
 
 
 def of_ranks() -> tuple[str, ...]:
-    """Return the modules that torch ranks need, with the mutants' if this process may plant any."""
+    """Return the modules that torch ranks need, with mutants if this process may plant any."""
     return (*MODULES, MUTANTS) if mutants.PACKAGE in sys.modules else MODULES
 
 
 def of_star() -> tuple[str, ...]:
-    """Return the modules that a star's workers need, or all if this process may start torch ranks.
+    """Return the modules that a star's workers need; all if this process may start torch ranks.
 
     The modules of torch ranks take as long to load as torch itself; a star does not need them.
     """

@@ -1,4 +1,4 @@
-"""A data-parallel trainer as textbooks write it: replicas, torch.optim, one sum over ranks.
+"""A data-parallel trainer as in a textbook: replicas, torch.optim, one sum over ranks.
 
 It is written independently of the reference trainer, so that each is an oracle for the other. It
 uses torch's own optimizers, schedulers, clipping and autograd accumulation. With one rank and no
@@ -179,7 +179,7 @@ def load_optimizer(replica: Replica, arrays: dict[str, np.ndarray[Any, Any]]) ->
 
 
 def load_schedule(replica: Replica, schedule_step: int) -> None:
-    """Set the scheduler to `schedule_step`, and the optimizer to the learning rate there."""
+    """Set the scheduler to `schedule_step`, and the optimizer to the learning rate of that step."""
     scheduler = replica.scheduler
     scheduler.last_epoch = schedule_step
     groups = replica.optimizer.param_groups
@@ -188,7 +188,7 @@ def load_schedule(replica: Replica, schedule_step: int) -> None:
 
 
 def rng_state(replica: Replica) -> dict[str, Any]:
-    """Return the rank's random state in a form that JSON can hold."""
+    """Return the rank's random state as JSON values."""
     state: dict[str, Any] = replica.rng.bit_generator.state  # type: ignore[assignment]
     plain = {name: value.tolist() for name, value in state["state"].items()}
     return {**state, "state": plain, "buffer": state["buffer"].tolist()}
@@ -243,7 +243,7 @@ def leave(setup: Setup, replicas: list[Replica], step: int) -> list[Replica]:
 def join(
     setup: Setup, replicas: list[Replica], step: int, position: sharding.Position
 ) -> list[Replica]:
-    """Return all ranks, with those that join before `step`; these copy the first rank's state."""
+    """Return all ranks, including those that join before `step` and copy the first rank's state."""
     for fault in _of(setup.scenario, "join", step):
         assert fault.rank is not None, "faults.NEEDED has it"
         newcomer = build_newcomer(setup, replicas[0], fault.rank, step)
@@ -256,7 +256,7 @@ def join(
 def build_newcomer(setup: Setup, donor: Replica, rank: int, step: int) -> Replica:
     """Return rank `rank` with the donor's tensors, optimizer and schedule, and its own dropout.
 
-    The dropout stream depends on the step, too, so that a rank that returns repeats no mask.
+    The dropout stream depends on the step, too, so that a returning rank never repeats a mask.
     """
     newcomer = build_replica(setup, rank)
     broadcast([donor, newcomer])
@@ -267,7 +267,7 @@ def build_newcomer(setup: Setup, donor: Replica, rank: int, step: int) -> Replic
 
 
 class MicroBatchFaults:
-    """Plants values in a micro-batch; to be created before its backward pass, and applied after."""
+    """The faults of a micro-batch; created before its backward pass, and applied after it."""
 
     def __init__(
         self, setup: Setup, replica: Replica, step: int, micro: int, ids: sharding.Ids
@@ -282,7 +282,7 @@ class MicroBatchFaults:
         self._before = [self._element(fault).item() for fault in self._faults]
 
     def apply(self, loss_sum: float, share: float) -> float:
-        """Plant the values and record them; return the summed loss as it is afterwards.
+        """Plant the faults' values and record them; return the summed loss afterwards.
 
         `share` is the micro-batch's number of samples over the weight of the global batch.
         """
@@ -308,7 +308,8 @@ class MicroBatchFaults:
     def _element(self, fault: Fault) -> Tensor:
         """Return a view of the accumulated gradient's element that `fault` changes.
 
-        Without a gradient, as on a rank without samples, a gradient of zeros is made first.
+        If the rank has no gradient, because it has no samples, a gradient of zeros is created
+        first.
         """
         name, element = models.place_of(fault, self._setup.model)
         tensor = self._replica.tensors[name]
@@ -320,7 +321,7 @@ class MicroBatchFaults:
 def huge_element(before: float, value: float, share: float) -> float:
     """Return the accumulated element after a micro-batch of samples with gradient `value` each.
 
-    `before` is the element before the micro-batch; `share` is that of `MicroBatchFaults.apply`.
+    `before` is the element before the micro-batch; `share` is as in `MicroBatchFaults.apply`.
     """
     return before + value * share
 
@@ -332,7 +333,7 @@ def _strikes(scenario: Scenario, fault: Fault, step: int, rank: int, ids: shardi
 
 
 def _first_sample(scenario: Scenario, step: int, shard: int) -> int:
-    """Return logical shard `shard`'s first sample, or the batch's last if the shard is empty."""
+    """Return the first sample of logical shard `shard`; the batch's last one if it is empty."""
     num_batches = -(-scenario.num_samples // scenario.batch_size)  # of one epoch
     epoch, index = divmod(step, num_batches)
     visit = sharding.order(scenario.num_samples, scenario.rng("order", epoch))
@@ -402,14 +403,14 @@ def local_batch(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
 
 
 def split(ids: sharding.Ids, num_parts: int) -> list[sharding.Ids]:
-    """Split `ids`, in order, into parts that differ in size by at most one, larger ones first."""
+    """Return `ids` in consecutive parts; sizes differ by at most one, larger first."""
     return [part.tolist() for part in np.array_split(np.asarray(ids, np.int64), num_parts)]
 
 
 def train_step(
     setup: Setup, replicas: list[Replica], step: int, epoch: int, ids: sharding.Ids
 ) -> bool:
-    """Run forward and backward on every rank, sum over ranks, and step; return False on a halt."""
+    """Run one step on every rank, with one sum over ranks; return False on a halt."""
     weight = float(setup.model.weight(ids))
     shards: list[trace.Shard] = []
     for index, replica in enumerate(replicas):
@@ -438,7 +439,7 @@ def train_step(
 
 
 def zero_grad(replica: Replica) -> None:
-    """Forget the gradients of the step before."""
+    """Forget the gradients of the previous step."""
     replica.optimizer.zero_grad()
 
 
@@ -591,19 +592,19 @@ def clip(setup: Setup, replica: Replica) -> None:
 
 
 def optimizer_step(replica: Replica) -> None:
-    """Make one optimizer step."""
+    """Take one optimizer step."""
     replica.optimizer.step()
 
 
 def scheduler_step(setup: Setup, replica: Replica) -> None:
-    """Make one scheduler step; there is one for each optimizer step."""
+    """Take one scheduler step, as after each optimizer step."""
     replica.scheduler.step()
 
 
 def stop_and_resume(
     setup: Setup, replicas: list[Replica], step: int, position: sharding.Position
 ) -> tuple[list[Replica], sharding.Position]:
-    """Save a checkpoint, and return new replicas and a position that are read from the file."""
+    """Save a checkpoint; return new replicas and the position, read from the file."""
     setup.recorder.emit(
         trace.Saved(
             step=step,

@@ -1,1 +1,1 @@
-"""The trainer: the same bits for any workers, and the command `entrenar`."""
+"""The trainer, with the same bits for any number of workers, and the command `entrenar`."""

@@ -1,8 +1,8 @@
 """The reference trainer: a deterministic data-parallel trainer with all its workers in one process.
 
-It is the oracle of every other system. In a step each worker computes its logical shards and folds
-them along the tree. The nodes are added, divided and clipped once, and every worker steps its own
-replica. If a shard's loss or gradient is not finite, training halts before the step.
+It is the oracle for every other system. In a step each worker computes its logical shards and folds
+them along the tree. The sums are added, divided and clipped once, and every worker updates its own
+replica. If a shard's loss or gradient is not finite, training halts before the update.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Trainer(Replicas):
     # --- one step -----------------------------------------------------------------------------
 
     def step(self, step: int) -> bool:
-        """Make `step`, the next one; if a value is not finite, record a Halt and return False."""
+        """Apply `step`, the next one; if a value is not finite, record a Halt and return False."""
         ids = self.batch()
         shards = sharding.cut(ids, self.plan.num_shards)
         nodes: list[reduction.Node] = []
@@ -68,7 +68,10 @@ class Trainer(Replicas):
         return True
 
     def _assignments(self, step: int) -> Iterator[tuple[Worker, Sequence[int]]]:
-        """Yield each worker with its shards; the shards of a worker that dies go to the others."""
+        """Yield each worker with its shards.
+
+        If a worker dies, the remaining workers get its shards.
+        """
         run_of = sharding.runs(range(self.plan.num_shards), list(self.workers))
         for fault in self._faults("leave", step):
             orphaned = run_of.pop(self._leave(fault, step))

@@ -16,7 +16,7 @@ from entrenar_py.compute.wgpu.resident import Programs, ResidentStep
 
 
 class WgpuBackend:
-    """See `Backend`. Keeps the device and its compiled kernels. Get it from `open_wgpu`.
+    """A `Backend` that keeps the device and its compiled kernels. Get it from `open_wgpu`.
 
     `unit_roundoff` is 2^-23 because WGSL lets a device round up or down (section "Differences from
     IEEE-754").
@@ -41,7 +41,7 @@ class WgpuBackend:
         return self._device.software
 
     def lost(self) -> bool:
-        """Return whether the device is lost. `open_wgpu` then opens a new one."""
+        """Return whether the device is lost. `open_wgpu` then opens a new device."""
         return self._device.lost()
 
     @property
@@ -56,15 +56,18 @@ class WgpuBackend:
         return ResidentStep(self.programs, workload, tensors, scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute forward and backward in one submission each. Add the bias on the CPU."""
+        """Return the layer's output.
+
+        Forward and backward take one submission each. The bias is added on the CPU.
+        """
         return products.apply(self.products, x, weight, bias)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute one product in one submission."""
+        """Return one product, computed in one submission."""
         return self.products([(a, b)])[0]
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
-        """Compute all products in one submission and one read-back.
+        """Return all products, computed in one submission and one read-back.
 
         Raises BackendUnavailable if an operand is too large for the adapter, or with wgpu's message
         if the device fails.
@@ -80,8 +83,8 @@ _opened: dict[str, WgpuBackend] = {}
 def open_wgpu(index: int | None = None) -> WgpuBackend:
     """Return this process's backend on the adapter with this index, or on the best one for None.
 
-    Opens it on the first call, and again after the device was lost. Raises BackendUnavailable if
-    wgpu-py is not installed, or if the adapter is missing or does not start.
+    The backend is opened on the first call, and again after the device was lost. Raises
+    BackendUnavailable if wgpu-py is not installed, or if the adapter is missing or does not start.
     """
     name = "wgpu" if index is None else f"wgpu:{index}"
     if name not in _opened or _opened[name].lost():

@@ -1,7 +1,7 @@
 """Captures a function of tensors, forward and backward, as one graph of core ATen operations.
 
 Functions that read values of their inputs on the host, draw random numbers, or write to their
-inputs are refused with the line that does it.
+inputs are refused; the error names the source line.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from entrenar_py.shared.errors import UsageError
 
 DTYPES = {torch.float32: "f32", torch.int64: "i32", torch.int32: "i32", torch.bool: "bool"}
 
-# Only in memory: what is computed with them is a float32 or an i32.
+# Only in memory: computations use float32 or i32.
 STORED = {torch.bfloat16: "bf16", torch.float16: "f16", torch.uint8: "u8"}
 LOADED = {"bf16": "f32", "f16": "f32", "u8": "i32"}
 
-# torch uses these dtypes for small indices that are only compared, which i32 can hold. For
-# arithmetic, i32 can't replace them: they wrap around at other values.
+# torch uses these dtypes for small indices that are only compared, which i32 can hold. In
+# arithmetic, i32 can't replace them, because they wrap around at different values.
 _NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 _COUNTING = frozenset({"arange", "unsqueeze", "view", "expand"})
 
@@ -60,7 +60,7 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 
 def stored_dtype_of(node: Node) -> str:
-    """Return the dtype in memory of a tensor that the graph is given."""
+    """Return the dtype in memory of a tensor that is an input of the graph."""
     return STORED.get(node.meta["val"].dtype) or dtype_of(node)
 
 
@@ -76,14 +76,14 @@ def dtype_of(node: Node) -> str:
     return DTYPES[dtype]
 
 
-# Computes on the host the values that depend on no input, such as positions, masks and sines.
+# Values that depend on no input, such as positions, masks and sines, are computed on the host.
 #
-# They are the same in every step, and the host is more accurate: a device's sine may be off by
-# 2^-11.
+# They are the same in every step, and the host is more accurate: a device's sine may have an error
+# of 2^-11.
 
 _ATEN = torch.ops.aten
 
-# Operations that result in one number where they have nothing to add up, and that number.
+# Operations that give a fixed number for empty operands, and this number.
 _NEUTRAL: dict[Any, float | bool] = {
     _ATEN.any.default: False,
     _ATEN.any.dim: False,
@@ -94,7 +94,8 @@ _NEUTRAL: dict[Any, float | bool] = {
     _ATEN.sum.default: 0,
     _ATEN.sum.dim_IntList: 0,
 }
-# Operations that lay other tensors over their first operand, and leave it alone if these are empty.
+# Operations that overlay their first operand with other tensors, and don't change it if these are
+# empty.
 _OVERLAYS = frozenset(
     {
         _ATEN.index_put.default,
@@ -113,9 +114,9 @@ def is_empty(node: Node) -> bool:
 
 
 def drop_empties(graph: GraphModule) -> None:
-    """Replace operations that read tensors without elements by ones that read none.
+    """Replace operations that read empty tensors by operations that don't.
 
-    Afterwards only results of the graph have no elements, and what they are made of.
+    Afterwards, only results of the graph, and the operands they are computed from, can be empty.
     """
     for node in graph.graph.nodes:
         if node.op != "call_function" or is_empty(node):
@@ -133,7 +134,7 @@ def drop_empties(graph: GraphModule) -> None:
 
 
 def _repeated(node: Node) -> float | bool | None:
-    """Return the number that all elements of the result are; None if they differ."""
+    """Return the value of all elements of the result; None if they differ."""
     if node.target is _ATEN.constant_pad_nd.default:
         return node.args[2] if len(node.args) > 2 else 0  # type: ignore[return-value]
     return _NEUTRAL.get(node.target)
@@ -171,7 +172,7 @@ _FREE = frozenset(
 
 
 def fold_constants(graph: GraphModule) -> None:
-    """Replace operations on constants alone by constants named `_table<i>`."""
+    """Replace operations that read only constants by constants named `_table<i>`."""
     known: dict[Node, Tensor] = {}
     computed: dict[Node, None] = {}  # in order
     for node in graph.graph.nodes:
@@ -214,17 +215,17 @@ def _replace(graph: GraphModule, node: Node, name: str, value: Tensor) -> None:
     node.replace_all_uses_with(table)
 
 
-# The values of tensors that follow from no input, while a function is traced without values.
+# The known values of tensors that depend on no input, while a function is traced without values.
 #
 # A branch on such a tensor (a mask made of positions, say) is decided while capturing.
 
-NUM_ELEMENTS_MAX = 2**18  # of a tensor with values that are followed
+NUM_ELEMENTS_MAX = 2**18  # most elements of a tensor with known values
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class KnownValues:
-    """For each traced tensor with known values, a tensor that has them."""
+    """A tensor with the values of each traced tensor with known values."""
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -242,15 +243,16 @@ class KnownValues:
         return taken
 
     def compute(self, func: Any, operands: tuple[Any, Any]) -> Any:
-        """Return the result of `func` on known operands, outside of the trace."""
+        """Return the result of `func` on known operands, outside the trace."""
         args, kwargs = operands
         with _disable_current_modes(), torch.no_grad():
             return func(*args, **kwargs)
 
     def follow(self, func: Any, args: Any, operands: tuple[Any, Any] | None, result: Any) -> None:
-        """Note the values of `result`, traced tensors that `func` made of known operands or none.
+        """Note the values of `result`, traced tensors that `func` computed from known operands.
 
-        If `func` writes to a tensor, its values stay known only if those of all operands are.
+        If `func` writes to a tensor, the tensor's values stay known only if those of all operands
+        are known.
         """
         if operands is None or _RANDOM in func.tags:
             if func._schema.is_mutable:
@@ -273,7 +275,7 @@ class KnownValues:
         return tensor if tensor.numel() <= NUM_ELEMENTS_MAX else None
 
     def _forget(self, func: Any, args: Any) -> None:
-        """Forget what shares memory with a tensor that `func` writes to."""
+        """Forget the tensors that share memory with a tensor that `func` writes to."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -292,7 +294,7 @@ _LEAVES_TORCH = frozenset({Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tens
 _IDENTITIES = frozenset(
     {_ATEN.alias.default, _ATEN.detach.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default}
 )
-# Directories with files that are not the model's: torch itself, and the backends.
+# Directories with files that don't belong to the model: torch itself, and the backends.
 _NOT_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -325,7 +327,7 @@ def _trace(fn: Function, leaves: Sequence[Tensor]) -> GraphModule:
     """Return the graph of the decomposed operations that `fn` runs, each with its line."""
 
     def record(*tensors: Tensor) -> tuple[Tensor, ...]:
-        # MATH computes attention, and its derivative, by products and a softmax.
+        # MATH computes attention, and its derivative, with matrix products and a softmax.
         with sdpa_kernel(SDPBackend.MATH), _OnHost(), _Lines(tensors):
             return tuple(fn(*tensors))
 
@@ -361,7 +363,7 @@ def _functionalise(
 
 
 class _OnHost(TorchFunctionMode):
-    """Refuses calls that take data out of torch, such as `Tensor.numpy`."""
+    """A mode that refuses calls that move data out of torch, such as `Tensor.numpy`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -372,7 +374,10 @@ class _OnHost(TorchFunctionMode):
 
 
 class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives nodes their source lines. Refuses reads of data, and writes to inputs and constants."""
+    """A mode that gives nodes their source lines, and refuses reads of data and illegal writes.
+
+    Writes to inputs and constants are illegal.
+    """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -442,7 +447,7 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Replay(Interpreter):
-    """Runs a graph while it is traced into another one, and copies the lines of its nodes."""
+    """Runs a graph while it is traced into a new graph, and copies the lines of its nodes."""
 
     def __init__(self, traced: GraphModule, constants: dict[str, Tensor]) -> None:
         super().__init__(traced)
@@ -450,14 +455,14 @@ class _Replay(Interpreter):
         self._recorded = _current_graph()
 
     def run_node(self, n: Node) -> Any:
-        """Run `n`, and give its line to the nodes that running it records."""
+        """Return the result of `n`; the nodes recorded meanwhile get its line."""
         last = _last(self._recorded)
         result = super().run_node(n)
         _mark(self._recorded, last, n.meta.get("line", ""))
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return a constant: `_functionalise` traces it as an input."""
+        """Return a constant, which `_functionalise` traces as an input."""
         return self._constants[target]
 
 

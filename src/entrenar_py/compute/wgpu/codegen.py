@@ -1,4 +1,4 @@
-"""WGSL of all kernels but matrix products: one row per thread, or one row per workgroup.
+"""The WGSL of all kernels except matrix products: one row per thread, or one per workgroup.
 
 In a thread kernel, each thread runs its loops alone, in order. In a row kernel, the lanes of a
 workgroup share each loop: a lane folds every 64th (or 256th) element in order, then the lanes'
@@ -36,7 +36,7 @@ def _nf4_level() -> str:
 
 
 def _random_bits() -> str:
-    """Return WGSL of `draws.threefry` for one element: its word of the pair that it is in."""
+    """Return the WGSL of `draws.threefry` for one element: its word of its pair of elements."""
     lines = []
     for number in range(1, draws.NUM_INJECTIONS + 1):
         lines += [
@@ -58,7 +58,7 @@ fn random_bits(first: i32, second: i32, draw: u32, element: i32) -> u32 {{
 """
 
 
-FUNCTIONS = {  # in order: a function follows those that it calls
+FUNCTIONS = {  # in order: a function comes after the functions that it calls
     "infinity": """
 var<private> infinity_bits: u32 = 0x7f800000u;
 fn infinity() -> f32 { return bitcast<f32>(infinity_bits); }
@@ -208,9 +208,9 @@ def functions_of(text: str) -> list[str]:
 
 
 def literal(value: float | int | bool, dtype: str) -> str:
-    """Return `value` as WGSL, rounded to `dtype`; OverflowError if it doesn't fit into an i32.
+    """Return `value` as WGSL, rounded to `dtype`. Raises OverflowError if too large for an i32.
 
-    Negative numbers are in brackets, since WGSL parses `--` as a decrement.
+    Negative numbers are in parentheses, because WGSL parses `--` as a decrement.
     """
     if dtype == "bool":
         return "true" if value else "false"
@@ -248,7 +248,10 @@ class Shader:
 
 
 def thread_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int) -> Shader:
-    """Return a kernel, one row a thread. `value` is a row's one element, "" if loops write rows."""
+    """Return a kernel of one row per thread.
+
+    `value` is a row's only element, "" if loops write the rows.
+    """
     size = math.prod(emitter.rows)
     body = [
         *_body(emitter, out, lanes=1),
@@ -337,7 +340,7 @@ def _bindings(buffers: dict[Buffer, str], first: int, written: Buffer | None = N
 
 
 def _number(value: str, dtype: str) -> str:
-    """Convert `value` to its type in memory, which is u32 for bool."""
+    """Return `value` converted to its type in memory, which is u32 for bool."""
     return f"select(0u, 1u, {value})" if dtype == "bool" else value
 
 
@@ -417,9 +420,9 @@ def _atoms(variables: Sequence[Index]) -> list[Atom]:
 def _merge(
     atoms: Sequence[Atom], indices: Sequence[Index], position: str
 ) -> tuple[Callable[[Index], Index], list[str]]:
-    """Merge neighbouring loop variables that every index steps through as if they were one.
+    """Merge adjacent loop variables that all indices traverse like a single variable.
 
-    Return the function that rewrites an index, and the code that computes the variables.
+    Returns the function that rewrites an index, and the code that computes the variables.
     """
     groups: list[list[Atom]] = []
     coefficients = [dict(index.terms) for index in indices]

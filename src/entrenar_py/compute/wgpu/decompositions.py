@@ -1,6 +1,6 @@
 """Decompositions of torch's operations into the operations of a captured graph.
 
-Extends torch's core decompositions, so that fewer operations need a kernel.
+They extend torch's core decompositions, so that fewer operations need a kernel.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 
 # Convolutions, forward and backward, as matrix products of patches; and the maximum of a patch.
 #
-# A patch is what the kernel covers at one place of the output. Patches are views of the padded
-# input: they overlap in memory until a product reads them. Any number of spatial dims, any
-# stride, padding, dilation and number of groups. Transposed convolutions aren't made of these and
-# have no kernel.
+# A patch is the part of the input that the kernel covers for one place of the output. Patches are
+# views of the padded input: they overlap in memory until a product reads them. Any number of
+# spatial dims, and any stride, padding, dilation and number of groups is possible. Transposed
+# convolutions are not decomposed and have no kernel.
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Window:
     dilation: Sequence[int]
 
     def of_rank(self, rank: int) -> Window:
-        """Return the same window for `rank` dims: a single number is that of all dims."""
+        """Return the same window for `rank` dims; a single number applies to all dims."""
         parts = (self.stride, self.padding, self.dilation)
         return Window(*(list(one) * (rank if len(one) == 1 else 1) for one in parts))
 
     def extent(self, dim: int, size: int) -> int:
-        """Return how many places a kernel with `size` elements along `dim` reaches over."""
+        """Return the extent along `dim` of a kernel with `size` elements, dilation included."""
         return self.dilation[dim] * (size - 1) + 1
 
 
@@ -54,7 +54,7 @@ def convolution(
 ) -> Any:
     """Return the convolution of x [n, c, *] and weight [o, c / groups, *], [n, o, *].
 
-    NotImplemented for a transposed one.
+    Returns NotImplemented for a transposed convolution.
     """
     if transposed:
         return NotImplemented
@@ -100,7 +100,7 @@ def max_pool(
 ) -> Any:
     """Return the largest element of each patch of x [n, c, h, w], and its index within h * w.
 
-    NotImplemented with `ceil_mode` or without the dim n.
+    Returns NotImplemented with `ceil_mode` or without the dim n.
     """
     if ceil_mode or x.dim() != 4:
         return NotImplemented
@@ -119,7 +119,7 @@ def max_pool(
 
 
 def max_pool_backward(gradient: Tensor, x: Tensor, *window: Any) -> Tensor:
-    """Return the gradient of x: each output's, added at the index that `max_pool` chose."""
+    """Return the gradient of x: each output's gradient, added at the index from `max_pool`."""
     indices: Tensor = window[-1]
     flat = torch.zeros(*x.shape[:2], x.shape[2] * x.shape[3])
     return flat.scatter_add(2, indices.flatten(2), gradient.flatten(2)).reshape(x.shape)
@@ -131,7 +131,7 @@ def _padded(x: Tensor, window: Window, filler: float = 0.0) -> Tensor:
 
 
 def _patches(x: Tensor, kernel: Sequence[int], window: Window) -> Tensor:
-    """Return what the kernel covers: x [n, c, *] -> [n, c, *places, *kernel], a view."""
+    """Return the patches: x [n, c, *] -> [n, c, *places, *kernel], a view."""
     rank = len(kernel)
     for dim, size in enumerate(kernel):
         x = x.unfold(2 + dim, window.extent(dim, size), window.stride[dim])
@@ -148,12 +148,12 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 
 def _correlate(x: Tensor, weight: Tensor, window: Window, groups: int) -> Tensor:
-    """Return the convolution of an input that is padded already."""
+    """Return the convolution of an input that is already padded."""
     outputs, inputs, *kernel = weight.shape
     patches = _patches(x, kernel, window)
     rank = len(kernel)
     places = patches.shape[2 : 2 + rank]
-    if inputs == 1 and outputs == groups:  # a channel each: too little for a product
+    if inputs == 1 and outputs == groups:  # one channel each: too little for a product
         taps = weight.reshape(1, outputs, *(1 for _ in places), *kernel)
         return (patches * taps).sum(list(range(2 + rank, patches.dim())))
     rows = _rows(patches, groups, rank)  # [groups, n * places, c / groups * kernel]
@@ -173,7 +173,7 @@ def _rows(patches: Tensor, groups: int, rank: int) -> Tensor:
 
 
 def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, window: Window, groups: int) -> Tensor:
-    """Return the weight's gradient: the output's, times the patches, added over all places."""
+    """Return the weight's gradient: the output's gradient times the patches, summed over places."""
     outputs, _, *kernel = weight.shape
     rank = len(kernel)
     patches = _patches(_padded(x, window), kernel, window)
@@ -183,7 +183,7 @@ def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, window: Window, grou
 
 
 def _of_input(gradient: Tensor, x: Tensor, weight: Tensor, window: Window, groups: int) -> Tensor:
-    """Return the input's gradient: the output's, spread by the stride, with the kernel turned."""
+    """Return the input's gradient: the output's, spread by the stride, with the kernel flipped."""
     outputs, inputs, *kernel = weight.shape
     spatial = list(range(2, x.dim()))
     widths: list[int] = []
@@ -191,7 +191,8 @@ def _of_input(gradient: Tensor, x: Tensor, weight: Tensor, window: Window, group
         reach = window.extent(dim, size) - 1
         spread = (gradient.shape[2 + dim] - 1) * window.stride[dim] + 1
         whole = x.shape[2 + dim] + 2 * window.padding[dim]
-        widths += [reach, whole - spread]  # the last places, which no kernel covers, get zero
+        # the last places, which the kernel never covers, get zero
+        widths += [reach, whole - spread]
     apart = gradient
     for dim, step in zip(spatial, window.stride, strict=True):
         apart = _spread(apart, dim, step)
@@ -216,14 +217,14 @@ def _spread(x: Tensor, dim: int, step: int) -> Tensor:
 
 # Sorting by counting, and products of rows by the matrix of their group (experts).
 #
-# An element's place is the number of elements before it. So n elements take n^2 comparisons,
-# which a device makes at once, and equal elements keep their order.
+# An element's place is the number of elements before it. This takes n^2 comparisons for n elements,
+# which a device does in parallel, and equal elements keep their order.
 
 
 def sort(x: Tensor, dim: int = -1, descending: bool = False, **_: Any) -> tuple[Tensor, Tensor]:
     """Return the elements of `x` in order along `dim`, and their indices; NaN is the largest.
 
-    Always stable, so `stable` is ignored.
+    The sort is always stable.
     """
     return _first(x, x.shape[dim] if x.dim() else 1, dim, descending=descending)
 
@@ -231,7 +232,7 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False, **_: Any) -> tuple[
 def sort_stable(
     x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return what `sort` does: the overload in which `stable` is said."""
+    """Return the result of `sort`, for torch's overload with `stable`."""
     return sort(x, dim, descending)
 
 
@@ -252,7 +253,7 @@ def _first(x: Tensor, count: int, dim: int, *, descending: bool) -> tuple[Tensor
 
 
 def _places(x: Tensor, *, descending: bool) -> Tensor:
-    """Return for each element of the last dim how many come before it, int64."""
+    """Return each element's place in the order along the last dim, int64."""
     element, other = x.unsqueeze(-1), x.unsqueeze(-2)  # [..., n, 1] and [..., 1, n]
     is_before = other > element if descending else other < element
     is_equal = other == element
@@ -268,7 +269,7 @@ def _places(x: Tensor, *, descending: bool) -> Tensor:
 def histc(x: Tensor, bins: int = 100, low: float = 0, high: float = 0) -> Any:
     """Return how many elements lie in each of `bins` equal parts of [low, high].
 
-    NotImplemented if low == high, for which torch takes the range of the elements.
+    Returns NotImplemented if low == high, for which torch uses the range of the elements.
     """
     if low == high:
         return NotImplemented
@@ -284,8 +285,8 @@ def grouped_mm(
     """Return products of groups: group g ends before row (or column) `offsets[g]` of `a`.
 
     Rows a [s, k] with matrices b [g, k, n] give [s, n]. Columns a [k, s] with rows b [s, n] give
-    [g, k, n]. Dense: each group's product is made with all of `a`, and what is not of the group is
-    masked. NotImplemented for other ranks.
+    [g, k, n]. The computation is dense: each group's product uses all of `a`, with elements outside
+    the group masked. Returns NotImplemented for other ranks.
     """
     if offsets is None or bias is not None or (a.dim(), b.dim()) not in ((2, 3), (2, 2)):
         return NotImplemented
@@ -300,7 +301,7 @@ def grouped_mm(
 
 
 def _members(offsets: Tensor, count: int) -> Tensor:
-    """Return for each group which of `count` rows are its own, bool [groups, count]."""
+    """Return which of `count` rows belong to each group, bool [groups, count]."""
     rows = torch.arange(count)
     ends = offsets.to(torch.int64).unsqueeze(-1)
     starts = torch.constant_pad_nd(ends, [0, 0, 1, -1])
@@ -331,7 +332,7 @@ def _var_mean(
     correction: float | None = 1,
     keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the variance from x - mean: the difference of two squares would lose digits."""
+    """Return variance and mean, from x - mean: a difference of two squares would lose digits."""
     dims = list(dim) if dim else list(range(x.ndim))
     count = prod(x.shape[one] for one in dims)
     mean = torch.mean(x, dims, keepdim=True)
@@ -364,9 +365,10 @@ def _native_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Normalise each channel, by running statistics if not `training`.
+    """Return each channel normalised, with running statistics unless `training`.
 
-    NotImplemented for running statistics in training: the operation would write to them.
+    Returns NotImplemented for running statistics in training, because the operation would write to
+    them.
     """
     if training and mean is not None:
         return NotImplemented
@@ -436,7 +438,7 @@ def _flip(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _empty(shape: Sequence[int], *_: Any, dtype: Any = None, **__: Any) -> Tensor:
-    """Return zeros: memory that is not written to would have other values in each run."""
+    """Return zeros, because uninitialised memory would have different values in each run."""
     return torch.zeros(shape, dtype=dtype or torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Opens WebGPU adapters, and holds tensors in device memory that many programs read."""
+"""Open WebGPU adapters, and tensors in device memory that many programs read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Device:
     def lost(self) -> bool:
         """Return whether the device is lost.
 
-        Tries to create an object on it, because wgpu-py reports a loss only in its log.
+        This tries to create an object on the device, because wgpu-py reports a loss only in its
+        log.
         """
         wgpu = adapters.library()
 
@@ -70,8 +71,8 @@ class Device:
     def submit(self, encoder: Any) -> None:
         """Submit the recorded commands.
 
-        Raises BackendUnavailable if the device is lost: wgpu-native would end the process. A loss
-        during the submission itself can't be caught.
+        Raises BackendUnavailable if the device is lost, because wgpu-native would end the process.
+        A loss during the submission itself can't be caught.
         """
         commands = encoder.finish()
         if self.lost():
@@ -80,12 +81,12 @@ class Device:
 
 
 def open_device(index: int, features: Sequence[str] = ()) -> Device:
-    """Open the adapter with this index, 0 for the best one, with its largest limits.
+    """Return the adapter with this index (0 is the best), opened with its largest limits.
 
-    `features` are WebGPU's names of what it has to have beyond that, such as `timestamp-query`.
+    `features` are WebGPU's names of required features, such as `timestamp-query`.
 
-    Raises BackendUnavailable if wgpu-py or the adapter is missing, or if it does not start, be it
-    that a process that opens it dies.
+    Raises BackendUnavailable if wgpu-py or the adapter is missing, or if the adapter does not start
+    or kills the process that opens it.
     """
     adapter = adapters.choose(adapters.found(), index)
     adapters.probe(index).require_alive()
@@ -108,7 +109,7 @@ def open_device(index: int, features: Sequence[str] = ()) -> Device:
 
 
 def limits_of(handle: Any) -> Limits:
-    """Return those limits of a wgpu.GPUDevice that kernels must stay within."""
+    """Return the limits of a wgpu.GPUDevice that kernels must observe."""
     limits = handle.limits
     return Limits(
         binding_bytes_max=limits["max-storage-buffer-binding-size"],
@@ -138,10 +139,10 @@ class Uploaded:
 
 
 def upload(device: Device, tensor: Tensor, what: str = "a tensor") -> Uploaded:
-    """Copy `tensor` to memory of its own, 16-bit floats and uint8 with the bits that they have.
+    """Return a copy of `tensor` in device memory; 16-bit floats and uint8 keep their bits.
 
     Raises UsageError for dtypes that a kernel can't load and for integers beyond 32 bits, and
-    BackendUnavailable with wgpu's message if it does not fit.
+    BackendUnavailable with wgpu's message if the tensor does not fit.
     """
     wgpu = adapters.library()
 
@@ -162,13 +163,13 @@ def upload(device: Device, tensor: Tensor, what: str = "a tensor") -> Uploaded:
 
 
 def _words(tensor: Tensor) -> Array:
-    """Return the bytes of `tensor`, filled up to whole words."""
+    """Return the bytes of `tensor`, padded to whole words."""
     held = tensor.reshape(-1).view(torch.uint8).numpy()
     return np.pad(held, (0, -held.size % ELEMENT_BYTES)).view(np.uint32)
 
 
 def device_array(array: Array, dtype: str, what: str) -> Array:
-    """Convert `array` to the device's `dtype`; UsageError for integers beyond 32 bits."""
+    """Return `array` in the device's `dtype`. Raises UsageError for integers beyond 32 bits."""
     if dtype == "i32" and array.dtype.itemsize > ELEMENT_BYTES and array.size:
         low, high = int(array.min()), int(array.max())
         if low < -_INT_MAX - 1 or high > _INT_MAX:

@@ -1,6 +1,6 @@
-"""Writes one kernel's WGSL. Each value is computed once, outside of loops where possible.
+"""The emitter of one kernel's WGSL. Each value is computed once, outside loops if possible.
 
-Code that reads a tensor's element requests loads, operations and sums from an `Emitter`, which
+Code that reads an element of a tensor requests loads, operations and sums from an `Emitter`, which
 returns the name of each value.
 """
 
@@ -101,7 +101,7 @@ class Emitter:
     # ---- for the code that reads elements
 
     def load(self, buffer: Buffer, index: Index) -> str:
-        """Load the element of `buffer` at `index`: f32 for 16-bit floats, i32 for u8."""
+        """Return the element of `buffer` at `index`, by name: f32 for 16-bit floats, i32 for u8."""
         slot = self.buffers.setdefault(buffer, f"in{len(self.buffers)}")
         if buffer.dtype in _PER_WORD:
             number = _PER_WORD[buffer.dtype]
@@ -112,11 +112,11 @@ class Emitter:
         return self._let(f"{text} != 0u" if buffer.dtype == "bool" else text, (), (index,))
 
     def op(self, template: str, *names: str) -> str:
-        """Compute a value from named values or literals."""
+        """Return the name of a value computed from named values or literals."""
         return self._let(template, names, ())
 
     def number(self, index: Index, dtype: str) -> str:
-        """Convert an index to a value of `dtype`."""
+        """Return the name of a value of `dtype` with the value of an index."""
         return self._let(f"{dtype}({{i0}})", (), (index,))
 
     def position(self, name: str, size: int) -> Index:
@@ -128,7 +128,10 @@ class Emitter:
     def reduce(
         self, key: object, fold: Fold, shape: Sequence[int], body: Callable[[at.Indices], str]
     ) -> str:
-        """Fold `body` over all indices of `shape`, or reuse the result for the same `key`."""
+        """Return the name of `body` folded over all indices of `shape`.
+
+        The result is reused for the same `key`.
+        """
         if key in self._memo:
             return self._memo[key]
         loop = self._open(shape)
@@ -179,14 +182,14 @@ class Emitter:
         return loop
 
 
-# Weights in device memory that take fewer bits than a float32, and the WGSL that decodes them.
+# Weights in device memory with fewer bits than a float32, and the WGSL that decodes them.
 #
-# `bf16` and `f16` are two numbers a u32, the first in the low half. `nf4` is as in
-# `compute.nf4`: eight codes a u32, with tables for the scales of their blocks.
+# `bf16` and `f16` have two numbers per u32, the first in the low half. `nf4` is as in
+# `compute.nf4`: eight codes per u32, with tables for the scales of their blocks.
 
 NF4 = "nf4"
 BITS = {"bf16": 16, "f16": 16, NF4: 4}
-LEVELS_BYTES = 64  # of the levels in workgroup memory
+LEVELS_BYTES = 64  # name of the levels in workgroup memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +201,7 @@ class Coding:
 
 
 def coded_element(emitter: Emitter, codes: Buffer, coding: Coding, index: Index) -> str:
-    """Return the name of the float32 that the code at `index` stands for."""
+    """Return the name of the float32 that the code at `index` encodes."""
     if coding.kind != NF4:
         return emitter.load(codes, index)
     scales, second = coding.tables
@@ -216,8 +219,10 @@ def coded_element(emitter: Emitter, codes: Buffer, coding: Coding, index: Index)
 
 
 def scale_function(name: str) -> str:
-    """Return the WGSL of `<name>_scale`: the scale of a block, by the tables `<name>_scales` and
-    `<name>_second`."""
+    """Return the WGSL of the function `<name>_scale`, which returns the scale of a block.
+
+    It reads the tables `<name>_scales` and `<name>_second`.
+    """
     return "\n".join(
         [
             f"fn {name}_scale(block: u32) -> f32 {{",
@@ -230,7 +235,7 @@ def scale_function(name: str) -> str:
 
 
 def lane(kind: str, word: str, number: int) -> str:
-    """Return the WGSL of number `number` of a u32, without its scale."""
+    """Return the WGSL of the number with index `number` in a u32, without its scale."""
     if kind == NF4:
         return f"levels[({word} >> {(number ^ 1) * 4}u) & 15u]"
     if kind == "f16":

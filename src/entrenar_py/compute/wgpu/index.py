@@ -1,4 +1,4 @@
-"""Symbolic positions of elements, simplified as views are stacked.
+"""Symbolic positions of elements, which are simplified when views are combined.
 
 An index is `constant + sum(coefficient * atom)`. An atom is a loop variable, a value that a kernel
 has read (an embedding's row), or a quotient or remainder of another index that no rule simplifies.

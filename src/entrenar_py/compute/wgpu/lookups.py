@@ -19,7 +19,7 @@ def add_rows(schedule: Schedule, value: Value, ids: Value, rows: Value) -> Value
     """Return a copy of `value` [n, c] with `rows` [r, c] added, in order, to its rows `ids` [r].
 
     Ids out of range are ignored. A small kernel links equal ids into chains. The threads of a
-    chain's first id add the whole chain, so no two threads write to one element.
+    chain's first id add the whole chain, so no two threads write to the same element.
     """
     listed, added = schedule.contiguous(ids), schedule.contiguous(rows)
     copied = schedule.copy(value)
@@ -90,8 +90,8 @@ def look_up(
     """Return the elements of `value` at `indices`, a dict of dim -> indices along this dim.
 
     Indices have the same rank and are broadcast. Their dims begin at dim `first` of the result,
-    among the other dims of `value`. In float32, indices out of range give NaN. If `wraps`, negative
-    indices count from the end.
+    between the remaining dims of `value`. In float32, indices out of range give NaN. If `wraps`,
+    negative indices count from the end.
     """
     _settle(schedule, value)
     for index in indices.values():
@@ -163,7 +163,7 @@ def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
     shape = (*values[0].shape[:dim], total, *values[0].shape[dim + 1 :])
     for piece in values:
         _settle(schedule, piece)
-    # From the last to the first: each one is laid before those joined so far.
+    # From the last to the first: each value is placed before those already joined.
     start = total - values[-1].shape[dim]
     joined = _shifted(values[-1], dim, start, shape)
     for piece in reversed(values[:-1]):
@@ -222,7 +222,7 @@ def _within(emitter: Emitter, index: Index, start: int, size: int, step: int) ->
 
 
 def pad(schedule: Schedule, value: Value, widths: Sequence[int], filler: float = 0) -> Value:
-    """Pad with `filler`. `widths` are (before, after) of the last dim, then of the one before."""
+    """Return `value` padded with `filler`. `widths` has (before, after), from the last dim on."""
     for number in range(len(widths) // 2):
         dim = len(value.shape) - 1 - number
         before, after = widths[2 * number : 2 * number + 2]
@@ -242,8 +242,9 @@ def scatter(
 ) -> Value:
     """Return `value` with `source` written, or added in order, at `index` along `dim`.
 
-    `source` has the shape of `index`. The last of several writes to one element wins. Each element
-    of the result reads all indices along `dim`, so this is for an `index` that is short there.
+    `source` has the shape of `index`. The last of several writes to the same element counts. Each
+    element of the result reads all indices along `dim`, so this is for an `index` that is short
+    along this dim.
     """
     for one in (value, index, source):
         _settle(schedule, one)
@@ -317,7 +318,7 @@ def _recipe(
 
 
 def flatten_index(schedule: Schedule, sizes: Sequence[int], indices: Sequence[Value]) -> Value:
-    """Combine indices into the first dims, of `sizes`, to one flat index in C order.
+    """Return indices into the first dims, of `sizes`, combined to one flat index in C order.
 
     Negative indices count from the end. If an index is out of range, the result is negative.
     """

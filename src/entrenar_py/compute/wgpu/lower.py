@@ -1,6 +1,6 @@
-"""Lowers a graph of core ATen operations to dispatches of kernels.
+"""The lowering of a graph of core ATen operations to dispatches of kernels.
 
-An operation without a kernel is refused with the line of the model's source that uses it.
+An operation without a kernel is refused; the error names the line of the model's source.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from entrenar_py.shared.errors import UsageError
 
 def _cast(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
     dtype = dtype_of(node)
-    if value.dtype in LOADED:  # what a load of it gives
+    if value.dtype in LOADED:  # the type that a load gives
         value = replace(value, dtype=LOADED[value.dtype], view=None)
     return pointwise.cast(schedule, value, dtype)
 
@@ -46,7 +46,7 @@ def _cast(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> V
 def _nf4(
     schedule: Schedule, node: Node, codes: Value, scales: Value, second: Value, *_: Any
 ) -> Value | None:
-    """Lower `backends.nf4.decode`: the matrix is decoded wherever an element of it is loaded."""
+    """Lower `compute.nf4.decode`: elements of the matrix are decoded where they are loaded."""
     stored = [schedule.contiguous(part) for part in (codes, scales, second)]
     if any(part.offset for part in stored):
         return None  # a part of a matrix
@@ -244,7 +244,7 @@ def _index_put(
 
 
 def _masked_put(schedule: Schedule, x: Value, masks: list[Value], number: Value) -> Value | None:
-    """Return `x` with one number where a mask of its first dims is true."""
+    """Return `x` with `number` where a mask of its first dims is true."""
     mask = masks[0]
     if len(masks) > 1 or number.size != 1 or mask.shape != x.shape[: len(mask.shape)]:
         return None
@@ -295,7 +295,7 @@ def _slice_scatter(
 def _kept(
     schedule: Schedule, node: Node, key: Value, draw: int, shape: list[int], share: float
 ) -> Value:
-    """Lower `draws.kept`. Each user draws again, which costs less than memory for the draws."""
+    """Lower `draws.kept`. Each user draws again, which is cheaper than storing the draws."""
     schedule.realise(key)
     strides = at.strides_of(shape)
     shift, least = 32 - draws.USED_BITS, draws.threshold(share)
@@ -353,20 +353,20 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "slice_scatter": _slice_scatter,
     "kept": _kept,
 }
-# Operations that join their users' kernels if the shapes allow it.
+# Operations that are fused into their users' kernels if the shapes allow that.
 FUSING = frozenset(pointwise.SCALARS) | {
     *("clone", "_to_copy", "clamp", "expand", "unsqueeze", "squeeze", "sum", "amax", "amin")
 }
 
 
-REGION_MAX = 12  # operations to look ahead for one that all uses of a value lead to
+REGION_MAX = 12  # operations to look ahead for one that all uses of a value reach
 
 
 @dataclass(frozen=True)
 class Result:
     """An output of the graph: elements of `buffer` from `offset` on, in C order.
 
-    The buffer of one without elements is None.
+    `buffer` is None for an output without elements.
     """
 
     buffer: Buffer | None
@@ -386,7 +386,7 @@ class Lowered:
 
 
 def lower(graph: GraphModule, limits: Limits, *, bindings_max: int, fused: bool = True) -> Lowered:
-    """Lower `graph` to dispatches. Without `fused`, each operation but a view has its own dispatch.
+    """Return `graph` as dispatches. Without `fused`, each operation except views has its own.
 
     Equal operations in `graph` are merged in place.
     Raises UsageError, with the model's source line, for operations and dtypes without a kernel.
@@ -396,7 +396,7 @@ def lower(graph: GraphModule, limits: Limits, *, bindings_max: int, fused: bool 
 
 
 class _Lowering:
-    """Makes the values of a graph's nodes, in order."""
+    """The lowering of one graph: creates the values of its nodes, in order."""
 
     def __init__(self, graph: GraphModule, schedule: Schedule, fused: bool) -> None:
         self.schedule = schedule
@@ -469,7 +469,7 @@ class _Lowering:
         if isinstance(result, Value):
             assert result.shape == shape_of(node), f"{node.target}: {result.shape}"
             if result.dtype != DTYPES.get(node.meta["val"].dtype, result.dtype):
-                raise UsageError(_refusal(node))  # another overload, such as view.dtype
+                raise UsageError(_refusal(node))  # a different overload, such as view.dtype
             if result.dtype in LOADED and name not in VIEWS:
                 dtype_of(node)  # refuses to compute with it
             self._settle(node, name, result)
@@ -483,7 +483,7 @@ class _Lowering:
         return None
 
     def _settle(self, node: Node, name: str, value: Value) -> None:
-        """Store a value that is too expensive for each of its users to compute again."""
+        """Store a value that is too expensive to be computed again by each user."""
         if name in VIEWS or value.stored is not None:
             return
         if not self._fused or (self._uses[node] > 1 and not self._may_stay(node, value)):
@@ -497,7 +497,7 @@ class _Lowering:
         return fits and self._converges(node)
 
     def _converges(self, node: Node) -> bool:
-        """Return whether all uses of `node` lead to one operation, through few others that fuse."""
+        """Return whether all uses of `node` reach one operation, through few others that fuse."""
         ahead = {user for user in node.users if self._uses[user]}
         for _ in range(REGION_MAX):
             first = min(ahead, key=self._order.__getitem__)

@@ -1,4 +1,4 @@
-"""Records matrix products into one command buffer, and reads all results back at once."""
+"""Matrix products that are recorded into one command buffer and read back at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from entrenar_py.compute.wgpu.tiles import FLOAT_BYTES, Layout, Product
 from entrenar_py.shared.errors import BackendUnavailable
 
 RESULT_ALIGNMENT = 256  # WebGPU's largest min-storage-buffer-offset-alignment
-PIPELINES_MAX = 512  # to keep, one for each shape and layout
+PIPELINES_MAX = 512  # kernels to keep, one for each shape and layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Matmul:
         self.submissions = 0
 
     def run(self, pairs: Sequence[Pair]) -> list[Tensor]:
-        """Return the products of `pairs`, which the caller checked, in new float32 [m, n] tensors.
+        """Return the products of `pairs`, checked by the caller, as new float32 [m, n] tensors.
 
         Raises BackendUnavailable if operands or results are too large for the device.
         """
@@ -116,7 +116,10 @@ class Matmul:
 
 
 def plan(pairs: Sequence[Pair], device: Device) -> list[Job]:
-    """Return a job for each pair, results one after another; BackendUnavailable if too large."""
+    """Return a job for each pair, with consecutive results.
+
+    Raises BackendUnavailable if operands or results are too large.
+    """
     jobs: list[Job] = []
     offset = 0
     for a, b in pairs:

@@ -14,7 +14,7 @@ from entrenar_py.compute.wgpu.values import CHEAP, FEW_ROWS, Schedule, Value, jo
 
 Operand = Value | float | int | bool
 
-# Kinds of operations: operands have the result's dtype, their common dtype, or bool.
+# Types of operations: operands have the result's dtype, their common dtype, or bool.
 ARITHMETIC, COMPARING, LOGICAL = "arithmetic", "comparing", "logical"
 
 
@@ -118,7 +118,7 @@ def constant(value: float, dtype: str, shape: Sequence[int] = ()) -> Value:
 def apply(
     schedule: Schedule, name: str, operands: Sequence[Operand], shape: Sequence[int], dtype: str
 ) -> Value | None:
-    """Apply the operation `name` of SCALARS, broadcast to `shape`; None for unsupported dtypes."""
+    """Return operation `name` of SCALARS, broadcast to `shape`; None for unsupported dtypes."""
     scalar = SCALARS[name]
     template, inner = _template(name, scalar, operands, dtype)
     cost = 2 if template in _POWERS.values() else scalar.cost
@@ -161,7 +161,7 @@ def _type(number: float | int | bool) -> str:
 
 
 def cast(schedule: Schedule, operand: Operand, dtype: str) -> Value:
-    """Convert `operand` to a tensor of `dtype`."""
+    """Return `operand` as a tensor of `dtype`."""
     if not isinstance(operand, Value):
         return constant(operand, dtype)
     if operand.dtype == dtype:
@@ -213,7 +213,7 @@ def fuse(
 
 
 def _settle_products(schedule: Schedule, operands: Sequence[Value], size: int) -> Value | None:
-    """Store all pending products but the last one that is not broadcast, and return that one."""
+    """Return the last pending product that is not broadcast; store all other pending products."""
     kept = None
     for operand in operands:
         if operand.product is None or operand is kept:
@@ -240,7 +240,7 @@ def counting(start: float, step: float, shape: Sequence[int], dim: int, dtype: s
     return Value(tuple(shape), dtype, read, cost=1)
 
 
-_COST = 8  # of a reduction's result
+_COST = 8  # dtype of a reduction's result
 # A workgroup computes one result. Long folds to few results take two steps, to use more workgroups.
 _LONG_FOLD = 2**14
 _PARTS_MAX = 1024
@@ -261,7 +261,7 @@ FOLDS = {
 def reduce(
     schedule: Schedule, value: Value, fold: Fold, dims: Sequence[int], *, keepdim: bool
 ) -> Value:
-    """Fold `value`, which has the fold's dtype, along `dims`, or along all dims if empty."""
+    """Return `value`, of the fold's dtype, folded along `dims`, or along all dims if empty."""
     rank = len(value.shape)
     over = sorted({dim % rank for dim in dims}) if dims and rank else list(range(rank))
     folded = _fold_along(schedule, value, fold, over)
@@ -304,7 +304,7 @@ def _fold_twice(
     """Fold in two steps: within each of `parts` equal parts of `dim`, then over the parts."""
     shape = value.shape
     cut = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
-    inner = [one + (one >= dim) for one in over]  # the parts stay
+    inner = [one + (one >= dim) for one in over]  # the dim of the parts stays
     apart = _fold_along(schedule, values.reshape(schedule, value, cut), fold, inner)
     schedule.realise(apart)
     whole = values.reshape(schedule, apart, (*apart.shape[: dim + 1], *apart.shape[dim + 2 :]))

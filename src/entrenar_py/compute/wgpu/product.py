@@ -25,7 +25,7 @@ class Side:
 
     The tile's size and the operand's stride are `tile_k` and `step_k` along k, `tile` and `step`
     along the outer dimension. A load moves `width` elements, along k if `along_k`, else along the
-    outer dimension: all of them are within the matrix. `kind` is that of the layout's coding.
+    outer dimension: all of them are within the matrix. `kind` is the kind of the layout's coding.
     `component_writes` is as in `Limits`.
     """
 
@@ -44,7 +44,7 @@ class Side:
 
     @property
     def whole_vectors(self) -> bool:
-        """True if the elements of a load are neighbours in the tile, too."""
+        """True if the elements of a load are adjacent in the tile, too."""
         return self.width > 1 and not self.along_k
 
     @property
@@ -154,10 +154,10 @@ def load(side: Side, tile: str) -> Iterator[str]:
     for i in side.loads:
         name = f"{side.name}_next_{i}"
         at = f"{side.name}_at_{i} + {tile} * {side.tile_k * side.step_k // side.width}u"
-        assert side.tile_k * side.step_k % side.width == 0, side  # a tile begins at a load
+        assert side.tile_k * side.step_k % side.width == 0, side  # tiles begin at load boundaries
         loads = [f"{name} = {_element(side, at)};"]
         zeros = [f"{name} = {side.type}();"]
-        if side.kind == NF4:  # no code is zero, so that a scale has to be
+        if side.kind == NF4:  # no NF4 code is zero, so the scale is set to zero
             block = f"({at}) / {BLOCK // side.width}u"
             loads.append(f"{side.name}_scale_{i} = {side.name}_scale({block});")
             zeros.append(f"{side.name}_scale_{i} = 0.0;")
@@ -306,7 +306,7 @@ def _header(product: Product, tiling: Tiling, a: Side, b: Side, vector_c: bool) 
 
 
 def _decoders(product: Product, epilogue: str) -> Iterator[str]:
-    """Write the tables and functions that a and b are decoded with."""
+    """Write the tables and functions that decode a and b."""
     kinds = {product.a.kind, product.b.kind}
     number = 3
     for name, layout in (("a", product.a), ("b", product.b)):
@@ -476,8 +476,8 @@ def _results(product: Product, tiling: Tiling, vector: bool) -> Iterator[str]:
 class Kernel:
     """A compute shader with the entry point `main`, and its dispatch.
 
-    Bindings 0, 1 and 2 of group 0 are a, b (read) and c (read_write), then come the tables that a
-    and b are decoded with, then the epilogue's.
+    Bindings 0, 1 and 2 of group 0 are a, b (read) and c (read_write). The tables that decode a and
+    b follow, then the bindings of the epilogue.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""A captured step compiled for one device. A run is one upload, few submissions, one read-back."""
+"""A captured step, compiled for one device. A run is one upload, few submissions, one read-back."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from entrenar_py.shared.errors import BackendUnavailable, UsageError
 
 # Memory for intermediate results that the programs of one workload share.
 #
-# A program uses it from the beginning of a run to its end, and programs of one device run one
-# after another. So a program for smaller shapes than those before takes no memory of its own.
+# A program uses this memory from the beginning to the end of a run, and programs of one device run
+# one after another. So a program for smaller shapes than earlier ones takes no additional memory.
 
 
 class Scratch:
@@ -39,10 +39,10 @@ class Scratch:
         return sum(size for size, _ in self._pieces)
 
     def take(self, device: Device, sizes: Sequence[int]) -> list[Any]:
-        """Return a piece of at least each of `sizes`, in bytes, no piece twice.
+        """Return a different piece, of at least the requested size, for each of `sizes` in bytes.
 
-        The largest size gets the smallest piece that it fits into, and so on; what fits into none
-        that is left gets a new one.
+        The largest size gets the smallest piece that is large enough, and so on. If no remaining
+        piece is large enough, a new one is created.
         """
         wgpu = adapters.library()
 
@@ -61,7 +61,7 @@ class Scratch:
         return [taken[index] for index in range(len(sizes))]
 
 
-# Assigns memory to the buffers of a schedule, and reuses it.
+# The memory of a schedule's buffers is assigned and reused here.
 #
 # All inputs of a run are in one block. A dispatch never writes to memory that it reads: WebGPU
 # doesn't allow one buffer to be read and written in the same dispatch.
@@ -71,10 +71,10 @@ ALIGNMENT = 256  # WebGPU's largest min-storage-buffer-offset-alignment
 
 @dataclass(frozen=True)
 class Plan:
-    """The dispatches: `once` are those that need no input of a run, `steps` those of each run.
+    """The dispatches: `once` has those that don't depend on a run's inputs, `steps` the others.
 
-    `kept` are the buffers that `once` writes. `slots` has the index of the shared piece of memory
-    for each buffer that `steps` write, `slot_bytes` the sizes of these pieces.
+    `kept` has the buffers that `once` writes. `slots` has the index of the shared piece of memory
+    for each buffer that `steps` write, and `slot_bytes` has the sizes of these pieces.
     """
 
     once: tuple[Step, ...]
@@ -137,8 +137,8 @@ def _assign(
     return slots, tuple(sizes)
 
 
-# That are submitted together. The device computes them while the host records the next ones, which
-# takes about 20 us each.
+# Dispatches that are submitted together. The device computes them while the host records the next
+# ones, which takes about 20 us each.
 DISPATCHES = 256
 _RESULT = {torch.float32: np.float32, torch.int64: np.int64, torch.int32: np.int32}
 
@@ -174,7 +174,7 @@ def compile_step(
     *,
     fused: bool = True,
 ) -> Program:
-    """Capture `fn(*inputs, *resident)`, which returns a flat tuple of tensors, and compile it.
+    """Return the program of `fn(*inputs, *resident)`, which returns a flat tuple of tensors.
 
     See `compile_graph`. Also raises UsageError for operations that can't be captured.
     """
@@ -192,12 +192,12 @@ def compile_graph(
     *,
     fused: bool = True,
 ) -> Program:
-    """Compile a captured function of `inputs` and `resident` for the shapes of `inputs`.
+    """Return the program of a captured function of `inputs` and `resident`, for these shapes.
 
-    Programs read `resident` where it lies, and may share it. Intermediate results lie in `scratch`,
-    by default in memory of the program's own. Without `fused`, each operation is a
-    dispatch of its own. Raises UsageError, with the model's source line, for an operation without
-    a kernel, and BackendUnavailable for tensors that are too large for the device.
+    Programs read `resident` in place, and may share it. Intermediate results are in `scratch`, by
+    default in separate memory for this program. Without `fused`, each operation is a separate
+    dispatch. Raises UsageError, with the model's source line, for an operation without a kernel,
+    and BackendUnavailable for tensors that are too large for the device.
     """
     bindings_max = device.handle.limits["max-storage-buffers-per-shader-stage"]
     lowered = lower(graph, device.limits, bindings_max=bindings_max, fused=fused)
@@ -205,7 +205,7 @@ def compile_graph(
 
 
 class Program:
-    """Dispatches with their memory on `device`. Not safe to use in two threads at once."""
+    """Dispatches with their memory on `device`. A program is not thread-safe."""
 
     def __init__(
         self,
@@ -252,8 +252,8 @@ class Program:
     def run(self, inputs: Sequence[Array]) -> list[Array]:
         """Return the results for `inputs`, in new arrays with the dtypes that torch would return.
 
-        Raises UsageError for other shapes than those compiled for and for integers beyond 32 bits,
-        and BackendUnavailable with wgpu's message if the device fails.
+        Raises UsageError for shapes that the program was not compiled for and for integers beyond
+        32 bits, and BackendUnavailable with wgpu's message if the device fails.
         """
         started = time.perf_counter()
         self._fill(inputs)

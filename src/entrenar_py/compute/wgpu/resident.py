@@ -19,15 +19,15 @@ from entrenar_py.compute.wgpu.device import Device, Uploaded, upload
 from entrenar_py.compute.wgpu.program import Program, Scratch, compile_graph
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-# (all tensors of a model by name, what a program is given) -> its results
+# (all tensors of a model by name, the inputs of a program) -> its results
 Body: TypeAlias = Callable[[Tensors, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Key:
-    """The properties of a step that its graph depends on, apart from the model.
+    """The properties of a step that determine its graph, besides the model.
 
-    `shapes` are those of the batch. `masked` is true if dropout masks are inputs.
+    `shapes` has the shapes of the batch. `masked` is true if dropout masks are inputs.
     """
 
     shapes: Shapes
@@ -37,11 +37,11 @@ class Key:
 
 @dataclass
 class Compiled:
-    """The graphs of one workload, the programs compiled from them, and what these share.
+    """The graphs of one workload, the programs compiled from them, and their shared memory.
 
     A program's key is its graph's key and the BLAKE3 digest of the replica's frozen tensors.
-    `frozen` has these tensors on the device by digest, `constants` the workload's own. All programs
-    read the same copy, and use the same `scratch` for intermediate results.
+    `frozen` has these tensors on the device by digest, `constants` the workload's constants. All
+    programs read the same copies, and use the same `scratch` for intermediate results.
     """
 
     graphs: dict[Hashable, GraphModule] = field(default_factory=dict)
@@ -59,15 +59,16 @@ class Programs:
         self._known: WeakKeyDictionary[Model, Compiled] = WeakKeyDictionary()
 
     def of(self, workload: Model) -> Compiled:
-        """Return what is compiled so far for `workload`. It is kept while the workload lives."""
+        """Return the graphs and programs of `workload`, which are kept while it exists."""
         return self._known.setdefault(workload, Compiled())
 
 
 class Resident:
     """The tensors of one replica of a workload, and the programs that compute with them.
 
-    Frozen tensors and the workload's constants stay on the device. All others, and what a program
-    is given, are uploaded at once for each run. `tensors` are all but the constants, by name.
+    Frozen tensors and the workload's constants stay on the device. All other tensors and the inputs
+    of a program are uploaded together for each run. `tensors` has all tensors except the constants,
+    by name.
     """
 
     def __init__(self, programs: Programs, workload: Model, tensors: Mapping[str, Tensor]) -> None:
@@ -80,10 +81,10 @@ class Resident:
         self._digest = _digest([tensors[name] for name in self.frozen])
 
     def run(self, key: Hashable, body: Body, tensors: Sequence[Tensor]) -> list[Array]:
-        """Return the results of `body`, of one upload and one read-back.
+        """Return the results of `body`, with one upload and one read-back.
 
-        The program is compiled once for each `key`, which tells apart all that `body` depends on
-        but the values of tensors.
+        The program is compiled once for each `key`, which must determine `body` up to the values of
+        tensors.
         """
         inputs = self._inputs(tensors)
         programs = self._compiled.programs
@@ -102,7 +103,7 @@ class Resident:
         return graphs[key]
 
     def inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs of the graph of a function that is given `given`."""
+        """Return the inputs of the graph of a function with the arguments `given`."""
         return [*self._inputs(given), *self._resident()]
 
     def _function(self, body: Body, num_given: int) -> Function:
@@ -140,8 +141,8 @@ class Resident:
 class ResidentStep:
     """A `Stepper` that keeps frozen tensors and the workload's constants on the device.
 
-    Each step uploads all other tensors, the batch and the dropout masks at once, and reads back
-    the loss and the gradients at once.
+    Each step uploads all other tensors, the batch and the dropout masks together, and reads the
+    loss and the gradients back together.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class ResidentStep:
         self._resident = Resident(programs, workload, tensors)
         self._workload, self._scale = workload, scale
         self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
-        self._ones: dict[int, list[Tensor]] = {}  # number of samples -> ones, see `_masks`
+        # number of samples -> tensors of ones, see `_masks`
+        self._ones: dict[int, list[Tensor]] = {}
 
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
         batch = self._workload.batch(ids)
@@ -173,7 +175,8 @@ class ResidentStep:
     def _masks(self, batch: Sequence[Tensor], num_samples: int, drop: DropFunction) -> list[Tensor]:
         """Return dropout's masks (`drop` applied to ones) in the order of their use.
 
-        The list is empty if `drop` is the identity. A workload that draws by itself gets a key.
+        The list is empty if `drop` is the identity. For a workload that itself draws, it has the
+        key.
         """
         if self._workload.draws:
             drawn = draws.key_of(drop)

@@ -1,4 +1,4 @@
-"""A matrix product in float32, batched and with any strides, and its tiling."""
+"""A description of a float32 matrix product, batched and with any strides, and its tiling."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def tables(self) -> tuple[Buffer, ...]:
-        """The buffers, besides the matrix's own, that an element is decoded with."""
+        """The buffers, besides the matrix's own, that decode an element."""
         return () if self.coding is None else self.coding.tables
 
     def num_bytes(self, num_elements: int) -> int:
@@ -78,7 +78,7 @@ class Product:
 
     @property
     def tables(self) -> tuple[Buffer, ...]:
-        """The buffers that elements of a and b are decoded with, in the order of their bindings."""
+        """The buffers that decode elements of a and b, in the order of their bindings."""
         return self.a.tables + self.b.tables
 
     @property
@@ -97,9 +97,9 @@ class Product:
 class Tiling:
     """A tiling: a workgroup computes m x n elements of c, a thread thread_m x thread_n of them.
 
-    `k` is the depth of the tiles of a and b in workgroup memory. With `double`, two copies of them
-    take turns. `split` groups of threads share the depth of a tile, and their sums are added along
-    a tree at the end. All sizes are powers of two, and at least 4 (`split`: at least 1).
+    `k` is the depth of the tiles of a and b in workgroup memory. With `double`, two copies of the
+    tiles alternate. `split` groups of threads divide the depth of a tile, and their sums are added
+    along a tree at the end. All sizes are powers of two, and at least 4 (`split`: at least 1).
     """
 
     m: int
@@ -151,7 +151,7 @@ MEDIUM = (
     Tiling(m=64, n=64, k=16, thread_m=8, thread_n=4, double=True),
     Tiling(m=64, n=64, k=16, thread_m=8, thread_n=4),
 )
-SMALL = (Tiling(m=32, n=32, k=8, thread_m=4, thread_n=4),)  # compiles in the least time
+SMALL = (Tiling(m=32, n=32, k=8, thread_m=4, thread_n=4),)  # compiles fastest
 # For small results of long sums: c has few elements, so threads share the sums along k.
 SPLIT = (
     Tiling(m=16, n=16, k=64, thread_m=4, thread_n=4, split=16),

@@ -1,8 +1,8 @@
 """The tensors of a graph, stored or as recipes, and the kernels that store them.
 
-A value that is not stored is a recipe: code that computes an element where one is needed. A recipe
-with a reduction or a matrix product in it is *pending*: either all its users join its kernel, or it
-is stored.
+A value that is not stored is a recipe: code that computes an element where it is needed. A recipe
+that contains a reduction or a matrix product is *pending*: either all its users join its kernel, or
+it is stored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stored:
 
     @property
     def tables(self) -> tuple[Buffer, ...]:
-        """The buffers, besides its own, that an element is decoded with."""
+        """The buffers, besides its own, that are needed to decode an element."""
         return () if self.coding is None else self.coding.tables
 
 
@@ -60,7 +60,7 @@ class Operands:
 
     @property
     def num_tables(self) -> int:
-        """The number of buffers that the operands, which are stored, are decoded with."""
+        """The number of buffers that are needed to decode the operands, which are stored."""
         return sum(len(one.stored.tables) for one in (self.a, self.b) if one.stored is not None)
 
 
@@ -126,7 +126,7 @@ class Step:
 
 @dataclass
 class Schedule:
-    """The dispatches so far, in order. `line` is the model's source line that is lowered now."""
+    """The dispatches so far, in order. `line` is the model's source line being lowered."""
 
     limits: Limits
     bindings_max: int
@@ -140,13 +140,13 @@ class Schedule:
         return Buffer(f"buffer{self._count}", dtype, size)
 
     def realise(self, value: Value) -> Value:
-        """Store `value` in C order, unless it is already stored, in any order. Return `value`."""
+        """Return `value`, stored in C order unless it is already stored in any order."""
         if value.stored is None:
             self._write(value)
         return value
 
     def strided(self, value: Value) -> Stored:
-        """Store `value` or what it is a view of. Return the memory of `value`, with any strides."""
+        """Store `value` or the value that it views; return the memory of `value`, any strides."""
         if value.stored is None and value.view is not None:
             base, again = value.view
             if base.size <= value.size:
@@ -159,7 +159,7 @@ class Schedule:
         return value.stored
 
     def contiguous(self, value: Value) -> Stored:
-        """Store `value` in C order, at any offset, and return its memory."""
+        """Return the memory of `value`, stored in C order at any offset."""
         stored = self.strided(value)
         if is_contiguous(value.shape, stored.strides) and stored.coding is None:
             return stored
@@ -170,7 +170,7 @@ class Schedule:
         return self.realise(replace(value, stored=None, view=None))
 
     def make_room(self, values: Sequence[Value], cost: int) -> None:
-        """Store values, those that read most buffers first, until one kernel can take the rest."""
+        """Store values, those that read most buffers first, until the rest fits into one kernel."""
         products = [value.product for value in values if value.product is not None]
         taken = [3 + value.num_tables for value in products]
         room = self.bindings_max - max(taken, default=1)
@@ -242,7 +242,8 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def join_rows(shape: tuple[int, ...], values: Iterable[Value]) -> int | None:
     """Return the `rows` of a value of `shape` that is computed from `values`, or None.
 
-    None if their rows differ, if a row would be computed twice, or if no reduction is pending.
+    The result is None if their rows differ, if a row would be computed twice, or if no reduction is
+    pending.
     """
     common: int | None = None
     for value in values:
@@ -287,7 +288,7 @@ Restride = Callable[[Stored], Stored | None]
 
 
 def reshape(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
-    """Reshape, in C order. One size may be -1."""
+    """Return `value` reshaped in C order. One size may be -1."""
     to = tuple(shape)
     if -1 in to:
         known = -math.prod(to)
@@ -306,7 +307,7 @@ def reshape(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
 
 
 def permute(schedule: Schedule, value: Value, dims: Sequence[int]) -> Value:
-    """Permute the dims: dim i of the view is dim `dims[i]` of the value."""
+    """Return a view with permuted dims: dim i of the view is dim `dims[i]` of the value."""
     order = [dim % len(value.shape) for dim in dims]
     if order == list(range(len(order))):
         return value
@@ -321,7 +322,7 @@ def permute(schedule: Schedule, value: Value, dims: Sequence[int]) -> Value:
 
 
 def expand(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
-    """Repeat along dims of size 1 and along new leading dims. A size of -1 keeps the dim."""
+    """Return `value` repeated along dims of size 1 and new leading dims; size -1 keeps the dim."""
     new = len(shape) - len(value.shape)
     own = (1,) * new + value.shape
     to = tuple(size if one == -1 else one for one, size in zip(shape, own, strict=True))
@@ -343,7 +344,7 @@ def expand(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
 
 
 def take(schedule: Schedule, value: Value, dim: int, start: int, size: int, step: int) -> Value:
-    """Take `size` indices along `dim`: `start`, `start + step`, and so on."""
+    """Return a view of `size` indices along `dim`: `start`, `start + step`, and so on."""
     shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
     if shape == value.shape:
         return value
@@ -361,7 +362,7 @@ def take(schedule: Schedule, value: Value, dim: int, start: int, size: int, step
 
 
 def unfold(schedule: Schedule, value: Value, dim: int, size: int, step: int) -> Value:
-    """Take `size` neighbours at every `step`-th index along `dim`, as a new last dim."""
+    """Return `size` neighbours at every `step`-th index along `dim`, as a new last dim."""
     places = (value.shape[dim] - size) // step + 1
     shape = (*value.shape[:dim], places, *value.shape[dim + 1 :], size)
 
@@ -379,7 +380,7 @@ def unfold(schedule: Schedule, value: Value, dim: int, size: int, step: int) -> 
 
 
 def repeat(schedule: Schedule, value: Value, times: Sequence[int]) -> Value:
-    """Tile the tensor `times[i]` times along dim i, with new dims in front."""
+    """Return the tensor tiled `times[i]` times along dim i, with new dims in front."""
     own = (1,) * (len(times) - len(value.shape)) + value.shape
     apart = [one for size in own for one in (1, size)]
     spread = [one for pair in zip(times, own, strict=True) for one in pair]
@@ -409,7 +410,7 @@ def reshaped_strides(
         else:
             blocks.append((size, stride))
     result: list[int] = []
-    rest = 1  # the size that is cut off so far from the end of the last block
+    rest = 1  # size consumed so far from the end of the last block
     for size in reversed(to):
         if size == 1:
             result.append(1)
@@ -451,7 +452,7 @@ def _view(
 
 
 def stored_value(shape: tuple[int, ...], dtype: str, stored: Stored) -> Value:
-    """Return a value for a tensor that is in memory already."""
+    """Return a value for a tensor that is already in memory."""
     value = Value(shape, dtype, _never)
     value.store(stored)
     return value

@@ -1,1 +1,1 @@
-"""Fine-tuning of a small checkpoint that each run makes, and its independent oracles."""
+"""Fine-tuning of a small checkpoint, which each run creates, and independent oracles for it."""

@@ -1,7 +1,8 @@
-"""A fine-tuning by ranks as torchrun starts them, by one of torch's own strategies.
+"""Fine-tuning by ranks, as torchrun starts them, with one of torch's own strategies.
 
-The ranks run the module that torchrun runs, on the CPU with gloo, each a process of its own. What
-they wrote is read back with stock libraries, and its outputs are compared with the textbook's.
+Each rank is a process that runs the same module as with torchrun, on the CPU with gloo. Their
+output files are read back with stock libraries, and the model's outputs are compared with the
+textbook's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.train.coordinator.recorder import Recorder
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
 
-MODULE = "entrenar_py.train.finetune.cli"  # what torchrun runs; a name, as users give it
+MODULE = "entrenar_py.train.finetune.cli"  # the module that torchrun runs, by name, as users do
 PATIENCE_S = 120.0
 _PRELOADED = (
     "peft",
@@ -41,11 +42,11 @@ _PRELOADED = (
     "torch._dynamo.aot_compile",
     "torch.distributed.pipelining",
 )
-_NUM_ROWS = 3  # that have their logits compared
+_NUM_ROWS = 3  # rows with compared logits
 
 
 def run(scenario: Scenario) -> Trace:
-    """Train as `scenario` says by its option `strategy`; record what was written."""
+    """Train as `scenario` says, with its option `strategy`; record the written files."""
     request, recorder = Request.of(scenario), Recorder(scenario)
     with small_run.quiet(), tempfile.TemporaryDirectory() as folder:
         fixture = small_run.make(Path(folder), scenario, request)
@@ -62,7 +63,7 @@ def run(scenario: Scenario) -> Trace:
 
 
 def _configuration(scenario: Scenario, fixture: Fixture, request: Request) -> dict[str, Any]:
-    """Return the configuration of the run. Raises UsageError if it would be another run."""
+    """Return the configuration of the run. Raises UsageError if it can't express the scenario."""
     settings, drawn = fixture.settings, scenario.num_steps * scenario.batch_size
     if scenario.num_samples % scenario.batch_size or drawn % scenario.num_samples:
         raise UsageError(
@@ -104,7 +105,7 @@ def _configuration(scenario: Scenario, fixture: Fixture, request: Request) -> di
 
 
 def _read(fixture: Fixture, request: Request) -> Iterator[trace.Event]:
-    """Yield what stock libraries read, with values, and its logits with the textbook's."""
+    """Yield the tensors that stock libraries read, and logits compared with the textbook's."""
     model = textbook.stock_model(fixture, fixture.settings.output)
     tensors = {
         name: tensor.detach().numpy()
@@ -136,7 +137,7 @@ def crew() -> Crew:
 
 
 def _torchrun(scenario: Scenario, config: Path) -> tuple[list[int | None], bool, str]:
-    """Run the configuration; return exit codes, whether a mutant struck, and the first words."""
+    """Run the configuration; return exit codes, whether a mutant ran, and the first message."""
     size = scenario.world_size
     jobs = [
         {
@@ -172,7 +173,7 @@ def _gather(hands: Sequence[Hand]) -> None:
 
 
 def main(pipe: Connection) -> NoReturn:
-    """Be one rank, and end at once: gloo's threads sometimes hang when torch is shut down."""
+    """Run as one rank, and exit at once: gloo's threads sometimes hang when torch shuts down."""
     torch.set_num_threads(1)
     desk = Job(pipe)
     message = desk.next()

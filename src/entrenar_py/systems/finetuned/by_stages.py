@@ -1,6 +1,6 @@
-"""A fine-tuning by a layer pipeline: the protocol and stages of `entrenar coordinator`, simulated.
+"""Fine-tuning by a layer pipeline: the protocol and stages of `entrenar coordinator`, simulated.
 
-Each worker loads its stage's blocks out of the checkpoint's files, as on a machine of its own.
+Each worker loads its stage's blocks from the checkpoint's files, as on a separate machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FACTS = ("gradients",)
 
 
 def run(scenario: Scenario) -> Trace:
-    """Train as `scenario` says; record the weights that stages don't train, and facts asked for.
+    """Train as `scenario` says; record the weights that stages don't train, and requested facts.
 
     Raises UsageError without the extra `finetune`, and for stages that don't fit the model.
     """
@@ -68,7 +68,7 @@ def _gradients(
 
 
 class _Training(ScenarioRun):
-    """A run by workers with stages; `frozen` has the weights that each one doesn't train."""
+    """A run by workers with stages; `frozen` has the weights that each worker doesn't train."""
 
     worker = PipelineWorker
     server: PipelineServer
@@ -79,13 +79,14 @@ class _Training(ScenarioRun):
         self._prepared, self._module = prepared, workload.module
         self._cuts = [self._cut(part) for part in _parts(scenario, request)]
         options = {**scenario.options, workers.OPTION: workers.SERVER}
-        own = scenario.with_(options=options)  # the number of workers stays, for its faults
+        # the number of workers stays the same, because of the faults
+        own = scenario.with_(options=options)
         server = PipelineServer(own, cut=self._cuts[0], workload=workload)
         self.frozen = [records.of_files(prepared.settings.model)]
         super().__init__(scenario, SimulatedTransport, server=server)
 
     def _cut(self, part: tuple[tuple[int, int], ...]) -> Cut:
-        """Return the cut in which the worker of each rank has the blocks that `part` says."""
+        """Return the cut in which the worker of each rank has the blocks given by `part`."""
         of_blocks: dict[tuple[int, int], list[str]] = {}
         for rank, own in enumerate(part):
             of_blocks.setdefault(own, []).append(f"worker {rank}")
@@ -124,11 +125,10 @@ class _Training(ScenarioRun):
 
 
 def _parts(scenario: Scenario, request: Request) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the blocks of each rank in each part of the run; workers to spare are copies.
+    """Return the blocks of each rank in each part of the run; surplus workers are copies.
 
-    Raises UsageError for cuts of other numbers of workers.
-
-    Cuts beyond the run's parts are those of the same run with more stops.
+    Raises UsageError for cuts with different numbers of workers. Cuts beyond the run's parts belong
+    to the same run with more stops.
     """
     size = scenario.world_size
     if not request.cuts:

@@ -1,4 +1,4 @@
-"""A fine-tuning as `entrenar finetune` makes it, over the simulated star, and what became of it."""
+"""Fine-tuning as in `entrenar finetune`, over the simulated star, and records of its results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(scenario: Scenario) -> Trace:
 
 
 class _Training(ScenarioRun):
-    """A run that records the weights that aren't trained whenever its workers are started."""
+    """A run that records the untrained weights whenever its workers are started."""
 
     def __init__(self, scenario: Scenario, workload: Watched, fixture: Fixture) -> None:
         super().__init__(scenario, SimulatedTransport, workload)
@@ -56,14 +56,14 @@ class _Training(ScenarioRun):
         super().begin(run)
 
     def watch(self, when: str) -> None:
-        """Record the weights that aren't trained."""
+        """Record the untrained weights, as they are at `when`."""
         self.frozen.append(records.of_module(self.workload.module, when))
 
 
 def _facts(
     request: Request, fixture: Fixture, prepared: Prepared, training: _Training, done: Trace
 ) -> Iterator[trace.Event]:
-    """Yield what the scenario asks for in addition to the training."""
+    """Yield the facts that the scenario requests in addition to the training run."""
     training.watch("after the training")
     yield training.frozen.pop()
     final = {name: array.copy() for name, array in training.server.replica.replica.arrays.items()}

@@ -1,7 +1,8 @@
-"""A distillation: a small teacher's shards, and a student that learns from them.
+"""Distillation: a small teacher's shards, and a student that learns from them.
 
-Teacher and student are two models of one family, of other weights, with one tokenizer. The shards
-are made as `entrenar distill logits` makes them, and the student is trained as `finetuned` is.
+Teacher and student are two models of the same family and with the same tokenizer, but with
+different weights. The shards are produced as by `entrenar distill logits`, and the student is
+trained as in `by_star`.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from entrenar_py.train.model import model_folder, preparation
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Distillation
 
-SAMPLES = 5  # of a shard
-ALL = "all"  # as top_k: the whole vocabulary
-_OWN = ("top_k", "temperature", "share")  # options of distillations alone
+SAMPLES = 5  # rows of a shard
+ALL = "all"  # value of top_k: the whole vocabulary
+_OWN = ("top_k", "temperature", "share")  # options of distillation only
 
 
 class WatchedStudent(Watched, Student):
-    """A student that notes on which states its loss depended."""
+    """A student that records which hidden states its loss depends on."""
 
 
 def run(scenario: Scenario) -> Trace:
-    """Make shards, train the student as `scenario` says, and record both.
+    """Produce shards, train the student as `scenario` says, and record both.
 
     Raises UsageError without the extra `finetune`.
     """
@@ -101,7 +102,7 @@ def _made(folder: Path, scenario: Scenario, request: Request, own: Mapping[str, 
 
 
 def _stages(prepared: Prepared, folder: Path) -> Iterator[trace.Sharded]:
-    """Make the shards at once, then again in two goes, and record both."""
+    """Produce the shards at once, then again in two runs; record both."""
     section = student.of(prepared)
     yield _made_by(prepared, "made at once")
     again = folder / "again"
@@ -109,7 +110,8 @@ def _stages(prepared: Prepared, folder: Path) -> Iterator[trace.Sharded]:
     other = replace(prepared, settings=replace(prepared.settings, distill=elsewhere))
     yield _made_by(other, "stopped after a shard", stops=True)
     for path in again.glob("*.parquet"):
-        path.write_bytes(path.read_bytes()[:-1])  # damaged meanwhile: it has to be made again
+        # damaged meanwhile, so it has to be produced again
+        path.write_bytes(path.read_bytes()[:-1])
         break
     yield _made_by(other, "resumed")
 
@@ -171,7 +173,7 @@ def _rows(fixture: Fixture, prepared: Prepared, workload: Student) -> Iterator[t
 
 
 def _turned_away(prepared: Prepared, folder: Path) -> Iterator[trace.TurnedAway]:
-    """Give the student shards that are not its own, and record whether it takes them."""
+    """Give the student wrong shards, and record whether it accepts them."""
     section = student.of(prepared)
     others = _Others(prepared, folder / "others")
     changes: dict[str, Callable[[], None]] = {
@@ -197,7 +199,7 @@ def _turned_away(prepared: Prepared, folder: Path) -> Iterator[trace.TurnedAway]
 
 
 class _Others:
-    """Changes a copy of a run's shards; its list always says what its files are."""
+    """Changes a copy of a run's shards, and keeps its list consistent with its files."""
 
     def __init__(self, prepared: Prepared, folder: Path) -> None:
         self.folder, self._prepared = folder, prepared
@@ -206,7 +208,7 @@ class _Others:
         self._places = student.places(prepared.train, seed, num_each)
 
     def of_another_tokenizer(self) -> None:
-        """Write all shards as another tokenizer's, in files and in the list."""
+        """Label all shards as another tokenizer's, in the files and in the list."""
         self._write(replace(self._facts, tokenizer="0" * 32), lambda rows: rows)
 
     def reverse_rows(self) -> None:
@@ -214,12 +216,12 @@ class _Others:
         self._write(self._facts, lambda rows: rows.taken(np.arange(len(rows))[::-1]))
 
     def halve(self) -> None:
-        """Cut the last shard's file off, as a copy is that goes on."""
+        """Truncate the last shard's file, as if it were still being copied."""
         path = sorted(self.folder.glob("*.parquet"))[-1]
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
     def turn_a_bit(self) -> None:
-        """Change the last shard's file where its rows are."""
+        """Flip a bit in the rows of the last shard's file."""
         path = sorted(self.folder.glob("*.parquet"))[-1]
         held = bytearray(path.read_bytes())
         held[len(held) // 3] ^= 1
@@ -230,7 +232,7 @@ class _Others:
         min(self.folder.glob("*.parquet")).unlink()
 
     def exchange(self) -> None:
-        """Put the first shard's file into the second one's place, also in the list."""
+        """Replace the second shard's file by the first one, also in the list."""
         listed = manifest.read(self.folder)
         assert listed is not None, "it was made here"
         first, other = (manifest.path_of(self.folder, self._facts, n) for n in (0, 1))
@@ -265,7 +267,7 @@ def _read(folder: Path, facts: Facts, shard: int, starts: Any) -> Rows:
 class SoftTextbook(Textbook):
     """The textbook's loss with a teacher: alpha T^2 KL + (1 - alpha) cross entropy, in classes.
 
-    The teacher's rows are those of the shards, which F-KD-008 compares with its own outputs.
+    The teacher's rows come from the shards, which F-KD-008 compares with the teacher's own outputs.
     """
 
     def __init__(self, fixture: Fixture, request: Request, shapes: Any, workload: Student) -> None:

@@ -1,9 +1,9 @@
 """The same fine-tuning by `transformers.Trainer` with `peft`: an independent oracle.
 
-It takes the checkpoint, the rows and the order of the samples from the scenario, as everybody does,
-and the closed form of the learning rate. All else is the peer's: tokens, masks, loss, gradients,
-clipping, which weights decay, and the optimizer. Not its schedule: with w steps of warm-up its rate
-begins at 0, ours at 1 / (w + 1) of the highest.
+Like all oracles it takes the checkpoint, the rows and the order of the samples from the scenario,
+and it also uses our formula for the learning rate. Everything else is the peer's: tokens, masks,
+loss, gradients, clipping, the selection of decayed weights, and the optimizer. The peer's schedule
+is not used: with w warm-up steps its rate begins at 0, ours at 1 / (w + 1) of the peak.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _train(
 
 
 def _batches(scenario: Scenario) -> Sequence[sharding.Ids]:
-    """Return the samples of each step: an epoch is one permutation, its last batch is short."""
+    """Return the samples of each step: an epoch is a permutation; its last batch may be short"""
     position, batches = sharding.Position(), []
     for _ in range(scenario.num_steps):
         visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
@@ -160,7 +160,7 @@ def _example(fixture: Fixture, tokens: Sequence[int], completion: Sequence[int])
 
 
 def _collated(examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return rows padded on the right to the longest, as the peer's own collators do."""
+    """Return the rows, padded on the right to the longest row, as the peer's own collators do."""
     longest = max(len(example["input_ids"]) for example in examples)
 
     def padded(values: Sequence[int], filler: int) -> list[int]:
@@ -181,9 +181,9 @@ def _collated(examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def _class_weights(fixture: Fixture) -> Tensor:
-    """Return 1, one over each class's share of the rows, or the root of that.
+    """Return class weights: 1, the inverse of each class's fraction of the rows, or its root.
 
-    A mean that is divided by the sum of the weights is the same for any multiple of them.
+    The mean is divided by the sum of the weights, so a common factor doesn't matter.
     """
     labels = [row["label"] for row in fixture.rows]
     shares = np.array([labels.count(label) / len(labels) for label in LABELS])
@@ -207,7 +207,7 @@ class _Notes:
         self._gradient: Tensors = {}
 
     def share_of_rate(self, step: int) -> float:
-        """Return the learning rate of `step` as a share of the highest."""
+        """Return the learning rate of `step` as a fraction of the peak."""
         return optimizer.learning_rate(
             step,
             peak=1.0,
@@ -238,7 +238,7 @@ class _Notes:
         )
 
     def computed(self, loss: Tensor) -> None:
-        """Keep the step's loss and gradient, before it is clipped."""
+        """Keep the step's loss, and its gradient before clipping."""
         gradients = {
             name: (torch.zeros_like(array) if array.grad is None else array.grad).detach().numpy()
             for name, array in self._trained().items()

@@ -1,4 +1,4 @@
-"""Records of a fine-tuning: weights that aren't trained, weights in NF4, and samples."""
+"""Records of a fine-tuning run: untrained weights, weights in NF4, and samples."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def of_files(folder: Path) -> trace.Frozen:
 
 
 def of_module(module: nn.Module, when: str) -> trace.Frozen:
-    """Return the record of the parameters of `module` that get no gradient, as they are now.
+    """Return the record of the current values of the parameters of `module` without a gradient.
 
-    Those in NF4 are bytes, not what the checkpoint has, and have a name of their own.
+    Parameters in NF4 are bytes, unlike those of the checkpoint, and have separate names.
     """
     records = {
         name_in_checkpoint(name)
@@ -53,21 +53,21 @@ def of_module(module: nn.Module, when: str) -> trace.Frozen:
 
 
 def name_in_checkpoint(name: str) -> str:
-    """Return the name that a parameter of a model with adapters has in the checkpoint."""
+    """Return the checkpoint's name for a parameter of a model with adapters."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-_WITHIN_BLOCKS = re.compile(r"\.layers\.\d+\..*_proj\.weight$")  # of qwen3 and llama
+_WITHIN_BLOCKS = re.compile(r"\.layers\.\d+\..*_proj\.weight$")  # layers of qwen3 and llama
 _HEADS = ("lm_head.weight",)
 
 
 def is_within_blocks(name: str) -> bool:
-    """Return whether a weight of the checkpoint is one of a linear layer within a block."""
+    """Return whether a weight of the checkpoint belongs to a linear layer within a block."""
     return bool(_WITHIN_BLOCKS.search(name))
 
 
 def decoded(fixture: Fixture) -> dict[str, Array]:
-    """Return the checkpoint's weights; those within blocks as the numbers that NF4 stands for."""
+    """Return the checkpoint's weights; weights within blocks are quantised to NF4 and decoded."""
     weights = weights_of(fixture.settings.model)
     for name, array in weights.items():
         if is_within_blocks(name):
@@ -127,7 +127,7 @@ def _functional() -> Any:
 
 
 class _Part(NamedTuple):
-    """The part of a batch that is a sample's: its first token is at `begin` of the columns."""
+    """The part of a batch that belongs to a sample: its first token is in column `begin`."""
 
     sample: int
     row: int
@@ -136,15 +136,15 @@ class _Part(NamedTuple):
 
 
 class Watched(Finetuning):
-    """Notes for each sample at which positions the loss depends on the last hidden state.
+    """Records, for each sample, the positions at which the loss depends on the last hidden state.
 
-    `taught` holds them by sample, from all steps together.
+    `taught` has the positions by sample, from all steps together.
     """
 
     def __init__(self, module: nn.Module, samples: Samples, **named: Any) -> None:
         super().__init__(module, samples, **named)
         self.taught: dict[int, set[int]] = defaultdict(set)
-        self._parts_now: list[_Part] = []  # of this batch
+        self._parts_now: list[_Part] = []  # parts of this batch
         model: Any = module
         if hasattr(model, "peft_config"):
             model = model.get_base_model()
@@ -163,7 +163,10 @@ class Watched(Finetuning):
             hidden.register_hook(partial(self._note, self._parts_now))  # type: ignore[no-untyped-call]
 
     def _parts(self, ids: Sequence[int]) -> list[_Part]:
-        """Return where each sample is. If it has a row, that is its part, padding included."""
+        """Return the part of each sample.
+
+        A sample with its own row has the whole row, with padding.
+        """
         if self.packed_tokens is None:
             first = self._rows.batch(ids)[1].argmax(1).tolist()
             places = enumerate(zip(ids, first, strict=True))
@@ -178,7 +181,7 @@ class Watched(Finetuning):
         return parts
 
     def _note(self, parts: Sequence[_Part], gradient: Tensor) -> None:
-        """Note the positions of a gradient, [n, t, width], that is not zero."""
+        """Note the positions with a nonzero gradient, [n, t, width]."""
         counts = (gradient != 0).any(-1)
         for part in parts:
             positions = counts[part.row, part.columns].nonzero().flatten() - part.begin
@@ -209,7 +212,7 @@ def sample_events(fixture: Fixture, prepared: Prepared, workload: Watched) -> It
 
 
 def rows_of(samples: Samples, num_rows: int) -> list[int]:
-    """Return the row of each sample: its own number, or for a copy the row with its tokens."""
+    """Return the row of each sample: its own number or, for a copy, the row with its tokens."""
     numbers = {samples.tokens[samples.part(row)].tobytes(): row for row in range(num_rows)}
     copies = range(num_rows, len(samples))
     return [
@@ -242,10 +245,10 @@ def _stock(
 def _chat(
     tokenizer: Any, messages: Sequence[Mapping[str, str]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens of a chat, and the positions of those that end in what the assistant says.
+    """Return the tokens of a chat, and the positions of tokens that end in the assistant's text.
 
-    The chat is written without its template, and tokens are put to bytes by their names: neither
-    marks nor offsets of `transformers` have a part in it.
+    The chat is written without its template, and tokens are mapped to bytes by their names: neither
+    masks nor offsets of `transformers` are used.
     """
     text, is_learned = small_run.BEGIN, [False] * len(small_run.BEGIN)
     for message in messages:
@@ -266,7 +269,7 @@ def _chat(
 
 
 def byte_of_character() -> dict[str, int]:
-    """Return the byte of each character in a byte-level token's name, as GPT-2 has them."""
+    """Return the byte for each character in the name of a byte-level token, as in GPT-2."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in shown)
     return {chr(byte): byte for byte in shown} | {

@@ -1,4 +1,4 @@
-"""A small fine-tuning: what a scenario's options say of it, its checkpoint and its rows."""
+"""A small fine-tuning run: a scenario's options for it, its checkpoint and its rows."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from entrenar_py.train.model.settings import (
 )
 
 FAMILIES = ("qwen3", "llama", "gpt2")
-# What a run records in addition to its training: samples and what the loss depended on; what it
-# wrote, as stock libraries load it; the merged model; each step compared with float64; a student's
-# refusals.
+# Facts that a run records in addition to its training: samples and the positions that the loss
+# depends on; the written files, as stock libraries load them; the merged model; each step compared
+# with float64; a student's refusals.
 FACTS = ("samples", "outputs", "merged", "gradients", "refusals")
 _CHOICES = {
     "task": TASKS,
@@ -46,11 +46,12 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of a scenario: the model's family, what is learned, and which facts are recorded.
+    """The options of a scenario: the model's family, the task, and the facts to record.
 
     `blocks` is the number of the model's blocks. `cuts` has, for each part of a run between two
-    stops, each worker's blocks: its first, and the one after its last. Workers with the same blocks
-    are copies. The last part's hold until the end. Without `cuts` stages have equal parts.
+    stops, the blocks of each worker: the first, and the one after the last. Workers with the same
+    blocks are copies. The last part's blocks are used until the end. Without `cuts`, stages have
+    equal parts.
 
     Raises UsageError for a value that is not possible.
     """
@@ -62,7 +63,7 @@ class Request:
     class_weights: str = "none"
     oversample: bool = False
     packing: bool = False
-    marks: bool = False  # in the chat template, of what the assistant says
+    marks: bool = False  # marks the assistant's text in the chat template
     family: str = "qwen3"
     strategy: str = "ddp"
     recompute: str = "none"
@@ -94,14 +95,14 @@ class Request:
 
     @property
     def adapts(self) -> bool:
-        """True if adapters are trained, False if all weights are."""
+        """True if adapters are trained, False if all weights are trained."""
         return self.method != "full"
 
     @classmethod
     def of(cls, scenario: Scenario) -> Request:
-        """Return what `scenario` asks for."""
+        """Return the request of `scenario`."""
         options: dict[str, Any] = dict(scenario.options)
-        options.pop("network_seed", None)  # the simulation's
+        options.pop("network_seed", None)  # options of the simulation
         facts = options.pop("facts", ())
         if not isinstance(facts, list | tuple):
             raise _refused("facts", facts, f"use a list of {', '.join(FACTS)}")
@@ -198,7 +199,7 @@ def make(folder: Path, scenario: Scenario, request: Request) -> Fixture:
 
 
 def teacher(folder: Path, fixture: Fixture, request: Request, scenario: Scenario) -> None:
-    """Write a model like that of `fixture`, with other weights and its tokenizer, to `folder`."""
+    """Write a model like that of `fixture` to `folder`: same tokenizer, different weights."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(fixture.settings.model, local_files_only=True)
@@ -209,7 +210,7 @@ def teacher(folder: Path, fixture: Fixture, request: Request, scenario: Scenario
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what the libraries write on standard error, bars and warnings, from the report's."""
+    """Keep the libraries' progress bars and warnings out of the report's standard error."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         yield

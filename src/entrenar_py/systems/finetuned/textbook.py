@@ -38,7 +38,7 @@ _HEAD = "score.modules_to_save.default.weight"
 class Textbook:
     """A checkpoint's model with the trainer's tensors in it, float32, on the CPU.
 
-    `names` and `shapes` are those of the trainer's tensors, in order.
+    `names` and `shapes` describe the trainer's tensors, in order.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Textbook:
                 layer.register_forward_hook(self._adapt(*own))
 
     def _adapter_of(self, layer: str) -> tuple[str, str] | None:
-        """Return the trainer's names of a layer's A and B, or None if it has no adapter."""
+        """Return the trainer's names of a layer's A and B; None if it has no adapter."""
         for name in self.shapes:
             path = name.removeprefix(_BEFORE)
-            if self._request.task == "classify":  # this model has no head, and no prefix of its own
+            if self._request.task == "classify":  # this model has no head and no prefix
                 path = path.partition(".")[2]
             if layer and path == f"{layer}.lora_A{_DEFAULT}":
                 return name, name.replace(".lora_A.", ".lora_B.")
@@ -98,9 +98,9 @@ class Textbook:
         return F.linear(pooled, tensors[_BEFORE + _HEAD])
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and mask of rows `ids`, int64 [n, t], and the weights of what is predicted.
+        """Return tokens and mask of rows `ids`, int64 [n, t], and the weights of the targets.
 
-        These are float32, of the token at each place, [n, t], or of each class, [n, classes].
+        The weights are float32: of the token at each place, [n, t], or of each class, [n, classes].
         """
         longest = max(len(self._samples[i][0]) for i in ids)
         tokens = torch.zeros(len(ids), longest, dtype=torch.int64)
@@ -119,7 +119,7 @@ class Textbook:
         return tokens, mask, due
 
     def class_weights(self) -> list[float]:
-        """Return each class's weight: 1, 1 / share or its root; their mean over the rows is 1."""
+        """Return each class's weight: 1, 1 / frequency or its root; the mean over the rows is 1."""
         labels = [row["label"] for row in self._fixture.rows]
         shares = [labels.count(label) / len(labels) for label in LABELS]
         power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[self._request.class_weights]
@@ -128,7 +128,7 @@ class Textbook:
         return [weight / mean for weight in raw]
 
     def loss(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, due: Tensor) -> Any:
-        """Return the weighted mean of -log p over all that is predicted, 0-d."""
+        """Return the weighted mean of -log p over all targets, 0-d."""
         logs = F.log_softmax(self.outputs(tensors, tokens, mask), -1)
         if self._request.task == "classify":
             return -(logs * due).sum() / due.sum()
@@ -167,7 +167,7 @@ class Textbook:
     ) -> Iterator[trace.Explained]:
         """Yield the logits `got` of rows `ids`, compared with this model's in float64.
 
-        Those at padding are left out.
+        Logits at padding are left out.
         """
         tokens, mask, _ = self.batch(ids)
         kept = mask.float().unsqueeze(-1) if got.dim() == 3 else torch.ones(1)
@@ -183,9 +183,9 @@ class Textbook:
     def _graph(
         self, function_id: object, function: capture.Function, inputs: Sequence[Tensor]
     ) -> GraphModule:
-        """Return the graph of a function, which depends on it and on the shapes of its inputs.
+        """Return the graph of a function, cached by the function and the shapes of its inputs.
 
-        To capture it takes longer than all that is computed by it.
+        Capturing a graph takes longer than all computations with it.
         """
         key = (function_id, *(one.shape for one in inputs))
         if key not in self._graphs:
@@ -207,7 +207,7 @@ def compare(
     graph: GraphModule,
     inputs: Sequence[Tensor],
 ) -> Iterator[trace.Explained]:
-    """Yield the distance of each of `got` from `graph` in float64, and what rounding explains.
+    """Yield the distance of each of `got` from `graph` in float64, and its rounding bound.
 
     The bound is to first order, for any float32 device, from the rounding of every operation.
     """
@@ -230,13 +230,13 @@ def compare(
         )
 
 
-_NUM_ROWS = 3  # that have their logits compared
+_NUM_ROWS = 3  # rows with compared logits
 
 
 def written(
     fixture: Fixture, prepared: Prepared, module: nn.Module, final: Mapping[str, Array]
 ) -> trace.ReadBack:
-    """Write `final` to the output folder, and return it as a stock library reads it."""
+    """Write `final` to the output folder; return the tensors that a stock library reads."""
     folder = fixture.settings.output
     stock.save(module, final, prepared.tokenizer, folder)
     read = dict(stock_model(fixture, folder).named_parameters())
@@ -250,9 +250,9 @@ def written(
 
 
 def stock_model(fixture: Fixture, folder: Path) -> Any:
-    """Return the model in `folder`, or the checkpoint with the adapters there, by stock libraries.
+    """Return the model in `folder`, or the checkpoint with these adapters, by stock libraries.
 
-    In float32 and evaluation mode. Weights in NF4 are the numbers that they stand for.
+    The model is float32 and in evaluation mode. Weights in NF4 are decoded.
     """
     import peft
     import transformers
@@ -280,7 +280,7 @@ def stock_model(fixture: Fixture, folder: Path) -> Any:
 def merged(
     fixture: Fixture, request: Request, prepared: Prepared, final: Mapping[str, Array]
 ) -> Iterator[trace.Event]:
-    """Merge the written adapters as `entrenar merge` does; yield its weights and its logits."""
+    """Merge the written adapters as `entrenar merge` does; yield the merged weights and logits."""
     settings, folder = fixture.settings, fixture.settings.output.parent / "merged"
     load = model.decoded if settings.method == "qlora" else model.trained
     adapted = load(settings, settings.output, prepared.pad_token)
@@ -330,7 +330,7 @@ def adapters(
 
 
 def _as_product(weights: Mapping[str, Array], layer: str, a: Array) -> Array:
-    """Return a layer's weight as [out, in]; GPT-2 keeps the transposed one."""
+    """Return a layer's weight as [out, in]; GPT-2 stores it transposed."""
     weight = weights[f"{layer}.weight"]
     is_transposed = ".c_" in f".{layer}"
     return np.ascontiguousarray(weight.T if is_transposed else weight)

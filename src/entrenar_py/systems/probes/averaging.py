@@ -1,4 +1,4 @@
-"""Averages of the original system's wire, under schedules of arrival, deaths and repetitions."""
+"""Averages over the original system's wire, under schedules of arrivals, deaths and repetitions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Outcome = TypeVar("Outcome")
 NUM_ELEMENTS = 7
 NUM_BLOCKS, COMPONENTS = 2, (0,)
 BYTES_MAX = 2**12
-TURNS_MAX = 10_000  # more than any of these runs takes
+TURNS_MAX = 10_000  # longer than any of these runs
 DIFFERENT = "different"
 _CANCELLING = (2.0**90, -(2.0**90))
 _AVERAGES = (say.AveragedGradient, say.AveragedBlock, say.AveragedNonBlock)
@@ -37,12 +37,12 @@ _AVERAGES = (say.AveragedGradient, say.AveragedBlock, say.AveragedNonBlock)
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The course of a run. `order` picks the next worker to deliver, among those with a shard.
+    """The course of a run. `order` selects the next worker to deliver, among those with a shard.
 
-    In step `dies_in` the worker with the last place dies before it has delivered everything, and
-    if it `returns`, another joins then. Each worker `repeats` what it delivered before, also within
-    the step; that is only tried where no worker has two shards of a step, since gradients don't
-    name theirs. The last shard of step `poisoned` has a NaN.
+    In step `dies_in`, the worker with the last place dies before it has delivered everything; if
+    `returns`, another worker then joins. If `repeats`, each worker repeats earlier deliveries, also
+    within the step. This is only used where no worker has two shards of a step, because gradients
+    don't name their shard. The last shard of step `poisoned` has a NaN.
     """
 
     order: Callable[[Sequence[int], random.Random], int]
@@ -107,7 +107,7 @@ class _AtOnce:
 
 @dataclass
 class _Worker:
-    """A worker: what it has to deliver, what it delivered last, and the averages that it heard."""
+    """A worker: its pending deliveries, its last delivery, and the averages that it received."""
 
     decoder: Decoder
     due: list[bytes] = field(default_factory=list)
@@ -145,14 +145,14 @@ class _Play:
     # --- what the end writes to -------------------------------------------------------------------
 
     def write(self, peer: Peer, message: WireMessage, buffers: Sequence[Buffer]) -> None:
-        """Let a worker hear a message."""
+        """Pass a message to a worker."""
         assert isinstance(peer, int)
         worker = self._workers[peer]
         for received in worker.decoder.feed(b"".join(buffers)):
             self._hear(worker, received.message, bytes(received.gradients or b""))
 
     def admit(self, peer: Peer) -> None:
-        """Do nothing: there are places for all."""
+        """Do nothing, because all workers have places."""
 
     def close(self, peer: Peer, reason: str) -> None:
         """End a connection."""
@@ -162,7 +162,7 @@ class _Play:
     # --- the workers ------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """Let the workers deliver until the run is over, or none has anything to deliver."""
+        """Let the workers deliver until the run is over, or nothing is left to deliver."""
         for peer in range(self._run.world_size):
             self._join(peer)
         for _ in range(TURNS_MAX):
@@ -228,7 +228,7 @@ class _Play:
     # --- what was heard ---------------------------------------------------------------------------
 
     def events(self, case: str) -> Iterator[trace.Heard]:
-        """Yield what was heard of each part of each step, up to a poisoned one."""
+        """Yield the averages that workers received, of all parts and steps up to a poisoned one."""
         last = self._schedule.poisoned
         for step in range(self._run.num_steps if last is None else last + 1):
             for part in _parts(in_blocks=self._schedule.in_blocks):
@@ -264,12 +264,14 @@ class _Terms:
         self._run, self._seed, self._poisoned = run, seed, poisoned
 
     def is_poisoned(self, step: int, part: Part) -> bool:
-        """Return whether a term of `part` is not finite; it is one of the last part."""
+        """Return whether a term of `part` is not finite; only the last part can have one."""
         return step == self._poisoned and part in (WHOLE, _parts(in_blocks=True)[-1])
 
     def vector(self, step: int, shard: int, part: Part) -> Vector:
-        """Return the gradient of a shard: numbers of very different sizes. The first ones of shards
-        0 and 1 cancel each other, so that any other order of additions loses bits of the rest.
+        """Return the gradient of a shard: numbers of very different sizes.
+
+        The first elements of shards 0 and 1 cancel each other, so that any different order of
+        additions loses bits of the rest.
         """
         rng = np.random.default_rng([self._seed, step, shard, *part])
         sizes = rng.integers(-30, 30, NUM_ELEMENTS)
@@ -285,7 +287,7 @@ class _Terms:
         return self.total(step, shard) if part == WHOLE else len(self._run.shards(step)[shard])
 
     def total(self, step: int, shard: int) -> int:
-        """Return the number of samples that count in a shard: half of them or more."""
+        """Return the number of samples that count in a shard, at least half of all."""
         samples = len(self._run.shards(step)[shard])
         rng = np.random.default_rng([self._seed, step, shard])
         return int(rng.integers(-(-samples // 2), samples, endpoint=True))
@@ -293,7 +295,7 @@ class _Terms:
     def frames(
         self, worker: int, assignment: say.ShardAssignment, *, in_blocks: bool
     ) -> list[bytes]:
-        """Return what a worker delivers for the shard that it was asked for."""
+        """Return the frames that a worker delivers for its assigned shard."""
         step = assignment.step
         shard = [ids.start for ids in self._run.shards(step)].index(assignment.start)
         return [
@@ -305,7 +307,7 @@ class _Terms:
         ]
 
     def roundings(self, step: int, part: Part, values: bytes) -> tuple[float, int]:
-        """Return the largest deviation of an average from the exact one, and where it is."""
+        """Return the largest deviation of an average from the exact value, and its index."""
         shards = self._run.shards(step)
         weights = [self.weight(step, shard, part) for shard in range(len(shards))]
         vectors = [self.vector(step, shard, part) for shard in range(len(shards))]
@@ -322,7 +324,7 @@ class _Terms:
 
 
 def _roundings(got: Fraction, products: Sequence[Fraction], total: int) -> float:
-    """Return |got - mean| in units of one rounding to float32, and those of float64 before it."""
+    """Return |got - mean| in units of its allowed roundings, in float64 and then to float32."""
     mean = sum(products, Fraction()) / total
     sizes = sum(map(abs, products), Fraction()) / total
     in_float64 = (len(products).bit_length() + 3) * sizes / 2**53

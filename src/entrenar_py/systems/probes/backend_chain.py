@@ -1,4 +1,4 @@
-"""The fallback chain on one real product, with backends that fail as the scenario's faults say."""
+"""The fallback chain on one real matrix product, with backends that fail as planned."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def has_adapter(backend: Backend) -> bool:
 
 
 def open_doomed(kind: str, on_strike: Struck) -> Backend:
-    """Open the best adapter again, with the fault `kind` of `faults.OF_ADAPTERS`.
+    """Return the best adapter, opened again with the fault `kind` of `faults.OF_ADAPTERS`.
 
-    `on_strike` is called when the fault strikes. Raises BackendUnavailable if there is no adapter.
+    `on_strike` is called when the fault occurs. Raises BackendUnavailable if there is no adapter.
     """
     from entrenar_py.compute import wgpu
     from entrenar_py.compute.wgpu.device import open_device
@@ -50,7 +50,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 class Doomed:
-    """Wraps a wgpu.GPUDevice, `handle`; each subclass makes one kind of request fail."""
+    """A wrapper of a wgpu.GPUDevice, `handle`; each subclass makes one type of request fail."""
 
     def __init__(self, handle: Any, on_strike: Struck) -> None:
         self._handle, self._on_strike = handle, on_strike
@@ -83,10 +83,10 @@ class _LastQueue:
 
 
 class TooLarge(Doomed):
-    """A device on which each new buffer is made larger than the adapter allows."""
+    """A device that requests each new buffer larger than the adapter allows."""
 
     def create_buffer(self, *, size: int, **given: Any) -> Any:
-        """Ask for a buffer at least four bytes larger than the device's limit."""
+        """Request a buffer at least four bytes larger than the device's limit."""
         self._on_strike()
         return self._handle.create_buffer(
             size=max(size, self._handle.limits["max-buffer-size"] + 4), **given
@@ -94,7 +94,7 @@ class TooLarge(Doomed):
 
 
 class Rejecting(Doomed):
-    """A device on which each shader is cut in the middle."""
+    """A device that truncates each shader in the middle."""
 
     def create_shader_module(self, *, code: str, **given: Any) -> Any:
         """Compile the first half of `code`."""
@@ -109,16 +109,16 @@ DOOMS: dict[str, type[Doomed]] = {
 }
 
 
-SHAPE = {"m": 33, "k": 65, "n": 17}  # ragged in every direction
+SHAPE = {"m": 33, "k": 65, "n": 17}  # not a multiple of the tile size in any direction
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Record an Attempt for each backend tried, then the Product of the one that served, or a Halt.
+    """Record an Attempt for each backend tried, then the Product of the one that worked, or a Halt.
 
-    The scenario's `backends` are the chain. A fault strikes when its backend is tried, even if this
+    The scenario's `backends` are the chain. A fault occurs when its backend is tried, even if this
     machine lacks the backend (see `Saboteur`). Raises UsageError for a chain in an unusual order,
     two faults on one backend, a fault on a backend outside the chain, a fault of adapters on a
-    backend other than wgpu, and options that no product can have.
+    backend other than wgpu, and impossible options of a product.
     """
     order = _order(scenario)
     _check_faults(scenario.faults, order)
@@ -169,10 +169,10 @@ def _check_faults(faults: tuple[Fault, ...], order: tuple[str, ...]) -> None:
 
 
 class Saboteur:
-    """Makes backends fail as `faults` say, one fault per backend, and records each that strikes.
+    """Makes backends fail as `faults` say, one fault per backend, and records each fault.
 
-    Faults of an adapter happen on the real adapter if there is one (`doomed_device`). For a device
-    that this machine lacks, the CPU stands in under its name. A stand-in is opened only for a
+    Faults of an adapter happen on the real adapter if there is one (`doomed_device`). If this
+    machine lacks a device, the CPU is used under its name. Such a substitute is opened only for a
     backend with a fault.
     """
 
@@ -181,7 +181,7 @@ class Saboteur:
         self._recorder = recorder
 
     def opener(self, name: str) -> Callable[[], Backend]:
-        """Return a function that opens backend `name`, or fails if a fault says so."""
+        """Return a function that opens backend `name`, or fails if a fault requires that."""
 
         def open_backend() -> Backend:
             if self._strikes(name, "absent"):
@@ -202,7 +202,7 @@ class Saboteur:
         return open_backend
 
     def compute(self, backend: Backend, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the real product on `backend`; fail, or spoil the product, if a fault says so."""
+        """Return the real product on `backend`; fail or corrupt it if a fault requires that."""
         if self._strikes(backend.name, "out_of_memory"):
             raise torch.OutOfMemoryError(f"backend {backend.name}: out of memory (injected)")
         for kind in OF_ADAPTERS:

@@ -1,6 +1,6 @@
-"""Counts calls to wgpu-py, and the operations that the CPU computes meanwhile.
+"""Counts of calls to wgpu-py, and of operations that the CPU computes meanwhile.
 
-The counts don't come from the backend, because they are there to check it.
+The counts don't come from the backend, because their purpose is to check it.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Meter:
 
 
 def open_adapter(scenario: Scenario) -> WgpuBackend:
-    """Return the scenario's first backend, a wgpu adapter.
+    """Return the scenario's first backend, which must be a wgpu adapter.
 
-    Raises UsageError for another kind of backend, BackendUnavailable if it can't be opened.
+    Raises UsageError for any other backend, BackendUnavailable if it can't be opened.
     """
     backend = backends.open_backend(scenario.backends[0])
     if not isinstance(backend, WgpuBackend):
@@ -97,7 +97,7 @@ def open_adapter(scenario: Scenario) -> WgpuBackend:
 
 @contextmanager
 def watching() -> Iterator[Meter]:
-    """Yield a meter of all that happens inside the block, on any wgpu device of this process."""
+    """Yield a meter of the block's calls and operations, on any wgpu device of this process."""
     meter, native = Meter(), adapters.native()
     with ExitStack() as stack:
         for owner, name, report in (
@@ -112,7 +112,7 @@ def watching() -> Iterator[Meter]:
         ):
             told_first = _telling(getattr(owner, name), report)
             stack.enter_context(patch.object(owner, name, told_first))
-        # Whenever it maps memory, the library makes an empty submission, to make progress.
+        # Whenever it maps memory, the library submits an empty command list, to make progress.
         mapping = meter.leaving_out(native.GPUBuffer.map_async)
         stack.enter_context(patch.object(native.GPUBuffer, "map_async", mapping))
         stack.enter_context(_Operations(meter))
@@ -128,7 +128,7 @@ def _telling(function: Callable[..., Any], told: Callable[..., None]) -> Callabl
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports to the meter each operation that makes new data, but no views and shapes."""
+    """Reports each operation that computes new data, but not views and shapes, to the meter."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""A small decoder that is trained on tokens, and is probed as a script's model is.
+"""A small decoder, trained on tokens and probed in the same way as a script's model.
 
-Its ranks take turns in one process. Rows are whole (`plain`), have padding before them (`padded`),
-or have two documents each (`packed`), as option `rows` says. With dropout the block is
-computed again in the backward pass, and there is an evaluation after the first step. Letters in
-shape comments: n rows, t positions, d = WIDTH, h heads.
+Its ranks take turns in one process. Option `rows` selects whole rows (`plain`), rows with padding
+on the left (`padded`), or rows with two documents (`packed`). With dropout, the block is computed
+again in the backward pass, and the model is evaluated after the first step. Letters in shape
+comments: n rows, t positions, d = WIDTH, h heads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = ("plain", "padded", "packed")
 
 
 class Batch(NamedTuple):
-    """Token ids [n, t]; which are no padding, 0 or 1; and their positions in a document."""
+    """Token ids [n, t]; a mask, 0 for padding and otherwise 1; and positions in a document."""
 
     ids: Tensor
     mask: Tensor
@@ -44,13 +44,13 @@ class Batch(NamedTuple):
 
 
 def document(length: int, generator: torch.Generator) -> Tensor:
-    """Return `length` tokens: that of a begin, and others."""
+    """Return `length` tokens: BOS, then random ones."""
     tokens = torch.randint(END + 1, VOCABULARY, (length - 1,), generator=generator)
     return torch.cat([torch.tensor([BEGIN]), tokens])
 
 
 def batch(kind: str, number: int, generator: torch.Generator) -> Batch:
-    """Return micro-batch `number`. Of padded ones, each has another number of tokens."""
+    """Return micro-batch `number`. Padded micro-batches differ in their number of tokens."""
     rows, masks, positions = [], [], []
     for row in range(NUM_ROWS):
         lengths = [LENGTH]
@@ -68,7 +68,7 @@ def batch(kind: str, number: int, generator: torch.Generator) -> Batch:
 
 
 def targets_of(batch: Batch) -> Tensor:
-    """Return the next token of each, [n, t]: none for padding, and at a document's end."""
+    """Return each token's next token, [n, t]; ignored for padding and at a document's end."""
     after = F.pad(batch.ids[:, 1:], (0, 1), value=IGNORED)
     begins = F.pad(batch.positions[:, 1:] == 0, (0, 1), value=True)
     return after.masked_fill(begins | (batch.mask == 0), IGNORED)
@@ -78,7 +78,7 @@ def targets_of(batch: Batch) -> Tensor:
 
 
 def sees(mask: Tensor, positions: Tensor) -> Tensor:
-    """Return, bool [n, t, t], which tokens each sees: earlier ones of its document, and itself."""
+    """Return the attention mask, bool [n, t, t]: each token sees its document up to itself."""
     length = mask.shape[1]
     earlier = torch.ones(length, length, dtype=torch.bool).tril()
     documents = ((positions == 0) & (mask > 0)).long().cumsum(1)
@@ -88,12 +88,12 @@ def sees(mask: Tensor, positions: Tensor) -> Tensor:
 
 
 def mixed(normed: Tensor) -> Tensor:
-    """Return what the feed-forward layers are given, [n, t, d] -> [n, t, d]."""
+    """Return the input of the feed-forward layers, [n, t, d] -> [n, t, d]."""
     return normed
 
 
 class Decoder(nn.Module):
-    """A block of attention and feed-forward layers, with the first table as the last layer."""
+    """A block of attention and feed-forward layers; the embedding is also the output layer."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -139,12 +139,12 @@ class Decoder(nn.Module):
 
 
 def tie(model: Decoder) -> None:
-    """Make the first table the last layer's weight."""
+    """Make the embedding the output layer's weight."""
     model.head.weight = model.tokens.weight
 
 
 def computed_again(block: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    """Return block(*given); the backward pass computes its inner results again."""
+    """Return the block's output; the backward pass computes its intermediate results again."""
     found: Tensor = checkpoint(block, *given, use_reentrant=False)
     return found
 
@@ -153,17 +153,18 @@ def computed_again(block: Callable[..., Tensor], *given: Tensor) -> Tensor:
 
 
 def divisor(own: int, of_rank: int, of_all: int, scenario: Scenario) -> float:
-    """Return what a micro-batch's summed loss is divided by: its share of the ranks' mean.
+    """Return the divisor of a micro-batch's summed loss, for the mean over all ranks.
 
-    `own` of its targets count, `of_rank` in all of the rank's, and `of_all` of all ranks'.
+    `own`, `of_rank` and `of_all` are numbers of counted targets: of the micro-batch, of the rank's
+    step, and of all ranks.
     """
     return of_all / scenario.world_size
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Train for some steps, and record the losses of all micro-batches and the probes of two.
+    """Train for some steps; record the losses of all micro-batches and the probes of two.
 
-    Raises UsageError for rows of an unknown kind.
+    Raises UsageError for an unknown value of option `rows`.
     """
     kind = scenario.options.get("rows", "plain")
     if kind not in KINDS:
@@ -190,7 +191,7 @@ def _ranks(scenario: Scenario) -> range:
 
 
 class _Rank:
-    """The record that a rank makes of the model, which all ranks share."""
+    """A rank's record of the model, which all ranks share."""
 
     def __init__(
         self, model: Decoder, optimizer: torch.optim.Optimizer, rank: int, recorder: Recorder
@@ -205,12 +206,12 @@ class _Rank:
             rank,
             lambda: self.place,
             self._write,
-            compiles=lambda: False,  # other trainings in this process may have been
+            compiles=lambda: False,  # earlier training runs in this process may have changed it
         )
         self.looking = Looking(subject, drawing, self._write, self.random.were_recomputed)
 
     def trained(self, loss: Tensor) -> None:
-        """Make the backward pass of a micro-batch, and record its mode and its draws."""
+        """Run the backward pass of a micro-batch; record the model's mode and its draws."""
         step, number = self.place
         self.random.begin_backward()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -234,7 +235,7 @@ class _Rank:
 
 
 def evaluate(model: Decoder, looking: Sequence[_Rank], batch: Batch) -> None:
-    """Take the loss of held-out rows on each rank."""
+    """Compute the loss of held-out rows on each rank."""
     model.eval()
     for rank in looking:
         loss_of(model, rank, batch)
@@ -243,7 +244,7 @@ def evaluate(model: Decoder, looking: Sequence[_Rank], batch: Batch) -> None:
 
 @torch.no_grad()
 def loss_of(model: Decoder, rank: _Rank, batch: Batch) -> Tensor:
-    """Return the loss of rows that are not trained on."""
+    """Return the loss of held-out rows."""
     rank.looking.aside(model)
     leave = tokens.listen(rank.looking.scored)
     loss = F.cross_entropy(model(*batch).flatten(0, 1), targets_of(batch).flatten())

@@ -42,14 +42,14 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def declared(model: Workload) -> Entries:
-    """Return (name, shape, dtype) of the gradients as a receiver expects them."""
+    """Return (name, shape, dtype) of each gradient that a receiver expects."""
     return tuple((s.name, s.shape, "float32") for s in model.specs if s.role == "trainable")
 
 
 def sent(scenario: Scenario, model: Workload, backend: Backend) -> Entries:
     """Return (name, shape, dtype) of each array that a worker on `backend` would send.
 
-    Arrays travel without names. They get the model's names, in order; arrays beyond the last name
+    Arrays are sent without names. They get the model's names, in order; arrays beyond the last name
     are "without a name".
     """
     replica = engine.Engine(model, backend, model.initial(scenario.rng("initial")), scale=1.0)

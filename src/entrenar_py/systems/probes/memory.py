@@ -1,4 +1,4 @@
-"""Measures the memory that each worker's share of a training run takes, in its own process.
+"""Measurement of the memory that each worker's part of a training run takes, in its own process.
 
 The processes are forks of one that has loaded all code and computed nothing. The estimate is made
 before a worker is built, from the scenario and the manifest alone. The peak is that of the worker's
@@ -39,7 +39,7 @@ from entrenar_py.train.coordinator.recorder import Recorder
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes in use before the work, the most during it, and the device's total if it is known."""
+    """Bytes in use before the work, the peak during it, and the device's total if known."""
 
     baseline_bytes: int
     peak_bytes: int
@@ -50,7 +50,7 @@ Work = Callable[[Backend], None]
 
 
 def measured_on(name: str, *, before: Work, work: Work) -> Measured:
-    """Run `before`, then `work`, on backend `name`; measure the memory that `work` takes there.
+    """Run `before`, then `work` on backend `name`; return the memory that `work` takes.
 
     Raises BackendUnavailable when the backend can't be opened or fails.
     """
@@ -58,7 +58,7 @@ def measured_on(name: str, *, before: Work, work: Work) -> Measured:
 
 
 def _of_cuda(name: str, before: Work, work: Work) -> Measured:
-    """Measure a GPU's memory by the counts of torch's allocator."""
+    """Measure a GPU's memory with the statistics of torch's allocator."""
     import torch
 
     backend = backends.open_backend(name)
@@ -72,7 +72,7 @@ def _of_cuda(name: str, before: Work, work: Work) -> Measured:
 
 
 def _of_adapter(name: str, before: Work, work: Work) -> Measured:
-    """Measure an adapter's memory by the buffers that the backend creates.
+    """Measure an adapter's memory by counting the buffers that the backend creates.
 
     WebGPU can't report an adapter's memory, and wgpu-native's report counts objects, not bytes.
     """
@@ -92,7 +92,7 @@ MEASURES: dict[str, Callable[[str, Work, Work], Measured]] = {"cuda": _of_cuda, 
 
 
 class Counted:
-    """Wraps a wgpu.GPUDevice, `handle`, and counts the bytes of the buffers created on it."""
+    """A wrapper of a wgpu.GPUDevice, `handle`, that counts the bytes of its buffers."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -106,7 +106,7 @@ class Counted:
         return self._count(self._handle.create_buffer(**given))
 
     def create_buffer_with_data(self, **given: Any) -> Any:
-        """Create a buffer with content, and count it like any other buffer."""
+        """Create a buffer with content, counted like any other buffer."""
         return self._count(self._handle.create_buffer_with_data(**given))
 
     def _count(self, buffer: Any) -> Any:
@@ -141,7 +141,7 @@ DATA_FLOATS = {"linear": 16, "mlp": 128, "decoder": 256}
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Record a Memory event for each rank; its shards are those that `reference` would give it.
+    """Record a Memory event for each rank, which has the same shards as with `reference`.
 
     A rank with an unavailable device gets a failed Attempt instead. Raises SystemFailure if a
     process dies or stalls. Raises UsageError without a budget, and for a `workload`,
@@ -245,7 +245,7 @@ def _activations(scenario: Scenario) -> int:
 
 
 def _nodes_max(run: Sequence[int]) -> int:
-    """Return the most nodes that `reduction.fold` holds at once, including the next leaf."""
+    """Return the largest number of nodes that `reduction.fold` holds, including the next leaf."""
     return 1 + max(reduction.num_nodes(run[0], leaf) for leaf in run)
 
 
@@ -287,7 +287,7 @@ def _ask(child: subprocess.Popen[str], scenario: Scenario) -> tuple[str, str]:
                 try:
                     return child.communicate(message, timeout=patience.interval_s)
                 except subprocess.TimeoutExpired as error:
-                    message = None  # it has begun to send it
+                    message = None  # it had begun to send the answer
                     if patience.look():
                         raise SystemFailure(
                             f"measuring {scenario.world_size} ranks took longer than "
@@ -331,7 +331,7 @@ def _ended_by_interrupt(child: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def measure(scenario: Scenario, rank: int) -> Measured:
-    """Do the share of `rank` in this process; return the bytes in use before it, and the peak.
+    """Do the work of `rank` in this process; return the bytes in use before it, and the peak.
 
     Raises BackendUnavailable if the rank's device can't be used.
     """
@@ -351,7 +351,7 @@ def work(scenario: Scenario, rank: int, backend: Backend) -> None:
     """Do the work of worker `rank` in every step: shards, tree nodes, an optimizer step.
 
     The nodes of other workers are missing, so each step uses this worker's first node: the numbers
-    are wrong, the memory is right. Every step has the first batch and the peak learning rate.
+    are wrong, but the memory is right. Every step has the first batch and the peak learning rate.
     """
     model = models.model_of(scenario)
     scale = engine.scale_of(model.weight_max * scenario.batch_size)
@@ -395,9 +395,10 @@ def _peak_bytes() -> int:
 
 
 def measured(scenario: Scenario, rank: int) -> dict[str, Any]:
-    """Measure the share of `rank` in this process; return a record that JSON can hold.
+    """Return the measurement of the work of `rank` in this process, as a JSON object.
 
-    It has the bytes, `planted` (whether the mutant ran), `unavailable` (why the device is, or "").
+    It has the bytes, `planted` (whether the mutant ran), and `unavailable` (the reason why the
+    device is unavailable, or "").
     """
     torch.set_num_threads(1)  # as in `systems.run`
     record: dict[str, Any] = {"unavailable": ""}
@@ -423,7 +424,7 @@ def main() -> None:
     for rank in range(scenario.world_size):
         if os.fork() == 0:
             print(json.dumps(measured(scenario, rank)), flush=True)
-            os._exit(0)  # to take torch down takes half a second
+            os._exit(0)  # shutting torch down takes half a second
         code = os.waitstatus_to_exitcode(os.wait()[1])
         if code < 0:
             os.kill(os.getpid(), -code)

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[bool, bool]] = {
 }
 
 Shape = tuple[int, int, int]
-# The product for which the contract states an absolute tolerance (F-WGPU-001).
+# The size for which the contract states an absolute tolerance (F-WGPU-001).
 STATED_SHAPE: Shape = (64, 64, 64)
 STATED_MAGNITUDE = 1.0
 
@@ -40,7 +40,7 @@ def run(scenario: Scenario) -> trace.Trace:
     """Record a Product event for each product of the options, all computed in one submission.
 
     The run ends `failed`, with the reason, if the device is absent or fails. Raises UsageError for
-    options that no product can have.
+    impossible options.
     """
     wanted = request(scenario.options)
     recorder = Recorder(scenario)
@@ -56,9 +56,9 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def compared_backend(scenario: Scenario) -> str:
-    """Return the scenario's first backend that is not the CPU; `wgpu` if it names no other.
+    """Return the scenario's first backend other than the CPU; `wgpu` if it has none.
 
-    Products are compared with the CPU's, so a product by the CPU itself would show nothing.
+    Products are compared with the CPU's products, so testing the CPU itself would show nothing.
     """
     return next((name for name in scenario.backends if name != "cpu"), "wgpu")
 
@@ -140,7 +140,7 @@ def _draw(
 
 
 def measure(backend: Backend, pair: Pair, result: Tensor, wanted: Request) -> trace.Product:
-    """Return the trace's record of `result`, which `backend` computed from the operands `pair`.
+    """Return the record of `result`, which `backend` computed from the operands `pair`.
 
     `element` has the largest error relative to its rounding bound; `error_f64`
     and `bound` are its error and bound. `error_cpu` is the largest difference from the product on

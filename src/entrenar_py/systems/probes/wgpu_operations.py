@@ -1,4 +1,4 @@
-"""Single operations on a wgpu adapter, compared with float64, and run with NaNs."""
+"""Single operations on a wgpu adapter, compared with float64 and tested with NaNs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from entrenar_py.train.coordinator.recorder import Recorder
 
 ROWS, COLUMNS = 17, 31
 LARGE = 1e5
-LONG = 331  # more than a workgroup has lanes, and prime
+LONG = 331  # prime, and more than the lanes of a workgroup
 
 Operation = Callable[..., Tensor]
 
@@ -32,7 +32,7 @@ Operation = Callable[..., Tensor]
 class Case:
     """`operation` on one matrix, or on two of the same shape.
 
-    `largest` is the largest absolute value of the large operands: larger ones would overflow or
+    `largest` is the largest absolute value of the large operands: larger values would overflow or
     have no bound. `least` is the smallest absolute value of any element. `sign` is 1 if elements
     must be positive, else 0. With `rows_only`, all operands have the shape [ROWS, COLUMNS].
     """
@@ -53,7 +53,7 @@ PLACES = torch.arange(ROWS * 6).reshape(ROWS, 6) % 7
 
 
 def _nf4(x: Tensor) -> Tensor:
-    """Multiply by a matrix in NF4 with elements of `x` as its second scales."""
+    """Return a product with a matrix in NF4 that has elements of `x` as its second-level scales."""
     second = x.reshape(-1)[: nf4.MEAN + 2]
     weight: Tensor = nf4.decode(CODES, SCALES, second, WEIGHT, x.dtype)
     return x @ weight
@@ -251,7 +251,7 @@ def run(scenario: Scenario) -> trace.Trace:
 def _tried(
     name: str, case: Case, device: Device, generator: torch.Generator
 ) -> Iterator[trace.Event]:
-    """Run one operation on its operands, then again with NaNs in them; yield the events of both."""
+    """Yield the events of one operation on its operands, and on operands with NaNs."""
     groups = operands(case, generator)
     flat = [tensor for group in groups for tensor in group]
 

@@ -1,6 +1,6 @@
-"""The refusals of a wgpu adapter: operations without a kernel, and what depends on data.
+"""The refusals of a wgpu adapter: operations without a kernel, and data-dependent shapes.
 
-Tensors without elements are computed with, and need no refusal if the results are right.
+Operations on empty tensors may be refused or computed correctly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from entrenar_py.train.coordinator.recorder import Recorder
 
 @dataclass(frozen=True)
 class Case:
-    """A step, `compute(*given)`, that is computed right, or refused by naming `operation`.
+    """A step, `compute(*given)`, to be computed correctly or refused with the name of `operation`.
 
     With `has_line` the error must also name a line of `compute`.
     """

@@ -1,4 +1,4 @@
-"""Training steps on a wgpu adapter: each one's calls to the device, and its results."""
+"""Training steps on a wgpu adapter: the device calls and the results of each step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Oracle:
         self.inputs = [*weights, *self.batch, *self.masks]
 
     def on_cpu(self) -> list[Array]:
-        """Return loss and gradients as torch computes them on the CPU in float32."""
+        """Return loss and gradients computed by torch on the CPU in float32."""
         loss, gradients = self._workload.gradients(
             {
                 spec.name: self._held[spec.name].clone().requires_grad_(spec.role == "trainable")
@@ -68,11 +68,11 @@ class Oracle:
     def explain(
         self, results: Sequence[Tensor], graph: GraphModule, inputs: Sequence[Tensor]
     ) -> list[Deviation]:
-        """Return for each of `results` its error, and the bound that rounding sets on it.
+        """Return the error of each of `results`, and its rounding bound.
 
         `graph` is the captured step, and `inputs` its inputs, in the graph's order. The error is
         the larger of two: against torch's step in float64, and against the graph in float64. This
-        finds mistakes in the capture as well as in the evaluation of the graph.
+        detects mistakes in the capture and in the evaluation of the graph.
         """
         deviations = sensitivity.deviations(results, graph, inputs)
         exact = self._step(*(_double(deviation) for deviation in self._given()))
@@ -125,15 +125,15 @@ def _double(one: Tensor) -> Tensor:
     return one.double() if one.is_floating_point() else one
 
 
-SCALE = 2.0**-3  # not 1, so that a scale that is left out or applied twice is seen
+SCALE = 2.0**-3  # not 1, so that a missing or doubled scale shows
 ELEMENT_BYTES = 4
-NOISE = 0.1  # added so that no tensor is 0, as the second halves of adapters are at first
+NOISE = 0.1  # added so that no tensor is 0, as the B matrices of adapters are initially
 NUM_SAMPLES = (3, 7)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A step of `replica` with weights number `version`, on `num_samples` samples from `first` on.
+    """A step of `replica` with weights `version`, on `num_samples` samples from `first` on.
 
     If `explained`, its results are compared with float64. If `poisoned`, one weight is NaN.
     """
@@ -210,7 +210,7 @@ def sizes_of(scenario: Scenario) -> list[int]:
 
 
 class Bench:
-    """Two replicas of a workload on one backend, and the number of steps that each has made."""
+    """Two replicas of a workload on one backend, and the number of steps of each."""
 
     def __init__(self, scenario: Scenario, backend: WgpuBackend) -> None:
         self._scenario, self._backend = scenario, backend
@@ -225,14 +225,14 @@ class Bench:
         self._made: dict[tuple[int, int], int] = {}  # (replica, number of samples) -> steps
 
     def step(self, number: int, call: Call) -> Iterator[trace.Event]:
-        """Make step `number` of the run; yield the events of its device calls and its results."""
+        """Yield the events of step `number`: its device calls and its results."""
         replica = self._replicas[call.replica]
         self._set_weights(replica, call)
         ids = range(call.first, call.first + call.num_samples)
         with device_meter.watching() as meter:
             drop = self._dropout(call)
             chosen = drop if drop is engine.no_dropout else meter.leaving_out(drop)
-            # Masks and samples come from the CPU; making them does not count.
+            # Masks and samples come from the CPU; creating them does not count.
             with patch.object(self._model, "batch", meter.leaving_out(self._model.batch)):
                 loss, gradients = self._steppers[call.replica](ids, chosen)
         names = ["loss", *replica.layout.trainable]

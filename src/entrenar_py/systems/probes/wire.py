@@ -1,4 +1,4 @@
-"""The wire without training: what the codec carries and refuses, and which peers are admitted."""
+"""The wire without training: messages that the codec carries or refuses, and admitted peers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from entrenar_py.train.wire.frames import CHUNK_BYTES, Buffer, Decoder, Encoder,
 from entrenar_py.train.wire.messages import Challenge, Heartbeat, Hello, Message, TreeNode
 from entrenar_py.train.wire.terms import Run, Terms, Timing
 
-PREFIX = "original: "  # of the names of messages and cases
+PREFIX = "original: "  # names of messages and cases
 NARROW = struct.Struct("<I")
 BYTES_MAX = 2**20  # of a frame
 _HUGE = struct.pack("<Q", 2**62)
@@ -41,7 +41,7 @@ _VALUES: dict[str, Any] = {
 
 
 def letters(odd_floats: bytes) -> Iterator[tuple[WireMessage, bytes]]:
-    """Yield every message, and with `odd_floats` as gradients where it has any."""
+    """Yield every message, with `odd_floats` as gradients if it carries gradients."""
     count = len(odd_floats) // 4
     for kind in WIRE_MESSAGES.values():
         message = kind(**{field.name: _VALUES[str(field.type)] for field in fields(kind)})
@@ -54,14 +54,14 @@ def letters(odd_floats: bytes) -> Iterator[tuple[WireMessage, bytes]]:
 
 
 def frames_of(message: WireMessage, gradients: bytes) -> Iterator[bytes]:
-    """Yield the frame of a message, and the one that the original program writes if it differs."""
+    """Yield the frame of a message, and the original program's frame if it differs."""
     yield b"".join(encode(message, gradients))
     if LAYOUTS[type(message)].has_sizes:
         yield b"".join(encode(message, gradients, counts=NARROW))
 
 
 def decoder() -> OriginalDecoder:
-    """Return a decoder of all messages, which takes memory for what a room is asked for."""
+    """Return a decoder of all messages, which allocates the memory for gradients."""
 
     def room(message: WireMessage, num_bytes: int) -> memoryview:
         return memoryview(bytearray(num_bytes))
@@ -76,7 +76,7 @@ def digest(received: OriginalReceived) -> str:
 
 
 def malformed() -> Iterator[tuple[str, bytes, int]]:
-    """Yield the name of a defect, bytes that have it, and the bytes of memory that they claim."""
+    """Yield the name of a defect, bytes with this defect, and the memory that they claim."""
     claimed = 2**64
     yield "a frame of 4 GiB", struct.pack(">I", 2**32 - 1) + b"\x04", 2**32 - 1
     yield "2^62 gradients", _frame(b"\x04" + bytes(12) + _HUGE + bytes(20)), claimed
@@ -105,7 +105,7 @@ Got = TypeVar("Got", covariant=True)
 KEY = bytes(range(32))
 SECRET, NONCE = b"a secret", "0" * 2 * terms.NONCE_BYTES
 TERMS = Terms(run="run", manifest="manifest", data="data")
-# A quiet NaN with a payload, a signalling one, -0.0, 0.0, the smallest number, both infinities.
+# A quiet NaN with a payload, a signalling NaN, -0.0, 0.0, the smallest number, both infinities.
 ODD_FLOATS = bytes.fromhex("4523c17f0100a0ff000000800000000001000000000080ff0000807f")
 FLIPS = 64
 TWICE = "sent twice"
@@ -115,7 +115,7 @@ class Feeds(Protocol[Got]):
     """A decoder."""
 
     def feed(self, data: bytes) -> Iterator[Got]:
-        """Take all of `data`, and yield each message as soon as it is complete."""
+        """Yield each message in `data` as soon as it is complete."""
         ...
 
 
@@ -247,7 +247,7 @@ def _read_by(
 
 
 def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Yield (name of a defect, bytes that have it): they are no valid message of this session."""
+    """Yield (name of a defect, bytes with this defect), invalid messages of this session."""
     node = TreeNode(step=1, round=0, block=0, level=0, index=0, loss=1.0, weight=2.0)
     right = b"".join(Encoder(KEY).encode(node, ODD_FLOATS))
     for name, place, value in (

@@ -1,4 +1,4 @@
-"""The `lie` faults of a scenario: the messages that a worker sends in place of the right ones."""
+"""The `lie` faults of a scenario: false messages that a worker sends instead of correct ones."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ _TOO_MUCH = bytes(4)
 
 
 class Liar:
-    """Replaces messages of one worker by the lies that `planned` returns; passes on all others.
+    """Replaces messages of one worker by the lies that `planned` returns.
 
-    `told` is called with each lie before it is sent; from then on `planned` must not return it.
+    All other messages are unchanged. `told` is called with each lie before it is sent; after that
+    `planned` must not return the lie again.
     """
 
     def __init__(
         self, planned: Callable[[], Iterable[Fault]], told: Callable[[Fault], None]
     ) -> None:
         self._planned, self._told = planned, told
-        self._said: dict[tuple[type[Message], int], Said] = {}  # the first of each kind and step
+        # the first message of each type and step
+        self._said: dict[tuple[type[Message], int], Said] = {}
 
     def speak(self, message: Message, payload: Buffer) -> list[Said]:
-        """Return the messages to send in place of `message` and `payload`."""
+        """Return the messages to send instead of `message` and `payload`."""
         step = getattr(message, "step", None)
         lies = [one for one in self._planned() if (one.step, one.at) == (step, _name(message))]
         if step is None:
@@ -39,7 +41,7 @@ class Liar:
         return self._lie(lies[0].value, message, payload, step)
 
     def _remember(self, message: Message, payload: Buffer, step: int) -> None:
-        """Keep the messages of this step and the one before if a lie may send one of them again."""
+        """Keep the messages of this and the previous step if a lie may send one of them again."""
         if any(one.value == "old_step" for one in self._planned()):
             self._said.setdefault((type(message), step), (message, bytes(payload)))
             self._said = {place: s for place, s in self._said.items() if place[1] >= step - 1}
@@ -47,7 +49,7 @@ class Liar:
     def _lie(self, value: str | None, message: Message, payload: Buffer, step: int) -> list[Said]:
         match value, message:
             case "old_step", _:
-                # A worker that was absent in the step before makes up its message of that step.
+                # A worker that was absent in the previous step invents its message of that step.
                 earlier = replace(message, step=step - 1)  # type: ignore[call-arg]
                 return [self._said.get((type(message), step - 1), (earlier, payload))]
             case "too_long", _:
@@ -71,7 +73,7 @@ def _name(message: Message) -> str:
 
 
 def _of_another(payload: bytes) -> bytes:
-    """Return the events in `payload` with the next rank in place of the worker's own."""
+    """Return the events in `payload` with the next rank instead of the worker's own."""
     events = trace.load_events(payload)
     return trace.dump_events(
         replace(one, rank=one.rank + 1) if isinstance(one, trace.Shard | trace.Update) else one

@@ -1,4 +1,4 @@
-"""Stars, meshes and rings over TCP: this process coordinates, its workers are other processes.
+"""Stars, meshes and rings over TCP: this process is the coordinator, its workers are processes.
 
 Faults are real signals, broken connections and damaged bytes. Faults on a worker's messages are
 injected in its own process, faults on the coordinator's messages in this one.
@@ -32,7 +32,7 @@ from entrenar_py.train.wire_io.tcp import DIED, CoordinatorServer
 
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 3.0
-GATHER_S = 60.0  # until all workers have come
+GATHER_S = 60.0  # until all workers have connected
 SECRET_BYTES = 32
 SOCKET_BYTES_MAX = 2**30  # a kernel takes an int, and doubles it
 RESTART_S = 0.2  # until a worker that was killed is started again
@@ -45,7 +45,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 @cache
 def crew() -> Crew:
-    """Return the worker processes of this process; they end with it."""
+    """Return the worker processes, which end with this process."""
     made = Crew(worker_process.main, preload=preload.of_star())
     atexit.register(made.dismiss)
     return made
@@ -53,9 +53,10 @@ def crew() -> Crew:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a worker's session, `after_s` seconds after the coordinator knew of the run's end.
+    """The end of a worker's session, `after_s` seconds after the coordinator finished.
 
-    `after_s` is negative if the worker knew first, for example by its own non-finite gradient.
+    `after_s` is negative if the worker finished first, for example because of its own non-finite
+    gradient.
     """
 
     rank: int
@@ -129,9 +130,9 @@ class ProcessTransport:
         self._address = await listening
 
     async def _finish(self) -> Finish:
-        """Wait for the end. The deadline counts from when the first worker has begun.
+        """Wait for the end of the run. The deadline counts from the first worker's start.
 
-        How long processes take to load and to come says nothing about the run.
+        The time that processes take to load and to connect is not part of the run.
         """
         limit_s = None if self._deadline_s is None else GATHER_S + self._deadline_s
         try:
@@ -196,7 +197,7 @@ class ProcessTransport:
     # --- faults -----------------------------------------------------------------------------------
 
     def befall(self, fault: Fault) -> None:
-        """Signal the worker that `fault` strikes, and plan its return; or end the coordinator."""
+        """Send a worker the signal of `fault` and plan its return, or end the coordinator."""
         if fault.kind == "restart":
             asyncio.get_running_loop().call_soon(self._server.die)
         elif fault.kind in ("kill", "leave", "freeze") and fault.rank is not None:
@@ -205,7 +206,7 @@ class ProcessTransport:
             self._have_back(fault, hand)
 
     def _have_back(self, fault: Fault, hand: Hand) -> None:
-        """Plan to restart a killed worker, or to continue a frozen one, after a delay."""
+        """Plan to restart a killed worker, or to resume a frozen worker, after a delay."""
         loop = asyncio.get_running_loop()
         if fault.kind == "kill" and fault.rank is not None:
             loop.call_later(RESTART_S, self.start, fault.rank)
@@ -213,7 +214,7 @@ class ProcessTransport:
             loop.call_later(fault.seconds or 0.0, _signal, hand, signal.SIGCONT)
 
     def _heard(self, hand: Hand) -> None:
-        """Read what a worker sent: the note of a fault that it will inject, its answer, or EOF."""
+        """Read a worker's pipe: a note of a fault that it will inject, its answer, or EOF."""
         note = hand.heard()
         if note is None:
             asyncio.get_running_loop().remove_reader(hand.pipe.fileno())

@@ -1,7 +1,7 @@
 """One run over the protocol: runs a scenario from stop to stop and injects its faults.
 
-A transport (`processes`, `simulated`) starts and reaches the workers. A topology decides which
-way gradients take.
+A transport (`processes`, `simulation`) starts and reaches the workers. A topology decides the route
+of gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OTHER = "0" * 64  # a wrong digest of the right length
 
 
 def stranger_of(fault: Fault, terms: Terms, secret: bytes) -> Guest:
-    """Return the stranger that `fault` sends to a run with `terms` and `secret`."""
+    """Return the stranger of `fault`, for a run with `terms` and `secret`."""
     match fault.value:
         case "garbage":
             noise = random.Random(fault.step).randbytes(GARBAGE_BYTES)
@@ -61,7 +61,7 @@ def stranger_of(fault: Fault, terms: Terms, secret: bytes) -> Guest:
 
 
 def _applicant(terms: Terms, secret: bytes, rank: int | None) -> Callable[[Challenge], bytes]:
-    """Return a function that answers a challenge by a Hello that proves `secret`."""
+    """Return a function that answers a challenge with a Hello that proves `secret`."""
 
     def hello(challenge: Challenge) -> bytes:
         plain = Hello(
@@ -107,7 +107,7 @@ class Transport(Protocol):
         """Have `guest` connect to the coordinator."""
 
     def befall(self, fault: Fault) -> None:
-        """Kill, freeze or restart the process that `fault` names, and have it come back."""
+        """Kill, freeze or restart the process that `fault` names; it returns later if planned."""
 
 
 class ScenarioRun:
@@ -120,7 +120,7 @@ class ScenarioRun:
         workload: Workload | None = None,
         server: Server | None = None,
     ) -> None:
-        """By default the `workload` is what the scenario names, and the `server` a plain one."""
+        """Start a run; `workload` defaults to the scenario's, `server` to a plain Server."""
         self.scenario = scenario
         self.topology = topology.of(scenario)
         self.server = Server(scenario, workload=workload) if server is None else server
@@ -128,7 +128,7 @@ class ScenarioRun:
         self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
         self._ranks = set(
             workers.initial_ranks(scenario.world_size, scenario.faults)
-        )  # present, or about to come back
+        )  # present, or about to return
         self._caught: Counter[int] = Counter()
         self._awaited: dict[int, set[int]] = {}
         self._guests: list[tuple[Fault, Guest]] = []  # the strangers that came
@@ -156,7 +156,10 @@ class ScenarioRun:
         return server.recorder.finish(promises=(promise,), **ending)
 
     def _is_alike(self) -> bool:
-        """Return whether all workers used one backend; `auto` counts as the one that served."""
+        """Return whether all workers used one backend.
+
+        `auto` counts as the backend that it selected.
+        """
         ranks = range(self.scenario.world_size)
         names = {self.scenario.backend_of(rank) for rank in ranks} - {AUTO}
         served = {one.backend for one in self.server.recorder.of(trace.Attempt) if one.served}
@@ -196,7 +199,8 @@ class ScenarioRun:
     def taken_up(self, step: int) -> Run:
         """Return the run with which a new coordinator continues after one died in `step`.
 
-        All workers are recorded as left: the new coordinator can't know if one of them died, too.
+        All workers are recorded as having left, because the new coordinator can't know which are
+        alive.
         """
         for rank in sorted(self.server.present):
             self.server.left(Left(rank, step, "the coordinator died"))
@@ -206,7 +210,10 @@ class ScenarioRun:
         return replace(self.run_of(first, self._last), resumed=True)
 
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
-        """Strike with the fault planned at `message`, if any; return what it does to `message`."""
+        """Inject the fault planned at `message`, if any.
+
+        Return its effect on `message`, or None.
+        """
         place = getattr(message, "step", None), type(message).__name__
         self._meet(message)
         for fault in self.waiting("restart"):
@@ -226,11 +233,11 @@ class ScenarioRun:
     # --- faults -----------------------------------------------------------------------------------
 
     def waiting(self, *kinds: str) -> list[Fault]:
-        """Return the faults of these kinds that have not struck yet."""
+        """Return the faults of these kinds that have not occurred yet."""
         return [one for one in self._waiting if one.kind in kinds]
 
     def strike(self, fault: Fault) -> None:
-        """Note and record that `fault` has struck."""
+        """Note and record that `fault` has occurred."""
         self._waiting = [one for one in self._waiting if one is not fault]
         self.server.replicas.record_fault(fault, fault.step or 0)
         if fault.rank is None or fault.step is None:
@@ -239,7 +246,7 @@ class ScenarioRun:
             self._ranks.add(fault.rank)
         elif fault.kind == "leave":
             self._ranks.discard(fault.rank)
-            for step in range(fault.step + 1):  # steps are made again if all workers die
+            for step in range(fault.step + 1):  # steps are repeated if all workers die
                 self._awaited.get(step, set()).discard(fault.rank)
 
     def _meet(self, message: Message) -> None:
@@ -258,13 +265,13 @@ class ScenarioRun:
                 self.transport.start(fault.rank)
 
     def run_of(self, first: int, last: int) -> Run:
-        """Return the run from step `first` to before `last`, with the faults yet to come."""
+        """Return the run from step `first` to `last`, exclusive, with the remaining faults."""
         self._awaited = {first: set(self._ranks)}
         silent = [one for one in self.scenario.faults if one.kind in faults.SILENT]
         for fault in (*self.waiting("join", "lie", *faults.ON_THE_WAY), *silent):
             assert fault.step is not None, "faults.NEEDED has it"
             assert fault.rank is not None, "faults.NEEDED has it"
-            # A rank that a fault strikes is awaited before the next step, if there is one.
+            # A rank removed by a fault is awaited before the next step, if there is one.
             step = fault.step + (fault.kind != "join")
             if fault.step >= first:
                 self._awaited.setdefault(step, set()).add(fault.rank)

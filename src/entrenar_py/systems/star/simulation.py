@@ -18,7 +18,7 @@ from entrenar_py.train.wire.terms import Run, Timing
 from entrenar_py.train.wire_io.injections import Guest
 from entrenar_py.train.wire_io.simulation import Simulation
 
-# A longer run counts as hung. Most runs that go wrong end by themselves within minutes.
+# A longer run counts as hung. Most failing runs end by themselves within minutes.
 VIRTUAL_S_MAX = 1_000.0
 VIRTUAL_S_MAX_A_STEP = 10.0
 RESTART_S = 1.0  # until a worker that was killed is started again
@@ -71,11 +71,11 @@ class SimulatedTransport:
         self.simulation.start(rank, self._scenario.backend_of(rank), lies.speak)
 
     def visit(self, guest: Guest) -> None:
-        """Connect a simulated stranger once the current event is handled."""
+        """Connect a simulated stranger after the current event is handled."""
         self.simulation.later(0.0, partial(self.simulation.visit, guest))
 
     def befall(self, fault: Fault) -> None:
-        """Replace the coordinator once the current event is handled, or restart a killed worker."""
+        """Replace the coordinator after the current event, or restart a killed worker."""
         if fault.kind == "restart":
             self.simulation.later(0.0, self._restart)
         elif fault.kind == "kill" and fault.rank is not None:

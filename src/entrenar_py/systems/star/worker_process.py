@@ -35,7 +35,7 @@ from entrenar_py.train.wire_io.tcp import WorkerClient
 
 
 def main(pipe: Connection) -> None:
-    """Do the jobs that come over `pipe`, until it is closed."""
+    """Do the jobs that arrive over `pipe`, until it is closed."""
     torch.set_num_threads(1)
     desk = Job(pipe)
     while (given := desk.next()) is not None:
@@ -93,7 +93,7 @@ def _abandoned() -> None:
 
 
 class Doomed:
-    """Injects a worker process's faults: real signals, and damage to what its socket carries."""
+    """Injects a worker process's faults: real signals, and damage to the bytes of its socket."""
 
     def __init__(self, planned: Iterable[Fault], desk: Job) -> None:
         self._faults = list(planned)
@@ -101,7 +101,7 @@ class Doomed:
         self.speak = Liar(self._lies, self._suffer).speak
 
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
-        """Return what a fault does to `message`, or None; kill or freeze the process if planned."""
+        """Return a fault's effect on `message`, or None; kill or freeze the process if planned."""
         place = getattr(message, "step", None), type(message).__name__
         for fault in self._faults:
             if fault.kind != "lie" and (fault.step, fault.at) == place:
@@ -109,7 +109,7 @@ class Doomed:
                 if fault.kind == "restart":  # the coordinator dies: this message is sent as it is
                     return None
                 if fault.kind == "kill":
-                    # Not at once: half of the message is to be sent before.
+                    # Not at once: half of the message is sent first.
                     asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGKILL)
                 elif fault.kind == "freeze":
                     os.kill(os.getpid(), signal.SIGSTOP)

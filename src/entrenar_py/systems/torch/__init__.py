@@ -1,1 +1,1 @@
-"""Trainers over torch.distributed: each rank a process of its own, recorded by `observe`."""
+"""Trainers over torch.distributed: each rank is a process, recorded by `observe`."""

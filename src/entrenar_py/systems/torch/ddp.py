@@ -1,8 +1,8 @@
 """A correct use of torch's DistributedDataParallel: gloo on the CPU, NCCL on GPUs.
 
 The batch and the number of ranks may have any size: each rank's loss is weighted by its samples or
-tokens in the global batch. Only the last micro-batch is synchronised. A NaN is found before it is
-reduced, and stops all ranks before the step. A run resumes exactly from its checkpoint.
+tokens in the global batch. Only the last micro-batch is synchronised. A NaN is detected before it
+is reduced, and stops all ranks before the step. A run resumes exactly from its checkpoint.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def save(
     position: sharding.Position,
     step: int,
 ) -> None:
-    """Write all that a resume needs, including every rank's random state, to one file on rank 0."""
+    """Write the state for a resume, with every rank's random state, to one file on rank 0."""
     random = rank.all_random_states()
     if rank.index == 0:
         content: dict[str, Any] = {
@@ -142,7 +142,10 @@ def load(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
 ) -> tuple[sharding.Position, int]:
-    """Restore all, and the random state if this worker saved one; return position and next step."""
+    """Restore the checkpoint's state; return the position and the next step.
+
+    The random state is restored if this worker saved one.
+    """
     saved = torch.load(rank.checkpoint, map_location=rank.device, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])

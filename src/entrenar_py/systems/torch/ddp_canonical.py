@@ -1,7 +1,7 @@
 """DistributedDataParallel with the canonical all-reduce: the same bits for 1, 2, 4, 8 ... workers.
 
-It differs from `ddp` in the loop over micro-batches. These are the leaves of one tree over the
-global batch, and dropout in a leaf depends on its place in the tree, not on the rank.
+It differs from `ddp` in the loop over micro-batches. The micro-batches are the leaves of one tree
+over the global batch, and dropout in a leaf depends on its place in the tree, not on the rank.
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ def accumulate(
 
 
 def seed(scenario: Scenario, step: int, shard: int) -> int:
-    """Return the seed of dropout in a leaf, the same on whichever rank the leaf is computed."""
+    """Return the seed of dropout in a leaf, which is the same on every rank."""
     return int(scenario.rng("torch", step, shard).integers(2**63))

@@ -2,8 +2,8 @@
 
 Each rank keeps a piece of every parameter, of its gradient and of the optimizer's state. As in
 `ddp`, batches may have any size, a rank's loss is weighted by its part of the global batch, and a
-NaN is found before it is reduced. A checkpoint holds the whole model, so that another number of
-ranks can resume from it.
+NaN is detected before it is reduced. A checkpoint holds the whole model, so that a different number
+of ranks can resume from it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def shard(rank: Rank, model: modules.Model) -> Sharded:
     All ranks must have built the same model: `fully_shard` does not compare them. A model with
     layers is better sharded layer by layer first: then only one layer at a time is gathered.
 
-    Raises UsageError if the option `precision` is none of PRECISIONS.
+    Raises UsageError if the option `precision` is not one of PRECISIONS.
     """
     mesh = init_device_mesh(rank.device.type, (rank.world_size,), mesh_dim_names=("fsdp",))
     precision = rank.scenario.options.get("precision", "float32")
@@ -110,7 +110,8 @@ def shard(rank: Rank, model: modules.Model) -> Sharded:
 def unsharded(model: Sharded) -> dict[str, nn.Parameter]:
     """Return the unsharded trainable parameters.
 
-    They have values only while the rank computes. Their `.grad` is this rank's, not yet reduced.
+    They have values only while the rank computes. Their `.grad` is this rank's gradient, before the
+    reduction.
     """
     model.unshard()
     whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -168,13 +169,13 @@ def save(
     position: sharding.Position,
     step: int,
 ) -> None:
-    """Write the whole model, and all else that a resume needs, to one file on rank 0.
+    """Write the whole model, and all other state for a resume, to one file on rank 0.
 
     For models that no rank can hold, use `torch.distributed.checkpoint.save` instead.
     """
     random = rank.all_random_states()
-    # Without an optimizer state (before the first step, or with SGD) torch would make a step with
-    # gradients of zero to create one, and Adam would count that step.
+    # Without an optimizer state (before the first step, or with SGD) torch would take a step with
+    # zero gradients to create one, and Adam would count that step.
     kept = None
     if optimizer.state:
         kept = state_dict.get_optimizer_state_dict(model, optimizer, options=WHOLE)
@@ -195,7 +196,10 @@ def save(
 def load(
     rank: Rank, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
 ) -> tuple[sharding.Position, int]:
-    """Restore all, and the random state if this worker saved one; return position and next step."""
+    """Restore the checkpoint's state; return the position and the next step.
+
+    The random state is restored if this worker saved one.
+    """
     saved = torch.load(rank.checkpoint, map_location="cpu", mmap=True, weights_only=True)
     state_dict.set_model_state_dict(model, saved["model"], options=FROM_RANK_0)
     if saved["optimizer"]:

@@ -1,9 +1,10 @@
 """DiLoCo (Douillard et al. 2023, arXiv:2311.08105), a local SGD: gloo on the CPU, NCCL on GPUs.
 
-In a round each worker makes a number of steps without the others; its optimizer keeps its state
-over the rounds. Then the outer weights, the same on all workers, make one Nesterov step along the
-mean change of the workers' weights, and every worker continues from there: one all-reduce a round.
-The round of a worker that dies is lost. One that joins gets the outer weights and their momentum.
+In a round, each worker takes a number of steps on its own; its optimizer keeps its state across
+rounds. Then one Nesterov step is applied to the outer weights, which are the same on all workers,
+along the mean change of the workers' weights. Every worker continues from the new outer weights.
+This takes one all-reduce per round. If a worker dies, its round is lost. A worker that joins gets
+the outer weights and their momentum.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 @dataclass(frozen=True)
 class Bad:
-    """A value that is not finite, as found by one worker, with its step and samples."""
+    """A non-finite value that one worker detected, with its step and samples."""
 
     step: int
     ids: tuple[int, ...]
@@ -47,9 +48,9 @@ class Bad:
 class Round:
     """A worker's position: `step` is its next step, `begun` the first step of the round.
 
-    The global batch is divided among `members`, including one that died in this round: the others
-    learn of that only when the round is over. `weight` is the weight of the worker's samples in
-    this round.
+    The global batch is divided among `members`, including a worker that died in this round: the
+    other workers learn of that only when the round is over. `weight` is the weight of the worker's
+    samples in this round.
     """
 
     members: tuple[int, ...]
@@ -60,7 +61,7 @@ class Round:
 
 
 class Worker:
-    """The state of one worker: its own model, and the outer weights that all have in common."""
+    """The state of one worker: its own model, and the outer weights, equal on all workers."""
 
     def __init__(self, rank: Rank) -> None:
         scenario = rank.scenario
@@ -117,10 +118,10 @@ def train(rank: Rank) -> None:
 
 
 def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation) -> Bad | None:
-    """Make one step of this worker's optimizer with the mean gradient of its own samples.
+    """Take one step of this worker's optimizer with the mean gradient of its own samples.
 
     If a value is not finite, return it without a step, and end the round for this worker. The other
-    workers learn of it at the end of their round.
+    workers learn of the value at the end of their round.
     """
     now, scenario = worker.round, worker.rank.scenario
     own = samples(worker)
@@ -129,7 +130,7 @@ def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation)
     worker.inner.zero_grad()
     for part in own:
         obs.samples(part, epoch=worker.round.position.epoch)
-        # A worker without samples makes the step, too, with a loss of zero.
+        # A worker without samples takes the step, too, with a loss of zero.
         loss = worker.model(part) if part else worker.model([0]) * 0
         guard.begin(loss)
         count = worker.model.count(part)
@@ -171,16 +172,16 @@ def clip(worker: Worker) -> None:
 
 
 def is_due(worker: Worker) -> bool:
-    """Return whether a round is over but its outer step is not yet made."""
+    """Return whether a round is over and its outer step is still due."""
     now, num_steps = worker.round, worker.rank.scenario.num_steps
     return now.step > now.begun and worker.rule.ends_round(now.step - 1, num_steps)
 
 
 @torch.no_grad()
 def synchronise(worker: Worker) -> bool:
-    """Make the outer step along the mean pseudo-gradient, and continue from the outer weights.
+    """Take the outer step along the mean pseudo-gradient, and continue from the outer weights.
 
-    Returns False, without a step, if a worker has found a value that is not finite.
+    Returns False, without a step, if a worker has detected a non-finite value.
     """
     buffers = dict(worker.model.named_buffers())
     mean = average([*pseudo_gradient(worker), *buffers.values()], worker)
@@ -204,7 +205,7 @@ def pseudo_gradient(worker: Worker) -> list[Tensor]:
 def average(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
     """Return the mean of `tensors` over all workers, weighted by samples, by one all-reduce.
 
-    Returns None if a worker's weight is NaN, which means that it found a value that is not finite.
+    Returns None if a worker's weight is NaN, which means that it detected a non-finite value.
     """
     weight = worker.round.weight
     device = worker.rank.device
@@ -220,7 +221,7 @@ def average(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
 
 
 def outer_step(worker: Worker, gradient: Sequence[Tensor]) -> None:
-    """Step the outer weights along `gradient` with the outer optimizer."""
+    """Update the outer weights along `gradient` with the outer optimizer."""
     for outer, mean in zip(worker.outer.values(), gradient, strict=True):
         outer.grad = mean
     worker.outer_optimizer.step()
@@ -264,7 +265,7 @@ def begin(worker: Worker) -> None:
 
 
 def outer_state(worker: Worker) -> dict[str, Any]:
-    """Return the state that all workers have in common, and that a joining worker receives."""
+    """Return the state that is equal on all workers, and that a joining worker receives."""
     now, states = worker.round, worker.outer_optimizer.state
     momentum = {
         name: states[outer]["momentum_buffer"]
@@ -317,7 +318,7 @@ def checkpoint(rank: Rank) -> Path:
 
 
 def save(worker: Worker) -> None:
-    """Write all that this worker needs to resume, without communication."""
+    """Write this worker's state for a resume, without communication."""
     if not worker.rank.saves:
         return
     content: dict[str, Any] = {

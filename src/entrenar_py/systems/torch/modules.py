@@ -1,4 +1,4 @@
-"""The workloads of scenarios as torch modules: whole, as layers that can be cut, and sharded."""
+"""The workloads of scenarios as torch modules: whole, cut into stages, or sharded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTH = decoder.POSITIONS + 1  # even, so that ranks can share a sequence; the 
 
 
 def drop(x: Tensor, probability: float) -> Tensor:
-    """Apply dropout from this rank's generator; torch would use another one for a DTensor."""
+    """Return `x` with dropout from this rank's generator; for a DTensor torch would use another."""
     if not isinstance(x, DTensor) or not probability:
         return F.dropout(x, probability)
     dropped = F.dropout(x.to_local(), probability)
@@ -96,7 +96,7 @@ class Head(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, or one of them, each with its norm before and a residual."""
+    """Attention and feed-forward, or one of these, each after a norm and with a residual."""
 
     def __init__(self, parts: Iterable[str], dropout: float) -> None:
         super().__init__()
@@ -237,7 +237,10 @@ _KINDS: dict[str, type[Layers]] = {
 
 
 def num_units(scenario: Scenario) -> int:
-    """Return the number of units (the most stages); UsageError for a workload without layers."""
+    """Return the number of units, the limit for stages.
+
+    Raises UsageError for a workload without layers.
+    """
     if scenario.workload not in _KINDS:
         raise UsageError(
             f"workload={scenario.workload!r} on system {scenario.system}: it has no layers; use "
@@ -351,7 +354,7 @@ class Model(nn.Module):
         return float(self.workload.weight(ids)) if ids else 0.0
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """Return for each buffer the sum over `ids` of what it averages, on the buffer's device."""
+        """Return each buffer's sum, over `ids`, of the values that it averages, on its device."""
         totals = self.workload.statistics(ids) if ids else {}
         return {
             name: torch.from_numpy(totals[name]).to(buffer) if ids else torch.zeros_like(buffer)
@@ -368,7 +371,7 @@ class Model(nn.Module):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply a linear layer in the precision of the weights, whatever that of `x`."""
+    """Return a linear layer's output in the dtype of the weights, even if `x` has another."""
     return nn.functional.linear(x.to(weight.dtype), weight, bias)
 
 

@@ -1,9 +1,9 @@
 """Pipeline parallelism by torch's schedules, with data parallelism over groups of ranks.
 
 Each rank of a group holds one or two stages of the model. `options.pp` is the number of ranks in a
-group, by default 2. If it does not divide the number of ranks, the largest common divisor of both
-that the model can be cut into is used. `options.schedule` is one of SCHEDULES, by default `1f1b`.
-The embedding is also the weight of the output: the first and the last rank each hold a copy.
+group, by default 2. If it does not divide the number of ranks, the largest common divisor is used
+for which the model can be cut. `options.schedule` is one of SCHEDULES, by default `1f1b`. The
+embedding is also the weight of the output: the first and the last rank each hold a copy.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def degree(scenario: Scenario, world_size: int) -> int:
 
 
 def stages_of(scenario: Scenario, size: int) -> list[list[range]]:
-    """Return for each of `size` ranks its stages, as ranges of the model's units.
+    """Return the stages of each of `size` ranks, as ranges of the model's units.
 
     Consecutive stages are on consecutive ranks: 0, 1, ..., 0, 1, ...
     """

@@ -57,12 +57,13 @@ class Arrangement:
 def placed_faults(
     scenario: Scenario, fault: Fault, workers: Sequence[int], arranged: Arrangement
 ) -> list[Fault]:
-    """Return `fault` once for each rank that it strikes, with the rank's index and micro-batch.
+    """Return `fault` once for each rank that it affects, with the rank's index and micro-batch.
 
-    A fault without rank and shard strikes all: it is returned unchanged. A logical shard becomes
-    the micro-batch at the same place in its rank's share. Ranks that compute a batch together may
-    hold copies: a huge gradient, or a fault at a shard, strikes all. In stages a step is one
-    micro-batch; the last stage gets a loss's fault, the tensor's stage (or the first) a gradient's.
+    A fault without rank and shard affects all ranks and is returned unchanged. A logical shard
+    becomes the micro-batch at the same place in its rank's part. Ranks that compute a batch
+    together may hold copies, so a huge gradient, or a fault at a shard, affects all of them. In
+    stages, a step is one micro-batch; the last stage gets faults of the loss, and the stage of the
+    tensor (or the first) gets faults of gradients.
     """
     if fault.kind == "join" or (fault.rank is not None and fault.rank not in workers):
         return []
@@ -105,7 +106,7 @@ def _in_stages(fault: Fault, members: range) -> range:
 
 PATIENCE_S = 120.0
 _SILENT = "silent"  # the status of a rank that did not answer
-PARTING_S = 5.0  # how long other ranks may go on after one failed: their collectives may hang
+PARTING_S = 5.0  # how long other ranks may continue after one failed: their collectives may hang
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +230,7 @@ class _Lives:
         self._scenario, self._folder, self._arrange = scenario, folder, arrange
         self._life = 0
         self._workers = workers.initial_ranks(scenario.world_size, scenario.faults)
-        self._faults = list(scenario.faults)  # those that have not struck yet
+        self._faults = list(scenario.faults)  # faults that have not occurred yet
         self._joins = [one for one in self._faults if one.kind == "join"]
         self.events: list[trace.Event] = []
 
@@ -335,7 +336,8 @@ class _Lives:
 def _gather(hands: Sequence[Hand], patience_s: float) -> list[Hand]:
     """Wait until every rank has answered or died, and return those that died.
 
-    Once a rank has failed, the others have PARTING_S left: a collective may wait for it for ever.
+    After a rank has failed, the other ranks have PARTING_S left, because their collectives may wait
+    forever.
     """
     dead = []
     patience, deadline = Patience(patience_s), math.inf
@@ -368,7 +370,7 @@ def main(pipe: Connection) -> NoReturn:
     message = desk.next()
     if message is not None:
         job = json.loads(message)
-        # torch's output is no part of a report. The file can be read until the run is over.
+        # torch's output isn't part of a report. The file can be read until the run is over.
         with Path(job["folder"], f"{job['index']:05}.output.txt").open("wb") as output:
             os.dup2(output.fileno(), sys.stdout.fileno())
             os.dup2(output.fileno(), sys.stderr.fileno())

@@ -16,7 +16,7 @@ from entrenar_py.systems.torch.modules import Model
 from entrenar_py.train.arithmetic import sharding
 
 if TYPE_CHECKING:
-    from entrenar_py.systems.torch.ranks import Rank  # which imports NotFinite
+    from entrenar_py.systems.torch.ranks import Rank  # where NotFinite is imported
 
 
 def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:
@@ -26,7 +26,7 @@ def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Id
 
 
 def micro_batches(rank: Rank, ids: sharding.Ids, index: int) -> list[sharding.Ids]:
-    """Return rank `index`'s part of a global batch, in micro-batches; some may be empty."""
+    """Return the part of a global batch for rank `index`, in micro-batches; some may be empty."""
     local = sharding.cut(ids, rank.world_size)[index]
     return sharding.cut(local, rank.scenario.accumulation)
 
@@ -53,7 +53,7 @@ _NONE = 2**62  # the place of a rank with finite values only
 class NotFinite(Exception):
     """Raised when the gradient of `tensor` in micro-batch `micro` of `rank` is not finite.
 
-    If `tensor` is None, the loss is not finite. The step must not be made.
+    If `tensor` is None, the loss is not finite. The step must not be taken.
     """
 
     def __init__(self, rank: int, micro: int, tensor: str | None) -> None:
@@ -69,8 +69,9 @@ class NotFinite(Exception):
 class FiniteGuard:
     """Checks the loss of each micro-batch, and after its backward pass the rank's gradients.
 
-    One flag per tensor stays on the device, so the host waits only once a step, in `agree`. Where
-    ranks have different tensors, give the `names` of all: then only `look` checks gradients.
+    One flag per tensor stays on the device, so the host waits only once a step, in `agree`. If
+    ranks have different tensors, pass the `names` of all tensors; then only `look` checks
+    gradients.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class FiniteGuard:
         self._flags.append(flags)
 
     def look(self) -> None:
-        """Check the accumulated gradients; a bad one is noted for the micro-batch begun last."""
+        """Check the accumulated gradients; a bad gradient counts for the last micro-batch begun."""
         for index, parameter in self._trainable.items():
             if parameter.grad is not None:
                 self._look(index, parameter)
 
     def agree(self) -> None:
-        """Return on every rank if all is finite, else raise NotFinite with the same place on each.
+        """Raise NotFinite on all ranks, with the same place, if any rank has a non-finite value.
 
         The place is the lowest rank with a bad value, its first bad micro-batch and tensor.
         """

@@ -69,7 +69,7 @@ def degree(scenario: Scenario, world_size: int) -> int:
 def parallelize(model: modules.Layers, mesh: DeviceMesh) -> None:
     """Cut `model`, in place, over the ranks of `mesh`.
 
-    The first layer of each pair is cut by columns, the second by rows. So there is one all-reduce
+    The first layer of each pair is cut by columns, the second by rows. This needs one all-reduce
     after the second layer, and one of the gradient before the first. The embedding, which is also
     the weight of the output, is cut by the vocabulary.
     """
@@ -114,8 +114,10 @@ class AdaptedColwise(ColwiseParallel):
 
 
 class Replicated(ParallelStyle):
-    """Replicates a module. Its parameters become DTensors like all others, because the optimizer's
-    multi-tensor kernels can't mix them with plain tensors.
+    """A parallel style that replicates a module.
+
+    Its parameters become DTensors like all others, because the optimizer's multi-tensor kernels
+    can't mix DTensors with plain tensors.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -132,10 +134,10 @@ class Replicated(ParallelStyle):
 def parallelize_sequences(model: modules.Layers, mesh: DeviceMesh) -> None:
     """Cut `model`, in place, over the ranks of `mesh`.
 
-    Between the layers that they share, each rank holds a part of each sequence: a reduce-scatter
-    and an all-gather replace each all-reduce. The traffic is the same, and norms and residuals take
-    1/tp of the memory and the time. A model without sequences is cut by `parallelize`. A norm's
-    gradient on a rank covers only its part of the sequence; `add_terms` sums over ranks.
+    Between the shared layers, each rank holds a part of each sequence: a reduce-scatter and an
+    all-gather replace each all-reduce. The traffic is the same, and norms and residuals take 1/tp
+    of the memory and the time. A model without sequences is cut by `parallelize`. A norm's gradient
+    on a rank covers only its part of the sequence; `add_terms` sums over ranks.
     """
     if not isinstance(model, modules.Decoder):
         parallelize(model, mesh)
@@ -268,7 +270,7 @@ def accumulate(
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's piece of the gradient, not a copy. A missing one becomes zeros."""
+    """Return this rank's piece of the gradient, not a copy. A missing gradient becomes zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad
@@ -278,9 +280,9 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 def norm_l2(trainable: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
     """Return the norm of the whole gradient, float64, 0-d.
 
-    The squares of pieces are added over `group`; those of copies count once.
+    The squares of pieces are added over `group`; the squares of copies count once.
     """
-    squares: dict[bool, list[Tensor]] = {True: [], False: []}  # of pieces, of copies
+    squares: dict[bool, list[Tensor]] = {True: [], False: []}  # sums for pieces and for copies
     for parameter in trainable:
         in_pieces = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
         squares[in_pieces].append(local_gradient(parameter).double().square().sum())

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded trainers: one file of whole tensors under the names of the model.
+"""Checkpoints of sharded trainers: one file of whole tensors, under the model's names.
 
 The file does not depend on shards and stages, so that any number of ranks can resume from it.
 """
@@ -49,7 +49,10 @@ def save(
 def load(
     rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR
 ) -> tuple[sharding.Position, int]:
-    """Restore all, and the random state if this worker saved one; return position and next step."""
+    """Restore the checkpoint's state; return the position and the next step.
+
+    The random state is restored if this worker saved one.
+    """
     saved = torch.load(rank.checkpoint, map_location=rank.device, weights_only=True)
     step: int = saved["step"]
     with torch.no_grad():
@@ -75,7 +78,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def global_name(name: str) -> str:
-    """Return the name in the file for this rank's tensor `name`; the two are equal."""
+    """Return the name of this rank's tensor `name` in the file, which is the same."""
     return name
 
 

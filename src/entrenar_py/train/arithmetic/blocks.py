@@ -1,4 +1,4 @@
-"""The reduced vector: where each tensor is in it, and the blocks in which it travels."""
+"""The reduced vector: the place of each tensor in it, and the blocks in which it is sent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from entrenar_py.train.arithmetic.tensors import TensorSpec
 # The place of each tensor in the flat vector that is reduced.
 #
 # The vector holds the gradients of the trainable tensors in the specs' order, then the statistics
-# of the buffers, so that both travel along the same tree.
+# of the buffers, so that both are added along the same tree.
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Layout:
 
     @cached_property
     def buffers(self) -> dict[str, slice]:
-        """Slices of the buffers' statistics, behind the gradients."""
+        """Slices of the buffers' statistics, after the gradients."""
         return _slices((s for s in self.specs if s.role == "buffer"), start=self.num_trainable)
 
     @cached_property
@@ -47,7 +47,10 @@ class Layout:
 
     @cached_property
     def decayed(self) -> Vector | None:
-        """1 where weight decay applies, 0 elsewhere, float32 [num_trainable]; None if nowhere."""
+        """1 where weight decay applies, else 0, float32 [num_trainable].
+
+        The result is None if it applies nowhere.
+        """
         mask = np.zeros(self.num_trainable, dtype=np.float32)
         for spec in self.specs:
             if spec.role == "trainable" and spec.decayed:
@@ -68,7 +71,7 @@ class Layout:
     def locate(self, position: int) -> tuple[str, int]:
         """Return the tensor at `position` of the flat vector, and the element within the tensor.
 
-        Raises IndexError for a position outside of the vector.
+        Raises IndexError for a position outside the vector.
         """
         for name, part in {**self.trainable, **self.buffers}.items():
             if part.start <= position < part.stop:
@@ -94,10 +97,10 @@ _AT_THE_SAME_TIME = 3
 
 
 def num_blocks(num_elements: int, num_owners: int) -> int:
-    """Return how many blocks a vector of `num_elements` float32 is cut into for `num_owners`.
+    """Return the number of blocks of a vector of `num_elements` float32, for `num_owners`.
 
-    Every owner averages equally many blocks. A large share is cut so that its owner averages one
-    block while it receives another.
+    Every owner averages the same number of blocks. A large part is divided so that its owner
+    averages one block while it receives the next.
     """
     part_bytes = 4 * num_elements // num_owners
     each = max(
@@ -139,9 +142,9 @@ class Blocks:
 class Sums:
     """Collects the tree nodes of one step, block by block, as workers deliver them.
 
-    A worker's nodes count once its delivery is whole (`deliver`). `complete` counts those of one
-    block even before that. Both are right, since any worker would send the same bits.
-    The memory of summed nodes is reused, because allocating it costs more than filling it.
+    A worker's nodes count when its delivery is complete (`deliver`). `complete` counts the nodes of
+    one block even before that. Both are correct, because any worker would send the same bits. The
+    memory of summed nodes is reused, because allocating it costs more than filling it.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -156,7 +159,7 @@ class Sums:
     def room(self, num_bytes: int) -> memoryview:
         """Return `num_bytes` of memory, not zeroed, for a node that will be passed to `take`."""
         # Blocks have two sizes. All memory has the larger one, so that any piece fits any block.
-        # Otherwise some would lie unused, and each step would allocate more.
+        # Otherwise some memory would stay unused, and each step would allocate more.
         self._room_bytes = max(self._room_bytes, num_bytes)
         while self._free:
             memory = self._free.pop()
@@ -167,20 +170,20 @@ class Sums:
     def take(self, rank: int, block: int, node: Node, payload: Buffer | None = None) -> None:
         """Add a node of `block` to the unfinished delivery of `rank`.
 
-        `payload` is the memory behind the node's vector, and belongs to this object from now on.
-        Pass None if the memory belongs to somebody else; then the vector must be read-only.
+        `payload` is the memory of the node's vector, and belongs to this object from now on. Pass
+        None if the memory has a different owner; the vector must then be read-only.
         """
         self._open.setdefault(rank, {}).setdefault(block, []).append(node)
         if isinstance(payload, memoryview) and isinstance(payload.obj, np.ndarray):
             self._lent.setdefault(block, []).append(payload.obj)
 
     def deliver(self, rank: int) -> None:
-        """Mark the delivery of `rank` as whole."""
+        """Mark the delivery of `rank` as complete."""
         for block, nodes in self._open.pop(rank, {}).items():
             self._whole.setdefault(block, []).extend(nodes)
 
     def forget(self, rank: int) -> None:
-        """Discard the unfinished delivery of `rank`, which will never be whole."""
+        """Discard the unfinished delivery of `rank`, which will never be complete."""
         self._open.pop(rank, None)
 
     def clear(self) -> None:
@@ -191,23 +194,23 @@ class Sums:
         self._lent.clear()
 
     def complete(self, block: int) -> None:
-        """Complete `block` with the nodes that have arrived. Then any thread may sum it."""
+        """Mark `block` as complete with the nodes that have arrived. Then any thread may sum it."""
         nodes = self._whole.pop(block, [])
         for delivered in self._open.values():
             nodes += delivered.pop(block, [])
         self._complete[block] = nodes
 
     def root(self, block: int) -> Node:
-        """Return the sum of `block` over all shards; ValueError if shards are missing."""
+        """Return the sum of `block` over all shards. Raises ValueError if shards are missing."""
         if block not in self._complete:
             self.complete(block)
         return reduction.root(self._complete.pop(block), self._num_shards)
 
     def average(self, block: int, scale: float, *, out: Vector) -> tuple[float, float] | None:
-        """Write the sum of `block` over all shards, divided by its weight and by `scale`, to `out`.
+        """Write the mean of `block` to `out`; return the summed loss and its weight.
 
-        Return the summed loss and its weight, or None if the loss or a mean is not finite. Raises
-        ValueError if shards are missing.
+        The mean is the sum over all shards, divided by its weight and by `scale`. Returns None if
+        the loss or a mean is not finite. Raises ValueError if shards are missing.
         """
         total = self.root(block)
         finite = average(total, scale, out=out)
@@ -216,11 +219,12 @@ class Sums:
 
 
 class Reduction:
-    """The sums of a coordinator's current step, and the vector that workers are sent.
+    """The sums of a coordinator's current step, and the vector that it sends to workers.
 
-    `vector` is float32 [num_elements], cut into parts by `blocks`: the average as far as it is
-    reduced, later the new weights. `total` is the step's summed loss and its weight, as the blocks
-    `of_loss` have them. `seconds` were spent on reducing, by `clock`. Sums come times `scale`.
+    `vector` is float32 [num_elements], divided into parts by `blocks`. It has the averages of the
+    reduced blocks, and later the new weights. `total` is the step's summed loss and its weight,
+    from the blocks `of_loss`. `seconds` is the time spent on reducing, by `clock`. Sums are
+    multiplied by `scale`.
     """
 
     def __init__(
@@ -239,17 +243,17 @@ class Reduction:
         return len(self._reduced) == self.blocks.count
 
     def part(self, block: int) -> Vector:
-        """Return `block`'s part of `vector`, as a view."""
+        """Return the part of `vector` for `block`, as a view."""
         return self.vector[self.blocks.part(block)]
 
     def clear(self) -> None:
-        """Forget all nodes: another step begins, or the same one again."""
+        """Forget all nodes: a step begins or restarts."""
         self.sums.clear()
         self._reduced.clear()
         self.seconds = 0.0
 
     def reduce(self, block: int) -> tuple[float, float] | None:
-        """Add and average `block`, which is complete; return what `Sums.average` does."""
+        """Add and average `block`, which is complete; the result is that of `Sums.average`."""
         since = self._clock()
         averaged = self.sums.average(block, self._scale, out=self.part(block))
         if averaged is not None:
@@ -267,10 +271,10 @@ def average(total: Node, scale: float, *, out: Vector) -> bool:
 
 
 def payload_of(vector: Vector) -> memoryview:
-    """Return `vector` as it is sent: little-endian float32, as a view where possible."""
+    """Return `vector` as little-endian float32 for sending, as a view where possible."""
     return vector.astype("<f4", copy=False).data.cast("B")
 
 
 def vector_of(payload: Buffer) -> Vector:
-    """Return the little-endian float32 in `payload`, as a view if that is the native order."""
+    """Return the little-endian float32 vector in `payload`, as a view on little-endian machines."""
     return np.frombuffer(payload, "<f4").astype(np.float32, copy=False)

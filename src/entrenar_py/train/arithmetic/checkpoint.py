@@ -34,7 +34,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The position of a training between two steps: the next sample, and the schedule's step."""
+    """The position of a run between two steps: the next sample, and the schedule's step."""
 
     position: sharding.Position
     schedule_step: int
@@ -44,7 +44,7 @@ _PROGRESS = struct.Struct("<3Q")
 
 
 def state_bytes(specs: Sequence[TensorSpec], kind: str) -> int:
-    """Return the size in bytes of a `dump` for tensors `specs` and an optimizer of `kind`."""
+    """Return the size in bytes of a state with tensors `specs` and an optimizer of `kind`."""
     return _PROGRESS.size + 4 * sum(prod(shape) for _, shape in _parts(specs, kind))
 
 
@@ -57,7 +57,8 @@ def dump_state(
 ) -> bytearray:
     """Return the state as little-endian bytes. Every array is copied once.
 
-    First come three uint64 (`progress`), then float32: `tensors`, ordered as `specs`, `moments`.
+    First come three uint64 (`progress`), then as float32 the `tensors`, in the order of `specs`,
+    and the `moments`.
     """
     data = bytearray(state_bytes(specs, kind))
     stands = (progress.position.epoch, progress.position.offset, progress.schedule_step)
@@ -77,9 +78,9 @@ def progress_of(data: Buffer) -> Progress:
 def load_state(
     specs: Sequence[TensorSpec], kind: str, data: Buffer
 ) -> tuple[Progress, dict[str, Array], optimizer.State]:
-    """Return copies of the progress, the tensors and the moments that `dump` wrote.
+    """Return copies of the progress, the tensors and the moments in a state.
 
-    Raises ValueError unless `data` has exactly `num_bytes`.
+    Raises ValueError if the size of `data` is not exactly `state_bytes`.
     """
     if len(data) != state_bytes(specs, kind):
         raise ValueError(f"a state of {len(data)} bytes: expected {state_bytes(specs, kind)}")
@@ -106,7 +107,7 @@ def _parts(specs: Sequence[TensorSpec], kind: str) -> list[tuple[str, tuple[int,
 
 
 def _in_state(name: str) -> str:
-    """Return the name of an optimizer vector in a state; no tensor has such a name."""
+    """Return the name of an optimizer vector in a state; tensors never have such a name."""
     return f"optimizer/{name}"
 
 
@@ -118,10 +119,10 @@ _DESCRIPTION_BYTES_MAX = 2**24
 
 
 def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
-    """Write `arrays` and `progress` to `path`. A crash at any point leaves the old file whole.
+    """Write `arrays` and `progress` to `path`. A crash at any point leaves the old file intact.
 
-    Raises OSError if the file can't be written, for example to a full disk. The old file stays
-    whole then, too, and the partial new one is removed.
+    Raises OSError if the file can't be written, for example to a full disk. The old file then stays
+    intact, too, and the partial new file is removed.
     """
     # safetensors ignores strides: a transposed array would come back with wrong values.
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
@@ -156,7 +157,7 @@ def load(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """Return the arrays and the progress that `save` wrote.
 
-    Raises CheckpointError if the file is missing, of another kind, truncated, changed, or larger
+    Raises CheckpointError if the file is missing, not a checkpoint, truncated, changed, or larger
     than `bytes_max` (None sets no limit).
     """
     try:
@@ -210,10 +211,10 @@ def bytes_max(expected: Arrays) -> int:
 
 
 def require_own(path: Path, progress: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the file at `path` notes `plan` as that of its run.
+    """Raise CheckpointError if the checkpoint at `path` belongs to a plan different from `plan`.
 
-    Earlier releases noted a scenario. The message names the first difference; an option of the plan
-    by its own name.
+    Earlier releases stored a scenario. The message names the first difference, which may be an
+    option of the plan.
     """
     noted = progress.get("plan")
     if noted is None:
@@ -229,7 +230,7 @@ def require_own(path: Path, progress: Mapping[str, Any], plan: Mapping[str, Any]
 
 
 def _fields(plan: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Return the fields of a plan, and its options, each by its way there."""
+    """Return the fields and options of a plan, by their key paths."""
     options = plan.get("options")
     options = options if isinstance(options, Mapping) else {}
     return {
@@ -246,7 +247,7 @@ def require_fitting(
     expected: Arrays,
     limits: Mapping[str, int],
 ) -> None:
-    """Raise CheckpointError unless the content of the file at `path` fits the run.
+    """Raise CheckpointError if the content of the file at `path` doesn't fit the run.
 
     `arrays` must have the names, shapes and dtypes of `expected` and be finite. For each key of
     `limits`, `progress` must hold a whole number from 0 to the limit.

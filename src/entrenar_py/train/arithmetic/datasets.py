@@ -1,4 +1,4 @@
-"""Data that needs no download: handwritten digits (digits.md), the standard library's source.
+"""Data that needs no download: handwritten digits (digits.md), and the standard library's source.
 
 Nothing is shuffled. Every process gets the same first rows.
 """
@@ -23,12 +23,12 @@ NUM_DIGITS = 10
 LINE_BYTES_MIN = 2  # one byte to read and one to predict
 LINE_BYTES_MAX = 32
 
-# Small, old, pure Python, in every distribution; their lines differ in length.
+# Small, old modules in pure Python that every distribution has; their lines differ in length.
 MODULES = ("colorsys", "bisect", "heapq", "textwrap", "shlex", "fractions", "statistics")
 
 
 def digest(*arrays: NDArray[Any]) -> str:
-    """Return BLAKE3, 32 hex digits, of the bytes of the C-contiguous `arrays`, in order."""
+    """Return 32 hex digits of BLAKE3 over the bytes of the C-contiguous `arrays`, in order."""
     hasher = blake3()
     for array in arrays:
         hasher.update(array.tobytes())
@@ -49,9 +49,9 @@ def digits(num_samples: int) -> tuple[Array, NDArray[np.int64]]:
 def lines(num_samples: int) -> tuple[bytes, ...]:
     """Return the first lines of the standard library's source, 2 to 32 bytes each.
 
-    Indentation and line ends are stripped, short lines left out, long lines cut. The text may
-    differ between Python versions; the workload's `data_digest` shows whether it does. Raises
-    UsageError when `num_samples` is larger than the data set.
+    Indentation and line ends are stripped, short lines are skipped, and long lines are cut. The
+    text may differ between Python versions; the workload's `data_digest` shows whether it does.
+    Raises UsageError when `num_samples` is larger than the data set.
     """
     text = _source_lines()
     _require("decoder", num_samples, len(text))

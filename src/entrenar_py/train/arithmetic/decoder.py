@@ -1,9 +1,9 @@
 """The `decoder` workload: a two-block byte language model, fine-tuned through LoRA.
 
 RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied embedding, as in the Llama family.
-Only the low-rank adapters train; in `decoder_full` everything does. The formulas are written out
-instead of calling torch's layers, so that every backend computes the same ones. Letters in shape
-comments: n sequences, t positions, r = n*t rows, d = HIDDEN, h heads of size e.
+Only the low-rank adapters are trained; in `decoder_full` all weights are. The formulas are written
+out instead of calling torch's layers, so that every backend computes the same formulas. Letters in
+shape comments: n sequences, t positions, r = n*t rows, d = HIDDEN, h heads of size e.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ByteDecoder(Workload):
             targets[row, : len(tokens) - 1] = tokens[1:]
         self.name = "decoder_full" if full else "decoder"
         specs = _specs()
-        if full:  # matrices decay, gains don't
+        if full:  # weight decay applies to matrices, not to gains
             specs = [
                 TensorSpec(spec.name, spec.shape, "trainable", decayed=len(spec.shape) > 1)
                 for spec in specs
@@ -216,7 +216,7 @@ def _adapter(layer: str, fan_out: int) -> tuple[TensorSpec, TensorSpec]:
 
 def _initial(rng: np.random.Generator, spec: TensorSpec) -> Array:
     if spec.name.endswith("lora_b"):
-        return np.zeros(spec.shape, np.float32)  # the adapters start as no change
+        return np.zeros(spec.shape, np.float32)  # initially the adapters change nothing
     if spec.name.endswith("norm.weight"):
         return np.ones(spec.shape, np.float32)
     return uniform(rng, spec, bound=(3 / spec.shape[-1]) ** 0.5)  # variance 1 / fan-in

@@ -26,7 +26,7 @@ class ShardStreams:
     """Draws the random numbers of a whole batch, each logical shard's from the shard's own stream.
 
     `streams` holds a (stream, number of samples) pair for each shard, in the order of the samples.
-    Replaces the `numpy.random.Generator` that Dropout takes.
+    It replaces the `numpy.random.Generator` of Dropout.
     """
 
     def __init__(self, streams: Sequence[tuple[np.random.Generator, int]]) -> None:
@@ -59,28 +59,28 @@ class Dropout:
         return tensor * torch.from_numpy(kept / np.float32(1 - self._rate)).to(tensor.device)
 
     def seed(self) -> int:
-        """Draw a seed for a generator that isn't a stream's own, from 0 to 2^63 - 1."""
+        """Return a drawn seed, from 0 to 2^63 - 1, for a generator other than the streams."""
         numbers = self._rng.random((3,), dtype=np.float32)  # of 24 random bits each
         self._first = self._first or blake3(numbers.data.cast("B"))
         return int.from_bytes(blake3(numbers.data.cast("B")).digest(8), "little") >> 1
 
     def key(self) -> torch.Tensor:
-        """Draw a key for `backends.draws`, int32 [2]."""
+        """Return a drawn key for `compute.draws`, int32 [2]."""
         seed = self.seed()
         return torch.from_numpy(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32))
 
     def digest(self) -> str | None:
         """Return 32 hex digits of the first numbers drawn, or None if nothing was drawn.
 
-        Only the first numbers count, so shards of different sizes that share a stream by mistake
-        have the same digest. Numbers are digested instead of masks, since short masks are often
-        equal by chance.
+        Only the first numbers count, so that shards of different sizes have the same digest if they
+        share a stream by mistake. Numbers are digested instead of masks, because short masks are
+        often equal by chance.
         """
         return None if self._first is None else str(self._first.hexdigest(16))
 
 
 def no_dropout(tensor: torch.Tensor) -> torch.Tensor:
-    """Apply no dropout: return `tensor` itself."""
+    """Return `tensor` itself, without dropout."""
     return tensor
 
 
@@ -95,10 +95,10 @@ def scale_of(weight_max: int) -> float:
 class Engine:
     """A replica: all tensors of a workload, the trainable ones as one flat vector.
 
-    `parameters` is float32 [num_trainable]. `arrays` are views of all tensors by name, for reading,
-    split into `weights` and `buffers`. `tensors` are the same memory as torch tensors; the values
-    passed are copied. `scale` (`scale_of`) multiplies gradients and statistics, not losses.
-    `stepper` computes them on the backend.
+    `parameters` is float32 [num_trainable]. `arrays` has read-only views of all tensors by name,
+    divided into `weights` and `buffers`. `tensors` has the same memory as torch tensors; the
+    initial values are copied. `scale` (`scale_of`) multiplies gradients and statistics, not losses.
+    `stepper` computes these on the backend.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Engine:
     ) -> tuple[Array, float, float]:
         """Return the flat vector (times the scale), the summed loss and the weight of `ids`.
 
-        `ids` are cut into `accumulation` micro-batches, which are added along a fixed tree.
+        `ids` are divided into `accumulation` micro-batches, which are added along a fixed tree.
         """
         if accumulation == 1:
             return self._micro_batch(ids, drop)
@@ -168,7 +168,7 @@ class Engine:
 
 
 def as_one(parts: Sequence[Array]) -> Array:
-    """Return all float32 parts as one vector, without a copy if they follow in memory."""
+    """Return all float32 parts as one vector, without a copy if they are adjacent in memory."""
     base, place = parts[0].base, parts[0].ctypes.data
     for part in parts:
         if base is None or part.base is not base or part.ctypes.data != place:
@@ -181,7 +181,7 @@ def as_one(parts: Sequence[Array]) -> Array:
 def non_finite(vector: Array) -> int | None:
     """Return the position of the first NaN or Inf in `vector`, or None if all are finite."""
     with np.errstate(over="ignore", invalid="ignore"):
-        total = vector.sum()  # has no room to fill, and is finite only if all are
+        total = vector.sum()  # allocates nothing, and is finite only if all elements are
     if np.isfinite(total) or np.isfinite(vector).all():
         return None
     return int(np.flatnonzero(~np.isfinite(vector))[0])

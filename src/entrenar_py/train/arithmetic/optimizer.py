@@ -1,4 +1,4 @@
-"""From the summed gradient to new weights: weighted mean, norm, clip, step.
+"""The way from the summed gradient to new weights: weighted mean, norm, clipping, step.
 
 Elementwise float32 on flat vectors, equal to torch.optim's SGD and AdamW and to
 torch.nn.utils.clip_grad_norm_ within rounding. The order of operations is fixed here, so that every
@@ -21,8 +21,8 @@ from entrenar_py.train.arithmetic import reduction
 def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, num_steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    It rises linearly to `peak` over `warmup_steps`. Then it stays (`constant`), or falls to 0 at
-    `num_steps` along a line (`linear`) or half a cosine (`cosine`).
+    It rises linearly to `peak` over `warmup_steps`. Then it stays constant (`constant`), or falls
+    to 0 at `num_steps` along a line (`linear`) or half a cosine (`cosine`).
     """
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
@@ -36,10 +36,10 @@ def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, num_s
 Vector = NDArray[np.float32]
 State = dict[str, Vector]
 
-# Elements of a step that are taken at a time. With fewer, threads wait for the interpreter.
+# Elements of a step processed at a time. With fewer, threads wait for the interpreter.
 _BLOCK = 2**18
-_SQUARES = 2**15  # elements that are squared and added before these sums are
-_ALONE = 2**20  # elements up to which one thread is as fast
+_SQUARES = 2**15  # elements in one sum of squares; these sums are then added
+_ALONE = 2**20  # up to this many elements, one thread is as fast
 MOMENTUM = 0.9
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 
@@ -53,7 +53,10 @@ STATE: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's kind and constants. `decayed` holds 1 where weight decay applies, else 0."""
+    """The kind and the constants of an optimizer.
+
+    `decayed` is 1 where weight decay applies, else 0.
+    """
 
     kind: str
     weight_decay: float
@@ -72,12 +75,12 @@ def initial_shapes(kind: str, num_trainable: int) -> dict[str, tuple[int]]:
 
 
 def mean(total: Vector, weight: float) -> Vector:
-    """Return `total` / `weight` (samples or tokens), a new vector: float32 [num_trainable]."""
+    """Return `total` / `weight` (samples or tokens) as a new vector, float32 [num_trainable]."""
     return total / np.float32(weight)
 
 
 def norm_l2(gradient: Vector) -> float:
-    """Return the L2 norm of float32 [num_trainable], accumulated in float64."""
+    """Return the L2 norm of `gradient`, float32 [num_trainable], accumulated in float64."""
     whole = len(gradient) // _SQUARES
     sums = np.zeros(-(-len(gradient) // _SQUARES))
 
@@ -97,7 +100,7 @@ def norm_l2(gradient: Vector) -> float:
 def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
     """Return `gradient`, scaled down to a norm of `clip_norm` if its `norm` is larger.
 
-    The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
+    The constant 1e-6 comes from torch.nn.utils.clip_grad_norm_.
     """
     if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
         return gradient
@@ -114,7 +117,8 @@ def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: floa
     """Take one step of `rule` with learning rate `rate`, in place on `weights` and `state`.
 
     Overflow becomes inf or NaN silently, as in torch. The caller checks the weights. The step is
-    elementwise, and made in blocks, so that intermediate results stay in the processor's cache.
+    elementwise and is applied in blocks, so that intermediate results stay in the processor's
+    cache.
     """
     if "count" in state:
         state["count"] += 1
@@ -123,7 +127,7 @@ def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: floa
         decayed = None if rule.decayed is None else rule.decayed[part]
         parts = {name: one if name == "count" else one[part] for name, one in state.items()}
         here, room = Rule(rule.kind, rule.weight_decay, decayed), spare[: len(weights[part])]
-        with np.errstate(over="ignore", invalid="ignore"):  # of the thread that this runs in
+        with np.errstate(over="ignore", invalid="ignore"):  # the current thread's memory
             _STEPS[rule.kind](here, weights[part], gradient[part], parts, rate, room)
 
     _for_blocks(len(weights), of)
@@ -132,10 +136,10 @@ def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: floa
 def _for_blocks(
     length: int, work: Callable[[slice, NDArray[Any]], None], *, dtype: Any = np.float32
 ) -> None:
-    """Call `work` for each block of a vector, in any order; large vectors get threads.
+    """Call `work` for each block of a vector, in any order; large vectors use threads.
 
-    It gets memory for a block of `dtype`, too: pages that are new for each result cost more than to
-    fill them.
+    `work` also gets scratch memory for a block of `dtype`: allocating new pages for each result
+    would cost more than filling them.
     """
     blocks = [slice(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
 

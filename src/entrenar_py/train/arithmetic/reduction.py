@@ -2,8 +2,8 @@
 
 Node (level j, index i) covers the logical shards [i*2^j, min((i+1)*2^j, S)). It equals its left
 child plus its right child, or the left child alone at the ragged edge. Float addition is not
-associative. With the tree fixed, the sum has the same bits whichever worker computed a leaf, in
-whatever order nodes arrive, and however often a leaf is computed again.
+associative. Because the tree is fixed, the sum has the same bits no matter which worker computed a
+leaf, in which order nodes arrive, and how often a leaf is computed again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def span(node: Node, num_shards: int) -> range:
 
 
 def shards_under(level: int, index: int, num_shards: int) -> range:
-    """Return the logical shards under node (`level`, `index`); none if there is no such node."""
+    """Return the logical shards under node (`level`, `index`); empty if the node doesn't exist."""
     if level > height(num_shards):
         return range(0)
     return range(index << level, min((index + 1) << level, num_shards))
@@ -51,10 +51,10 @@ def shards_under(level: int, index: int, num_shards: int) -> range:
 def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
     """Add siblings until none are left; return the remaining nodes in shard order.
 
-    `nodes` are disjoint, in any order, and taken one at a time. For n consecutive leaves
-    in order, at most log2(n) + 1 vectors are alive if the first is shard 0, else 2 log2(n) + 1.
-    Writable vectors are added in place. Raises ValueError for a node that is not of a tree over
-    `num_shards` leaves, or covers a shard that an earlier node covers.
+    `nodes` are disjoint, in any order, and consumed one at a time. For n consecutive leaves in
+    order, at most log2(n) + 1 vectors are alive if the first leaf is shard 0, otherwise 2 log2(n) +
+    1. Writable vectors are added in place. Raises ValueError for a node that doesn't belong to a
+    tree over `num_shards` leaves, or that covers a shard of an earlier node.
     """
     waiting: dict[tuple[int, int], Node] = {}
     top = height(num_shards)
@@ -74,7 +74,7 @@ def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
 
 
 def add(node: Node, sibling: Node) -> Node:
-    """Return the parent of two siblings, left plus right, in place where one is writable."""
+    """Return the parent of two siblings, left plus right, in place if one is writable."""
     left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
     writable = (child.vector for child in (left, right) if child.vector.flags.writeable)
     total = np.add(left.vector, right.vector, out=next(writable, None))
@@ -83,7 +83,10 @@ def add(node: Node, sibling: Node) -> Node:
 
 
 def root(nodes: Iterable[Node], num_shards: int) -> Node:
-    """Return the sum of all leaves; ValueError, naming the shards, if any are missing."""
+    """Return the sum of all leaves.
+
+    Raises ValueError, which names the shards, if any are missing.
+    """
     folded = fold(nodes, num_shards)
     if len(folded) != 1 or folded[0].level != height(num_shards):
         present = {shard for node in folded for shard in span(node, num_shards)}
@@ -112,7 +115,7 @@ def _at_ragged_edge(node: Node, num_shards: int) -> bool:
 
 
 def num_nodes(start: int, end: int) -> int:
-    """Return the least number of tree nodes that shards `start` to `end - 1` fold into."""
+    """Return the smallest number of tree nodes that cover shards `start` to `end - 1`."""
     count = 0
     while start < end:
         longest = 1 << ((end - start).bit_length() - 1)
@@ -125,18 +128,21 @@ T = TypeVar("T")
 
 
 class Aside:
-    """One thread for long work, done in the order of calls; it ends with this object."""
+    """A thread that does long work in the order of calls, and ends with this object."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
 
     def start(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Begin `work`; return a function that waits for its result, or raises what it raised."""
+        """Begin `work`; return a function that waits for its result or raises its exception."""
         return self._pool.submit(work).result
 
 
 def at_once(work: Callable[[], T]) -> Callable[[], T]:
-    """Do `work` here, and return a function that returns its result: as `Aside.start` does."""
+    """Do `work` in this thread.
+
+    Return a function that returns its result, as `Aside.start` does.
+    """
     result = work()
     return lambda: result
 
@@ -144,9 +150,9 @@ def at_once(work: Callable[[], T]) -> Callable[[], T]:
 def share_out(
     items: Sequence[T], work: Callable[[Sequence[T]], None], *, threads_max: int = 8
 ) -> None:
-    """Call `work` with a share of `items` in each of several threads, and wait for all.
+    """Call `work` with a part of `items` in each of several threads, and wait for all.
 
-    With more threads than `threads_max`, work on small items only waits for the interpreter.
+    Beyond `threads_max` threads, work on small items would only wait for the interpreter.
     """
     threads = min(threads_max, os.cpu_count() or 1, len(items))
     if threads < 2:
@@ -160,17 +166,17 @@ def share_out(
 # The weighted mean of vectors, along the fixed tree.
 #
 # A float32 times a weight below 2**29 is exact in float64, and a sum of such products can't
-# overflow there. So the mean is rounded to float32 once, and the mean of one vector is that
-# vector.
+# overflow there. So the mean is rounded to float32 only once, and the mean of a single vector is
+# that vector.
 
-ELEMENTS = 2**16  # that are averaged at a time; each takes 8 bytes a vector
+ELEMENTS = 2**16  # elements averaged at a time; each takes 8 bytes per vector
 
 
 def weighted_mean(vectors: Sequence[Vector], weights: Sequence[int]) -> Vector:
     """Return sum(weight * vector) / sum(weights), float32 [num_elements].
 
-    `vectors` are finite, and of one length. They are added in their order along the tree, so the
-    result has the same bits whenever the order is the same. Raises ValueError if all weights are 0.
+    `vectors` are finite and of equal length. They are added along the tree in their order, so the
+    same order gives the same bits. Raises ValueError if all weights are 0.
     """
     total = sum(weights)
     if not total:
@@ -187,7 +193,7 @@ def weighted_mean(vectors: Sequence[Vector], weights: Sequence[int]) -> Vector:
 
 
 def _leaf(index: int, vector: Vector, weight: int) -> Node:
-    """Return a leaf of the tree, in float64. The tree adds whatever type its leaves have."""
+    """Return a leaf of the tree in float64. The tree adds in the dtype of its leaves."""
     product = np.multiply(vector, float(weight), dtype=np.float64)
     return Node(0, index, cast("Vector", product), 0.0, float(weight))
 

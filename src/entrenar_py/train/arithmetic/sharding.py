@@ -1,4 +1,4 @@
-"""The samples of a step, the logical shards they fall into, and the worker of each shard.
+"""The samples of a step, their division into logical shards, and the worker of each shard.
 
 Only `runs` depends on the number of workers. The batch and its shards are functions of the data
 set, the epoch's order and the position.
@@ -35,7 +35,7 @@ def batch(visit: Ids, position: Position, batch_size: int) -> Ids:
 
 
 def advance(position: Position, drawn: int, num_samples: int) -> Position:
-    """Return the position after `drawn` more samples; a new epoch starts when all were drawn."""
+    """Return the position after `drawn` more samples; a new epoch starts after the last sample."""
     offset = position.offset + drawn
     return (
         Position(position.epoch + 1, 0)
@@ -45,7 +45,7 @@ def advance(position: Position, drawn: int, num_samples: int) -> Position:
 
 
 def cut(ids: Ids, num_parts: int) -> list[Ids]:
-    """Cut `ids` into `num_parts` consecutive parts; sizes differ by at most one, larger ones first.
+    """Return `ids` in `num_parts` consecutive parts; sizes differ by at most one, larger first.
 
     Parts are empty when there are fewer ids than parts.
     """
@@ -59,7 +59,7 @@ def runs(
 ) -> dict[int, Sequence[int]]:
     """Return the consecutive `shards` that each of `ranks` computes, in rank order.
 
-    With `counts` each gets its count, otherwise all get equally many.
+    With `counts`, each rank gets its count; without, all get the same number.
     """
     if counts is None:
         return dict(zip(sorted(ranks), cut(shards, len(ranks)), strict=True))

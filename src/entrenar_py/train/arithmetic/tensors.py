@@ -23,8 +23,9 @@ Role: TypeAlias = Literal["trainable", "frozen", "buffer"]
 class TensorSpec:
     """One tensor of a model, float32.
 
-    A `trainable` tensor gets gradients and steps. A `frozen` one never changes. A `buffer` holds
-    running statistics and has no gradient. `decayed` applies weight decay to a trainable tensor.
+    A `trainable` tensor gets gradients and updates. A `frozen` tensor never changes. A `buffer`
+    holds running statistics and has no gradient. `decayed` applies weight decay to a trainable
+    tensor.
     """
 
     name: str
@@ -36,11 +37,11 @@ class TensorSpec:
 class Workload(ABC):
     """A model and its data set.
 
-    `specs` fixes the order of the tensors everywhere. `data_digest` is BLAKE3 of the data set, 32
-    hex digits. `weight_max` is the largest weight of one sample. If it `draws`, each shard gets a
-    stream of random numbers even if the plan has no dropout. If it `is_static`, the shapes of
-    a batch decide which operations `loss_of` runs, and a GPU may record them. Sample ids run from 0
-    to `num_samples - 1`. Methods that take `ids` need at least one.
+    `specs` fixes the order of the tensors everywhere. `data_digest` has 32 hex digits of BLAKE3
+    over the data set. `weight_max` is the largest weight of one sample. If `draws` is true, each
+    shard gets a stream of random numbers even if the plan has no dropout. If `is_static` is true,
+    the shapes of a batch determine the operations of `loss_of`, and a GPU may record them. Sample
+    ids run from 0 to `num_samples - 1`. Methods that take `ids` need at least one id.
     """
 
     name: str
@@ -57,11 +58,11 @@ class Workload(ABC):
 
     @property
     def constants(self) -> Tensors:
-        """Frozen tensors that the workload holds itself, by name; no replica has a copy."""
+        """Frozen tensors that the workload itself holds, by name; replicas have no copies."""
         return {}
 
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
-        """Return fresh starting values of all specs, in their order, float32 and C-contiguous."""
+        """Return new initial values of all specs, in their order, float32 and C-contiguous."""
         return {spec.name: uniform(rng, spec, bound=0.5) for spec in self.specs}
 
     def weight(self, ids: Sequence[int]) -> float:
@@ -73,9 +74,9 @@ class Workload(ABC):
         return None
 
     def interrupt(self) -> None:  # noqa: B027  (a hook)
-        """End what `batch` waits for in another thread: it raises SystemFailure, now and later.
+        """Interrupt a `batch` that waits in another thread: it raises SystemFailure, now and later.
 
-        Here it waits for nothing.
+        This default does nothing, because `batch` doesn't wait.
         """
 
     @abstractmethod
@@ -86,7 +87,7 @@ class Workload(ABC):
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
-        """Return the SUM of the loss over all that `weight` counts: 0-d, of the tensors' dtype.
+        """Return the SUM of the loss over the samples or tokens: 0-d, of the tensors' dtype.
 
         `batch` comes from the method `batch`. `linear` computes every dense layer, always on
         two-dimensional inputs. `drop` is called in a fixed order.
@@ -106,7 +107,7 @@ class Workload(ABC):
         return loss.item(), [gradient.numpy() for gradient in gradients]
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
-        """Return for each buffer the sum over `ids` of what it averages, in the buffer's shape."""
+        """Return each buffer's sum, over `ids`, of the values that it averages, in its shape."""
         return {}
 
 

@@ -29,22 +29,22 @@ from entrenar_py.train.arithmetic.tensors import (
     uniform,
 )
 
-# The workload `vectors`: every sample's gradient is a vector that is known beforehand.
+# The workload `vectors`: the gradient of every sample is a vector known in advance.
 #
 # The loss is linear in the only tensor, so the average gradient does not depend on the weights.
 # This tests a reduction by itself, at any length.
 
 WEIGHTS = 3  # samples weigh 1, 2 or 3 in turn
-DRAWN = "drawn"  # as `terms`: vectors are drawn, and every sample weighs 1
+DRAWN = "drawn"  # value of `terms`: vectors are drawn, and every sample weighs 1
 TERMS_MAX = 1024
 
 
 class GivenVectors(Workload):
     """The loss of sample i is the inner product of the tensor `vector` and a known vector v_i.
 
-    Vectors as `terms` are the v_i, repeated cyclically. With DRAWN or None, v_i is normally
-    distributed and not stored: its own seed draws it again when needed, whole or in pieces. Samples
-    weigh 1 each; with None they weigh 1, 2 or 3 in turn.
+    If `terms` are vectors, they are the v_i, repeated cyclically. With DRAWN or None, v_i is
+    normally distributed and not stored: its own seed draws it again when needed, whole or in
+    pieces. Samples weigh 1 each; with None they weigh 1, 2 or 3 in turn.
     """
 
     name = "vectors"
@@ -53,7 +53,7 @@ class GivenVectors(Workload):
     def __init__(
         self, num_samples: int, *, length: int, data: np.random.Generator, terms: Any = None
     ) -> None:
-        """Raises UsageError if `terms` is neither None, nor DRAWN, nor vectors of `length`."""
+        """Raise UsageError if `terms` is neither None, nor DRAWN, nor vectors of `length`."""
         self.num_samples = num_samples
         self._equal = terms is not None
         self._given = None if terms in (None, DRAWN) else _vectors(terms, length)
@@ -69,7 +69,7 @@ class GivenVectors(Workload):
         return len(ids) if self._equal else sum(1 + sample % WEIGHTS for sample in ids)
 
     def pieces(self, sample: int) -> Callable[[int], Array]:
-        """Return a function: count -> the next `count` elements of v_`sample`, float32."""
+        """Return a function that returns the next `count` elements of v_`sample`, float32."""
         if self._given is not None:
             return _pieces(self._given[sample % len(self._given)])
         stream = np.random.Generator(np.random.PCG64(int(self._seeds[sample])))
@@ -114,7 +114,7 @@ def _pieces(vector: Array) -> Callable[[int], Array]:
 
 
 def _vectors(terms: Any, length: int) -> Array:
-    """Return `terms` as float32 [count, length]; UsageError if they can't be read as that."""
+    """Return `terms` as float32 [count, length]. Raises UsageError if that is impossible."""
     rows = terms if isinstance(terms, list) else []
     if not 0 < len(rows) <= TERMS_MAX or not all(_is_vector(row, length) for row in rows):
         shown = repr(terms)
@@ -143,8 +143,8 @@ def build(
     """Return the workload `name` with `num_samples` samples.
 
     `width` is the hidden width of `mlp` or the length of `vectors`. `data` draws the samples of
-    `linear` and `vectors`. `terms` belong to `vectors` (`GivenVectors`). Raises UsageError when the
-    name is unknown, the data set has fewer samples, or `terms` are given to another workload.
+    `linear` and `vectors`. `terms` are for `vectors` (`GivenVectors`). Raises UsageError if the
+    name is unknown, the data set has fewer samples, or `terms` are given to a different workload.
     """
     if terms is not None and name != "vectors":
         raise UsageError(f"options terms with workload={name!r}: leave it out, or use vectors")

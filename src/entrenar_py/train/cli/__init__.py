@@ -1,4 +1,4 @@
-"""The command `entrenar`: a table of commands, what may be typed after each, and what runs it.
+"""The command `entrenar`: its subcommands, their arguments, and the functions that run them.
 
 This module imports nothing heavy, so that `--help` is instant.
 """
@@ -39,14 +39,14 @@ OWN_WIRE, WIRE_2 = WIRES = ("own", "v2")
 BANDWIDTH = "10Gbit"
 DIAGRAMS = ("mermaid", "dot", "svg")
 ORDERS = ("given", "best")
-DOCTOR = "doctor"  # in place of a file of workers
+DOCTOR = "doctor"  # instead of a file of workers
 _TASK = "text"
 _PART = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
 _HELP_COLUMNS = 98
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises UsageError instead of printing the usage and exiting."""
+    """A parser that raises UsageError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -100,13 +100,13 @@ _positive = functools.partial(arguments.natural, least=1)
 
 # --- the table ------------------------------------------------------------------------------------
 
-# Name as typed, or of a positional argument -> the arguments of argparse's `add_argument`.
+# Option as typed, or name of a positional argument -> the arguments of argparse's `add_argument`.
 Arguments = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command, what it does, and what may be typed after it: arguments, or one of `actions`."""
+    """A command, its help text, and its arguments or `actions`."""
 
     name: str
     what: str
@@ -439,7 +439,7 @@ COMMANDS = (COORDINATOR, WORKER, LEDGER, WATCHING, VISIT, *FINETUNE, PIPELINE, D
 
 # --- the parser -----------------------------------------------------------------------------------
 
-# Arguments of all parsers.
+# The arguments of all parsers.
 _FORM: Mapping[str, Any] = {
     "formatter_class": functools.partial(
         argparse.RawDescriptionHelpFormatter, max_help_position=26
@@ -494,7 +494,7 @@ def _epilog(command: str = "") -> str:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options, `command` among them; UsageError if they are invalid."""
+    """Return the options, including `command`. Raises UsageError if they are invalid."""
     program: Sequence[str] = ()
     if list(arguments[:1]) == [WATCH]:
         arguments, program = _split(arguments)
@@ -554,7 +554,7 @@ Others = Mapping[str, Callable[[argparse.Namespace], int]]
 def main(argv: Sequence[str] | None, others: Others) -> int:
     """Run the command and return its exit code. `--help` and `--version` raise SystemExit.
 
-    `others` run the commands that are not the trainer's, by their names.
+    `others` has functions for the commands that don't belong to the trainer, by name.
     """
     if argv is None:
         process.begin()
@@ -569,7 +569,7 @@ def main(argv: Sequence[str] | None, others: Others) -> int:
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:  # noqa: BLE001  (Python would exit with 1, which means a failed run)
-        # A library may have made its own exception of an interrupt.
+        # A library may have replaced an interrupt by its own exception.
         return _interrupted() if signals.noted() else _failed(error)
     finally:
         signals.settle()
@@ -582,7 +582,7 @@ def _interrupted() -> int:
 
 
 def _failed(error: Exception) -> int:
-    """Tell what went wrong; return the exit code."""
+    """Print the error; return the exit code."""
     match error:
         case ContractError():  # its lines start with file:line:column
             printing.warn_lines(str(error))

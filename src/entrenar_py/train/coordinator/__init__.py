@@ -1,1 +1,1 @@
-"""The coordinator and the workers of the trainer: what they hold, and what they make of a step."""
+"""The state of the trainer's coordinator and workers, and their part in each step."""

@@ -1,4 +1,4 @@
-"""Audits: the shards that a second worker computes as well, and the comparison of both copies."""
+"""Audits: selection of the shards that two workers compute, and comparison of the copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Locate: TypeAlias = Callable[[int, int], tuple[str, int]]
 
 
 def share_of(plan: TrainingPlan) -> float:
-    """Return the share of a step's shards that is audited, 0 to 1; by default 0."""
+    """Return the fraction of a step's shards that is audited, from 0 to 1; by default 0."""
     share = plan.options.get("audit_share", 0)
     number = isinstance(share, int | float) and not isinstance(share, bool)
     if not number or not (math.isfinite(share) and 0 <= share <= 1):
@@ -32,7 +32,7 @@ def share_of(plan: TrainingPlan) -> float:
 
 
 def shards(plan: TrainingPlan, step: int) -> Collection[int]:
-    """Return the shards of `step` that are audited: at least one, unless the share is 0."""
+    """Return the audited shards of `step`: at least one, unless the fraction is 0."""
     share = share_of(plan)
     if not share:
         return ()
@@ -43,9 +43,9 @@ def shards(plan: TrainingPlan, step: int) -> Collection[int]:
 
 @dataclass
 class Copy:
-    """One worker's copy of a shard: the events that it recorded, and its node for each block.
+    """One worker's copy of a shard: the recorded events, and the node of each block.
 
-    `nodes` maps each block to the node and to the memory that holds the node's vector.
+    `nodes` maps each block to its node and to the memory that holds the node's vector.
     """
 
     rank: int
@@ -63,7 +63,8 @@ class Copy:
     def difference(self, other: Copy) -> tuple[int, int] | None:
         """Return the block, and the index in it, of the first vector element that differs.
 
-        None says nothing about the nodes' losses and weights, which `equals` compares, too.
+        If it is None, the losses and weights of the nodes may still differ; `equals` compares
+        these, too.
         """
         for block in sorted(self.nodes):
             ours, theirs = (copy.nodes[block][0].vector for copy in (self, other))
@@ -81,7 +82,7 @@ class Copies:
         self._whole: dict[int, list[Copy]] = {}  # by shard, in order of arrival
 
     def begin(self, rank: int, events: list[trace.Event]) -> None:
-        """Begin the copy that `rank` delivers; `events` are what `rank` recorded."""
+        """Begin the copy that `rank` delivers; `events` are the events that `rank` recorded."""
         self._open[rank] = Copy(rank, events)
 
     def take(self, rank: int, block: int, node: Node, payload: Buffer) -> None:
@@ -89,7 +90,7 @@ class Copies:
         self._open[rank].nodes[block] = node, payload
 
     def end(self, rank: int, shard: int) -> None:
-        """Note that `rank` has delivered its copy of `shard` completely."""
+        """Note that the copy of `shard` from `rank` is complete."""
         self._whole.setdefault(shard, []).append(self._open.pop(rank))
 
     def of(self, shard: int) -> list[Copy]:
@@ -127,7 +128,7 @@ class Copies:
         return [event for one in lost for event in injected(one.events)]
 
     def clear(self) -> None:
-        """Drop all copies: another step begins, or the same one again."""
+        """Drop all copies: a step begins or restarts."""
         self._open.clear()
         self._whole.clear()
 

@@ -1,4 +1,4 @@
-"""The work of one worker: it takes over a state, computes shards, makes steps, and records them."""
+"""The work of one worker: it loads a state, computes shards, applies steps and records them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from entrenar_py.train.wire.messages import (
 
 
 class Member:
-    """One worker of a run. Its other workers live elsewhere; `load` sets its `rank`."""
+    """One worker of a run. The run's other workers are in other processes. `load` sets `rank`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Member:
         self.replicas = Replicas(plan, backend_of, workload, faults)
         self.recorder = self.replicas.recorder
         self.rank = -1
-        self.nodes: dict[tuple[int, int], reduction.Node] = {}  # of this step, computed here
+        self.nodes: dict[tuple[int, int], reduction.Node] = {}  # nodes of this step, computed here
         self.held = Held(self.replicas.layout.num_elements)
         self._exchange: TreeExchange | RingExchange | None = None
         if (kind := topology.of(plan).exchange) is not None:
@@ -55,29 +55,29 @@ class Member:
         self.step = 0
         self._comes: type[Average | Weights] = Weights if workers.by_server(plan) else Average
         self._sizes = self.sizes()
-        self._applied: tuple[int, bytes] | None = None  # the last step made, and its payload
-        self._suffered: set[Fault] = set()  # faults that have struck
+        self._applied: tuple[int, bytes] | None = None  # the last applied step, and its payload
+        self._suffered: set[Fault] = set()  # faults that were injected
 
     @property
     def worker(self) -> Worker:
-        """This worker's replica and optimizer state; `load` has brought them."""
+        """This worker's replica and optimizer state, which exist after `load`."""
         return self.replicas.workers[self.rank]
 
     @property
     def exchange(self) -> TreeExchange | RingExchange:
-        """The adder of what other workers send, in a mesh or a ring; a star's worker has none."""
+        """The object that adds blocks from other workers, in a mesh or a ring; a star has none."""
         assert self._exchange is not None, "nobody else sends anything in a star"
         return self._exchange
 
     def sizes(self) -> dict[type[Message], int]:
-        """Return the largest payload, in bytes, that a message of each kind may have."""
+        """Return the largest payload, in bytes, that each type of message may have."""
         optimizer = workers.optimizer_of_workers(self.plan)
         state_bytes = checkpoint.state_bytes(self.replicas.layout.specs, optimizer)
         kinds = (self._comes, *(self._exchange.carriers if self._exchange is not None else ()))
         return {Welcome: state_bytes, **dict.fromkeys(kinds, self.replicas.vector_bytes)}
 
     def require(self, message: Message, payload: Buffer) -> None:
-        """Raise ProtocolError unless `message` is possible here and its payload is complete."""
+        """Raise ProtocolError if `message` is impossible here or its payload is incomplete."""
         due = self._sizes.get(type(message), 0)
         most = self.replicas.layout.num_elements
         if isinstance(message, Welcome) and message.blocks > most:
@@ -110,19 +110,19 @@ class Member:
     def room(self, message: Message, num_bytes: int) -> memoryview:
         """Return memory for the payload of `message`, which may never arrive completely.
 
-        It is the payload's final place where possible.
+        If possible, the memory is the payload's final place.
         """
         if isinstance(message, TreeNode) and isinstance(self._exchange, TreeExchange):
             return self._exchange.room(num_bytes)
         if not isinstance(message, self._comes) or message.step != self.step:
             return new_room(message, num_bytes)
-        # A payload of another size is refused by `require`, when it is read.
+        # `require` refuses a payload of a different size after it is read.
         if self.held.lacks(message) and self.held.blocks.num_bytes(message.block) == num_bytes:
             return blocks.payload_of(self.held.part(message.block))
         return new_room(message, num_bytes)
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
-        """Take over the state before `welcome.step`; raise ProtocolError if it does not fit."""
+        """Load the state before `welcome.step`; raise ProtocolError if it does not fit."""
         self.rank = welcome.rank
         self.recorder.drain()  # events of an earlier session
         self._applied = None
@@ -135,7 +135,7 @@ class Member:
         self.replicas.record_start(self.worker, welcome.step, resumed=welcome.resumed)
 
     def work(self, step: int, shards: Sequence[int]) -> list[TreeNode] | NonFinite:
-        """Compute `shards` of `step`; return every block of their tree nodes, in sending order.
+        """Return every block of the tree nodes of `shards` of `step`, in sending order.
 
         If a shard is not finite, return a NonFinite for the first such shard instead.
         """
@@ -151,7 +151,7 @@ class Member:
         return self.named(step, reduction.fold(leaves, self.plan.num_shards))
 
     def named(self, step: int, nodes: Sequence[reduction.Node]) -> list[TreeNode]:
-        """Keep `nodes` of this step; return the messages of all their blocks, in sending order."""
+        """Return the messages with all blocks of `nodes`, in sending order; keep the nodes."""
         self.nodes.update({(node.level, node.index): node for node in nodes})
         return [
             TreeNode(
@@ -168,7 +168,7 @@ class Member:
         ]
 
     def go_wrong(self, leaf: reduction.Node, step: int, count: int) -> None:
-        """Corrupt `leaf` if a fault says so; its correct gradient is already recorded.
+        """Corrupt `leaf` if a fault requires that; its correct gradient is already recorded.
 
         `count` is the number of samples in the shard.
         """
@@ -187,16 +187,19 @@ class Member:
                 self.replicas.record_fault(fault, step, self.rank, leaf.index)
 
     def hold(self, message: Average | Weights, payload: Buffer) -> None:
-        """Keep a block of the averaged gradient, or of new weights, until its step is made."""
+        """Keep a block of the averaged gradient, or of new weights, until its step is applied."""
         self.held.hold(message, payload)
 
     def regroup(self, number: int) -> None:
-        """Forget what has arrived for the current step; round `number` begins, or starts over."""
+        """Forget the blocks that arrived for the current step.
+
+        Round `number` begins or restarts.
+        """
         self.exchange.clear()
         self.held.regroup(number)
 
     def make_held(self, step: int) -> None:
-        """Make `step` with the averaged gradient, or the new weights, that arrived."""
+        """Apply `step` with the averaged gradient, or the new weights, that arrived."""
         if self._comes is Weights:
             self.recorder.emit(self._use(self.worker, step))
         else:
@@ -212,7 +215,7 @@ class Member:
         self._begin(step + 1)
 
     def _use(self, worker: Worker, step: int) -> trace.Update:
-        """Take over the new weights; return an Update with what a worker knows of the step."""
+        """Return an Update with the values that a worker knows; load the new weights."""
         worker.replica.copy_from(self.held.vector)
         loss, weight = self.held.total
         return trace.Update(
@@ -238,7 +241,7 @@ class Member:
             case State():
                 return self.replicas.dump(self.worker)
             case Applied() if self._applied is not None and self._applied[0] == message.step:
-                return self._applied[1]  # sent again after a connection broke
+                return self._applied[1]  # kept for a resend after a connection breaks
             case Applied():
                 self._applied = message.step, trace.dump_events(self.recorder.drain())
                 return self._applied[1]
@@ -249,7 +252,7 @@ class Member:
         self.shards = sharding.cut(self.replicas.batch(), self.plan.num_shards)
 
     def problem(self, halt: trace.Halt, leaf: reduction.Node) -> NonFinite:
-        """Return the message of a `halt` for the value in `leaf` that is not finite."""
+        """Return the message that reports `halt`, for the non-finite value in `leaf`."""
         assert halt.shard is not None
         place = engine.non_finite(leaf.vector)
         tensor, element = (None, None) if place is None else self.replicas.layout.locate(place)

@@ -1,4 +1,4 @@
-"""The workload and the backends that a plan names, and the elements that faults change."""
+"""The workload and the backends that a plan names, and the element that a fault changes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def model_of(plan: TrainingPlan) -> Workload:
 
 
 def place_of(fault: Fault, model: Workload) -> tuple[str, int]:
-    """Return the trainable tensor, and the flat index of the element, that `fault` changes.
+    """Return the trainable tensor and the flat index of the element that `fault` changes.
 
-    By default each is the first one. Raises UsageError for a tensor that is not trained, and for
-    an element past the end of the tensor.
+    The defaults are the first tensor and the first element. Raises UsageError for a tensor that is
+    not trained, and for an element past the end of the tensor.
     """
     sizes = {spec.name: prod(spec.shape) for spec in model.specs if spec.role == "trainable"}
     tensor, element = fault.tensor or next(iter(sizes)), fault.element or 0
@@ -47,10 +47,11 @@ def place_of(fault: Fault, model: Workload) -> tuple[str, int]:
 
 
 class Devices:
-    """The backends of the workers in this process, each opened once, at its first use.
+    """The backends of the workers in this process, each opened at its first use.
 
-    `auto` walks the fallback chain once and records each try as an Attempt event. The backend that
-    works serves all `auto` workers to the end of the run. Other names have no fallback.
+    `auto` tries the fallback chain once and records each attempt as an Attempt event. The first
+    backend that works serves all `auto` workers until the end of the run. Other names have no
+    fallback.
     """
 
     def __init__(self, plan: TrainingPlan, recorder: Recorder) -> None:
@@ -67,7 +68,10 @@ class Devices:
 
     @property
     def alike(self) -> bool:
-        """True if all workers compute on one backend; two backends may round differently."""
+        """True if all workers compute on the same backend.
+
+        Different backends may round differently.
+        """
         return len({backend.name for backend in self._opened.values()}) == 1
 
     def _open(self, name: str) -> Backend:

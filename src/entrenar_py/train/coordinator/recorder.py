@@ -1,9 +1,9 @@
-"""Records the events of one run: its tensors, what workers sent, and how exact a reduction was.
+"""The record of one run: its tensors, the workers' events, and the accuracy of reductions.
 
-A tensor is recorded by a digest, or by its values if the plan wants them. Digests of large
-tensors are computed in some threads, each tensor in one, so that they do not depend on the number
-of threads. Events of workers are untrusted: each message may carry some kinds of them alone, of the
-worker's own rank and of the message's step.
+A tensor is recorded by a digest, or by its values if the plan says so. Digests of large tensors are
+computed in several threads, each tensor in one thread, so the digests don't depend on the number of
+threads. Events from workers are untrusted: each message may carry only certain types of events,
+which must have the worker's own rank and the message's step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from entrenar_py.train.wire.messages import (
 from entrenar_py.train.wire_io.endpoints import CoordinatorEnd, Meter, WorkerEnd
 from entrenar_py.train.wire_io.peer_ends import MeshEnd
 
-_ALONE = 2**22  # bytes up to which one thread is as fast
+_ALONE = 2**22  # up to this many bytes, one thread is as fast
 _THREADS_MAX = 4
 
 
@@ -46,7 +46,7 @@ class Recorder:
         self._events: list[trace.Event] = []
 
     def emit(self, event: trace.Event) -> None:
-        """Keep `event`, which is a sign of progress."""
+        """Keep `event`, and count it as progress."""
         self._events.append(event)
         patience.mark()
 
@@ -56,7 +56,7 @@ class Recorder:
             self.emit(event)
 
     def tensors(self, arrays: Mapping[str, NDArray[Any]]) -> trace.Tensors:
-        """Return records of the present values of `arrays`, which must be C-contiguous."""
+        """Return records of the current values of `arrays`, which must be C-contiguous."""
         records: dict[str, trace.TensorRecord] = {}
 
         def of(names: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ class Recorder:
         return self.tensors({name: vector[part] for name, part in parts.items()})
 
     def of(self, kind: type[trace.E]) -> list[trace.E]:
-        """Return the events of `kind` that are kept so far."""
+        """Return the events of type `kind` kept so far."""
         return [event for event in self._events if isinstance(event, kind)]
 
     def drain(self) -> list[trace.Event]:
@@ -85,7 +85,7 @@ class Recorder:
         return events
 
     def finish(self, *, promises: Iterable[str] = (), status: str, reason: str = "") -> trace.Trace:
-        """Emit an End event and return the trace."""
+        """Return the trace, which ends with an End event."""
         self.emit(trace.End(status=status, reason=reason))
         return trace.Trace.of_plan(
             self.plan,
@@ -95,7 +95,7 @@ class Recorder:
         )
 
 
-# The kinds of events that each message may carry.
+# The types of events that each message may carry.
 _RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
     Loaded: (trace.Attempt, trace.Start),
     Computed: (trace.Shard, trace.Injected),
@@ -106,7 +106,7 @@ _RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
 
 
 def events_in(rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
-    """Return the events in `payload`; raise ProtocolError for an unexpected rank, step or kind."""
+    """Return the events in `payload`; raise ProtocolError for an unexpected rank, step or type."""
     try:
         events = trace.load_events(bytes(payload))
     except TraceError as error:
@@ -126,9 +126,9 @@ def events_in(rank: int, message: Message, payload: Buffer) -> list[trace.Event]
 
 
 class Deliveries:
-    """Events of workers, until `recorder` keeps them: they count with their delivery.
+    """Events from workers, held until their delivery is complete; then `recorder` keeps them.
 
-    Of a delivery that is never complete only the injected faults are recorded.
+    If a delivery never completes, only its injected faults are recorded.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -137,9 +137,9 @@ class Deliveries:
         self._events: dict[int, list[trace.Event]] = {}  # by rank
 
     def read(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
-        """Return the events in `payload`, not read again if they were just read.
+        """Return the events in `payload`; a payload that was just parsed is not parsed again.
 
-        Raises what `events_in` does.
+        Raises ProtocolError as `events_in` does.
         """
         read = self._read
         if read is None or read[0] is not message or read[1] is not payload:
@@ -147,11 +147,11 @@ class Deliveries:
         return read[2]
 
     def keep(self, rank: int, events: Iterable[trace.Event]) -> None:
-        """Keep `events` until `rank` has delivered completely."""
+        """Keep `events` until the delivery of `rank` is complete."""
         self._events.setdefault(rank, []).extend(events)
 
     def deliver(self, rank: int) -> None:
-        """Record what `rank` recorded for the delivery that it has completed."""
+        """Record the events of the delivery that `rank` has completed."""
         self._recorder.record(self._events.pop(rank, []))
 
     def forget(self, rank: int) -> None:
@@ -159,7 +159,7 @@ class Deliveries:
         self._recorder.record(injected(self._events.pop(rank, [])))
 
     def clear(self) -> None:
-        """Forget all unfinished deliveries: a step starts, or starts over."""
+        """Forget all unfinished deliveries: a step begins or restarts."""
         self._events.clear()
 
 
@@ -174,18 +174,18 @@ def update_in(events: Iterable[trace.Event]) -> trace.Update | None:
     return next((u for u in updates if u.loss is not None and math.isfinite(u.loss)), None)
 
 
-PIECE = 2**20  # elements that are recomputed at a time
+PIECE = 2**20  # elements recomputed at a time
 UNIT_ROUNDOFF = 2.0**-24
 
 
 def reduced(
     step: int, rank: int, mean: Array, model: GivenVectors, ids: sharding.Ids
 ) -> trace.Reduced:
-    """Return how far the `mean` on `rank` is from the mean of samples `ids` in float64.
+    """Return the error of the `mean` on `rank`, compared with the float64 mean of samples `ids`.
 
     `error` is the largest absolute difference. `roundings` is the largest difference relative to
-    the mean of the terms' absolute values, in units of 2^-24, and `element` the index where it is.
-    See docs/numerics.md.
+    the mean of the terms' absolute values, in units of 2^-24, and `element` is its index. See
+    docs/numerics.md.
     """
     vectors = [model.pieces(sample) for sample in ids]
     weight = float(model.weight(ids))
@@ -215,7 +215,7 @@ def reduced(
 
 
 def traffic(end: CoordinatorEnd | WorkerEnd, rank: int | None) -> Iterator[trace.Traffic]:
-    """Yield the traffic of `rank` (None: of the coordinator), by direction and message."""
+    """Yield the traffic of `rank` (None for the coordinator), by direction and message."""
     yield from _rows(end.meter, rank, "coordinator" if rank is not None else "worker")
     if isinstance(end, MeshEnd):
         yield from _rows(end.links_meter, rank, "worker")

@@ -1,13 +1,14 @@
-"""The workers of one run in this process: their shards, their steps, and the record of both.
+"""The workers of one run in this process: their shards, their steps, and the record of these.
 
-Every system that trains by logical shards and the tree uses this module. Communication between
-workers is left to the system.
+Every system that trains with logical shards and the tree uses this module. The system itself is
+responsible for communication between workers.
 
 A shard's gradient is a sum over its samples, at an exact power-of-two scale, and is recorded before
-anything else can change it. Clipping and the optimizer see the average over the batch. It is
-computed once and given to each worker, so that replicas can't drift apart by rounding. Data order,
+anything else can change it. Clipping and the optimizer use the average over the batch. It is
+computed once and given to each worker, so that replicas can't diverge through rounding. Data order,
 dropout and initial weights are drawn from the seed and the place of the draw (epoch, step, shard),
-never from a generator that goes on: a worker that takes over a shard draws what the lost one drew.
+never from a generator with a running state: a worker that takes over a shard draws the same numbers
+as the lost worker.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Worker:
         return checkpoint.as_arrays(tensors=self.replica.arrays, optimizer=self.state)
 
     def follow(self, other: Worker) -> None:
-        """Copy from `other` everything that training changes."""
+        """Copy all values that training changes from `other`."""
         self.replica.parameters[:] = other.replica.parameters
         for name, buffer in other.replica.buffers.items():
             self.replica.buffers[name][...] = buffer
@@ -59,7 +60,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """One step's average: `mean` is the averaged vector, `clipped` the gradient in it, clipped.
+    """The average of one step: `mean` is the averaged vector, `clipped` its clipped gradient.
 
     `loss` is the batch's summed loss divided by its `weight`, and `rate` the learning rate.
     `norm` is the gradient's L2 norm before clipping.
@@ -75,14 +76,14 @@ class Average:
 
     @cached_property
     def applied_norm(self) -> float:
-        """The L2 norm of `clipped`, computed when this is first asked for."""
+        """The L2 norm of `clipped`, computed at its first use."""
         gradient = self.mean[: len(self.clipped)]
         is_same = np.shares_memory(gradient, self.clipped)
         return self.norm if is_same else optimizer.norm_l2(self.clipped)
 
     @cached_property
     def record(self) -> trace.Tensors:
-        """The gradient before clipping, recorded when this is first asked for."""
+        """The record of the gradient before clipping, computed at its first use."""
         return self.recorded()
 
 
@@ -96,9 +97,10 @@ class Replicas:
         workload: Workload | None = None,
         faults: Sequence[Fault] = (),
     ) -> None:
-        """`backend_of` returns a rank's backend; by default the one that the plan names.
+        """Start without workers.
 
-        So is the `workload`. `faults` are injected.
+        `backend_of` returns a rank's backend. Backends and `workload` default to those of the plan.
+        `faults` are injected.
         """
         self.plan, self.faults = plan, faults
         self.recorder = Recorder(plan)
@@ -115,7 +117,7 @@ class Replicas:
 
     @property
     def terms(self) -> Terms:
-        """Digests of run, manifest and data, on which all processes of a run must agree."""
+        """Digests of run, manifest and data, which must be the same in all processes of a run."""
         return Terms(
             run=self.plan.digest,
             manifest=self.layout.digest,
@@ -128,7 +130,7 @@ class Replicas:
         return 4 * self.layout.num_elements
 
     def initial(self) -> dict[str, Array]:
-        """Return the tensors with which every replica starts."""
+        """Return the initial tensors of every replica."""
         return self.workload.initial(self.plan.rng("initial"))
 
     def batch(self) -> sharding.Ids:
@@ -136,7 +138,7 @@ class Replicas:
         return sharding.batch(self._order(), self.position, self.plan.batch_size)
 
     def advance(self, drawn: int) -> None:
-        """Move the position and the schedule past a step that used `drawn` samples."""
+        """Advance the data position and the schedule past a step that used the samples `drawn`."""
         self.position = sharding.advance(self.position, drawn, self.plan.num_samples)
         self.schedule_step += 1
 
@@ -169,7 +171,10 @@ class Replicas:
     def guard(
         self, leaf: reduction.Node, worker: Worker, step: int, shard: int, ids: sharding.Ids
     ) -> trace.Halt | None:
-        """Return a Halt that names the place of a non-finite value in `leaf`, or None."""
+        """Return a Halt that names the place of a non-finite value in `leaf`.
+
+        The result is None if all are finite.
+        """
         place = engine.non_finite(leaf.vector)
         if place is None and math.isfinite(leaf.loss):
             return None
@@ -186,7 +191,7 @@ class Replicas:
         )
 
     def averaged(self, mean: Array, loss: float, weight: float) -> Average:
-        """Return what every worker's step needs: `mean`, and the gradient in it after clipping.
+        """Return the Average that every worker's step needs; `mean` is the averaged vector.
 
         `loss` is the batch's summed loss, not yet divided by the batch's `weight`.
         """
@@ -214,13 +219,13 @@ class Replicas:
         )
 
     def move(self, worker: Worker, average: Average) -> None:
-        """Step one worker's replica with `average`."""
+        """Update one worker's replica with `average`."""
         replica = worker.replica
         optimizer.step(self.rule, replica.parameters, average.clipped, worker.state, average.rate)
         replica.average_buffers(average.mean)
 
     def make(self, worker: Worker, step: int, average: Average) -> trace.Update:
-        """Step one worker's replica with `average`, and return the event that records the step."""
+        """Update one worker's replica with `average`; return the event that records the step."""
         self.move(worker, average)
         replica = worker.replica
         return trace.Update(
@@ -238,7 +243,10 @@ class Replicas:
         )
 
     def apply(self, step: int, total: reduction.Node) -> None:
-        """Average and clip `total` once; step every worker's replica with it and record that."""
+        """Average and clip `total` once.
+
+        Update every worker's replica with it and record the steps.
+        """
         mean = optimizer.mean(total.vector, total.weight * self.scale)
         average = self.averaged(mean, total.loss, total.weight)
         for worker in self.workers.values():
@@ -273,27 +281,27 @@ class Replicas:
         backend = self.backend_of(rank)
         replica = engine.Engine(self.workload, backend, tensors, scale=self.scale)
         state = optimizer.initial_state(self.plan.optimizer, self.layout.num_trainable)
-        if moments is not None:  # in any order, unlike `state`
+        if moments is not None:  # `state` needs them in order
             state = {name: moments[name].copy() for name in state}
         return Worker(rank, replica, state)
 
     def go_to(self, progress: Mapping[str, Any]) -> None:
-        """Set position and schedule to what `progress` has noted."""
+        """Set position and schedule to the values in `progress`."""
         self.position = sharding.Position(progress["epoch"], progress["offset"])
         self.schedule_step = progress["schedule_step"]
 
     @property
     def stands(self) -> checkpoint.Progress:
-        """The position in the data and in the schedule."""
+        """The current position in the data and in the schedule."""
         return checkpoint.Progress(position=self.position, schedule_step=self.schedule_step)
 
     def dump(self, worker: Worker) -> Buffer:
-        """Return a worker's whole state as bytes: progress, tensors, moments (`training.state`)."""
+        """Return a worker's whole state as bytes: progress, tensors and moments."""
         specs, kind = self.layout.specs, workers.optimizer_of_workers(self.plan)
         return checkpoint.dump_state(specs, kind, self.stands, worker.replica.arrays, worker.state)
 
     def take_over(self, rank: int, payload: Buffer) -> Worker:
-        """Return worker `rank` with the state in `payload`, and set this run's progress from it.
+        """Return worker `rank` with the state in `payload`, which also sets this run's progress.
 
         Raises ProtocolError if the state does not fit this run.
         """
@@ -306,13 +314,13 @@ class Replicas:
         return worker
 
     def require_progress(self, payload: Buffer) -> None:
-        """Raise ProtocolError if the state in `payload` is at a position past the last sample."""
+        """Raise ProtocolError if the position in `payload` is past the last sample."""
         position = checkpoint.progress_of(payload).position
         if position.offset >= self.plan.num_samples:
             raise ProtocolError(f"a state at {position}: no sample has that offset")
 
     def require_sum(self, message: TreeNode | Partial) -> None:
-        """Raise ProtocolError unless `message` has a possible weight and a finite loss."""
+        """Raise ProtocolError if `message` has an impossible weight or a non-finite loss."""
         weight, loss = message.weight, message.loss
         most = self.workload.weight_max * self.plan.batch_size
         if not (0 <= weight <= most and math.isfinite(loss)):

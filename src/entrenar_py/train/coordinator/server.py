@@ -1,16 +1,17 @@
-"""The work of a coordinator: it adds and averages, and keeps the state and the record.
+"""The work of a coordinator: it adds and averages gradients, and keeps the state and the record.
 
-The protocol's machine (`train/wire/coordinator.py`) decides, and its end carries out each decision
-by a call here. A step is `gather`; then `require`, `keep` and `deliver` for each delivery; then
-`complete` and `reduce` for each block, in any thread; and at last `apply_average`. If the server
-makes the steps, `prepare` comes before that.
+The protocol's state machine (`train/wire/coordinator.py`) decides, and its end carries out each
+decision by a call to a `Server`. A step is `gather`; then `require`, `keep` and `deliver` for each
+delivery; then `complete` and `reduce` for each block, in any thread; and finally `apply_average`.
+If the server applies the optimizer, `prepare` comes before that.
 
-A payload is taken over with its memory, since a copy of every gradient would double the memory of a
-large model: `room` gives it a place.
+A payload is taken over together with its memory, which `room` provides, because copying every
+gradient would double the memory of a large model.
 
-`replica` is the state before the next step. The step of a large model is made aside, while workers
-compute their next shards. So whatever reads `replica` waits for it first. A step of the server's is
-prepared on a second replica: if all workers are lost before it is applied, it did not happen.
+`replica` is the state before the next step. The step of a large model is applied in the background,
+while workers compute their next shards; every reader of `replica` waits for that first. If the
+server applies the optimizer, it prepares the step on a second replica: if all workers are lost
+before the step is applied, it did not happen.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ from entrenar_py.train.wire.messages import (
 from entrenar_py.train.wire.terms import Run, Terms
 from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 
-# Room for the events of a message: names, numbers and digests, of each shard and tensor.
+# The space for a message's events: names, numbers and digests of each shard and tensor.
 _EVENTS_BYTES = 2**20
 _NOBODY = -1
-_LARGE = 2**20  # elements from which the server's own step is made aside
+_LARGE = 2**20  # from this many elements on, the server's own step runs in the background
 
 
 class Server:
-    """The run as the coordinator holds it: its own replica, the reduction, and the record of all.
+    """The coordinator's part of the run: its own replica, the reduction, and the run's record.
 
-    `present` has the ranks that take part. `notes` is the metadata of the checkpoint that was read
-    last. `drawn` are the sample ids of the step made last.
+    `present` has the ranks that take part. `notes` is the metadata of the last checkpoint that was
+    read. `drawn` has the sample ids of the last applied step.
     """
 
     def __init__(
@@ -77,10 +78,12 @@ class Server:
         piece: ReadPiece = no_piece,
         deliveries: type[Deliveries] = Deliveries,
     ) -> None:
-        """`save` saves the state before a given step; by default it is `write_checkpoint`.
+        """Start a run without a state, which `restore` provides.
 
-        `objection` is called in any thread with the norm of each step's reduced gradient. It
-        returns why training has to halt before the step, or None. `piece` reads workers' files.
+        `save` saves the state before a given step; by default it is `write_checkpoint`. `objection`
+        is called in any thread with the norm of each step's reduced gradient, and returns the
+        reason to halt before the step, or None. `piece` reads pieces of the files that workers
+        fetch.
         """
         cpu = backends.open_backend("cpu")
         self.plan = plan
@@ -105,12 +108,12 @@ class Server:
         self._updates = workers.by_server(plan)
         self._beside: Worker | None = None  # the replica on which steps are prepared
         self._average: Callable[[], replicas.Average] | None = None
-        self._moved: Callable[[], None] = lambda: None  # waits for the step made last
+        self._moved: Callable[[], None] = lambda: None  # waits until the last step is applied
         self._start = Aside().start if num_elements >= _LARGE else at_once
 
     @property
     def replica(self) -> Worker:
-        """The state before the next step. A large one is made while workers compute already."""
+        """The state before the next step; waits for a step that is applied in the background."""
         self._moved()
         return self._replica
 
@@ -121,11 +124,11 @@ class Server:
 
     @property
     def terms(self) -> Terms:
-        """The digests on which all processes of the run must agree."""
+        """The digests that must be the same in all processes of the run."""
         return self.replicas.terms
 
     def run_between(self, first: int, last: int) -> Run:
-        """Return the run from step `first` to before step `last`, as the plan describes it.
+        """Return the run from step `first` to step `last`, exclusive, as the plan describes it.
 
         The caller adds the ranks to await, and the steps before which to save.
         """
@@ -146,7 +149,7 @@ class Server:
         return checkpoint.state_bytes(self.replicas.layout.specs, self.plan.optimizer)
 
     def sizes(self) -> dict[type[Message], int]:
-        """Return the largest payload, in bytes, that a message of each kind may have."""
+        """Return the largest payload, in bytes, that each type of message may have."""
         events = _EVENTS_BYTES + 8 * (self.plan.num_shards + 2) * self._state_bytes
         recorded = (Loaded, Computed, Summed, NonFinite, Applied)
         sizes: dict[type[Message], int] = dict.fromkeys(recorded, events)
@@ -159,7 +162,7 @@ class Server:
         return new_room(message, num_bytes)
 
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
-        """Raise ProtocolError unless `payload` is valid for `message` from `rank`."""
+        """Raise ProtocolError if `payload` is not valid for `message` from `rank`."""
         if isinstance(message, TreeNode):
             parts = self.reduction.blocks
             due = parts.num_bytes(message.block) if message.block < parts.count else len(payload)
@@ -180,7 +183,7 @@ class Server:
                 raise ProtocolError("Applied without the loss of its step")
 
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
-        """Take over the payload of `message`, memory included; `require` has accepted it."""
+        """Take over the payload of `message` with its memory, after `require` has accepted it."""
         if isinstance(message, TreeNode):
             self.reduction.sums.take(rank, message.block, _node(message, payload), payload)
             return
@@ -194,25 +197,26 @@ class Server:
             self.recorder.record(map(self._completed, events) if self._updates else events)
 
     def deliver(self, rank: int) -> None:
-        """Use the nodes and record the events of the delivery that `rank` has completed."""
+        """Add the nodes and record the events of the delivery that `rank` has completed."""
         self.reduction.sums.deliver(rank)
         self.deliveries.deliver(rank)
 
     def copy(self, rank: int, message: Message, payload: Buffer) -> None:
-        """Take over a part of an audited shard's copy, which is compared later."""
+        """Take over a part of a copy of an audited shard; copies are compared later."""
         if isinstance(message, TreeNode):
             self._copies.take(rank, message.block, _node(message, payload), payload)
         else:
             self._copies.begin(rank, self.deliveries.read(rank, message, payload))
 
     def end_copy(self, rank: int, shard: int) -> None:
-        """Note that `rank` has delivered its copy of `shard` completely."""
+        """Note that the copy of `shard` from `rank` is complete."""
         self._copies.end(rank, shard)
 
     def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
         """Return a function, to be called in any thread, that compares the copies of `shard`.
 
-        It returns the ranks of the copies, and for each copy the index of the first equal copy.
+        The function returns the rank of each copy, and for each copy the index of the first equal
+        copy.
         """
         whole = self._copies.of(shard)
         return lambda: ([one.rank for one in whole], audits.alike(whole))
@@ -227,7 +231,7 @@ class Server:
             self.reduction.sums.deliver(_NOBODY)
 
     def joined(self, effect: Joined) -> None:
-        """Note that a rank takes part, and record it if the rank joined after the start."""
+        """Note that a rank takes part; record that if the rank joined after the start."""
         self.present.add(effect.rank)
         if effect.late:
             self.recorder.emit(
@@ -247,7 +251,7 @@ class Server:
         )
 
     def gather(self, step: int) -> None:
-        """Forget everything delivered so far: `step` starts, or starts over."""
+        """Forget everything delivered so far: `step` begins or restarts."""
         self.reduction.clear()
         self._copies.clear()
         self.deliveries.clear()
@@ -258,8 +262,8 @@ class Server:
         self.reduction.sums.complete(block)
 
     def reduce(self, block: int) -> tuple[float, float] | str:
-        """Add and average `block`; return the summed loss and its weight, or why training halts."""
-        self._moved()  # with the average before, which lies where this one will
+        """Return summed loss and weight of `block`, now averaged, or the reason to halt."""
+        self._moved()  # with the previous average: this one reuses its memory
         averaged = self.reduction.reduce(block)
         if averaged is None:
             return "the average gradient or loss is not finite, though each worker's is finite"
@@ -276,18 +280,21 @@ class Server:
         return self._average()
 
     def prepare(self, step: int) -> tuple[float, float]:
-        """Make `step` on a second replica, from any thread; return summed loss and its weight."""
+        """Return summed loss and weight of `step`, after applying it on a second replica.
+
+        May be called in any thread.
+        """
         average = self.average_held()
         if self._beside is None:
             self._beside = self.replicas.new_worker(_NOBODY, self.replica.replica.arrays)
         self._beside.follow(self.replica)
         self.replicas.move(self._beside, average)
-        _ = average.record  # of the vector, which now changes
+        _ = average.record  # of the vector, which changes now
         self._beside.replica.copy_to(self.reduction.vector)
         return self.reduction.total
 
     def apply_average(self, step: int) -> None:
-        """Make `step` on the server's replica, or switch to the replica that `prepare` stepped."""
+        """Apply `step` on the server's replica, or switch to the replica that `prepare` updated."""
         if self._updates:
             assert self._beside is not None, "what is applied was prepared"
             self.replica, self._beside = self._beside, self.replica
@@ -312,7 +319,7 @@ class Server:
         )
 
     def write_checkpoint(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
-        """Write the checkpoint before `step`, with `notes`, and record it under the lowest rank.
+        """Write the checkpoint before `step`, with `notes`; record it under the lowest rank.
 
         Raises OSError if the file can't be written.
         """
@@ -328,10 +335,10 @@ class Server:
         self.recorder.emit(trace.Saved(step=step, rank=rank, progress=progress, **state))
 
     def restore(self) -> int:
-        """Take the state from the checkpoint, or the initial state if there is none.
+        """Return the next step, after loading the checkpoint, or the initial state if none exists.
 
-        Returns the next step. Raises CheckpointError, naming the difference, if the checkpoint has
-        another plan or does not fit.
+        Raises CheckpointError, which names the difference, if the checkpoint has a different plan
+        or does not fit.
         """
         assert self.checkpoint_path is not None
         self.present.clear()
@@ -365,7 +372,7 @@ class Server:
         return b""
 
     def _completed(self, event: trace.Event) -> trace.Event:
-        """Return `event`; to an Update add what only the server knows of the step."""
+        """Return `event`; an Update gets the values that only the server knows."""
         if not isinstance(event, trace.Update):
             return event
         average = self.average_held()

@@ -1,8 +1,7 @@
-"""The topologies of a run over the protocol (star, mesh, ring): the classes that each uses, and the
-blocks that workers exchange.
+"""The topologies of a run (star, mesh, ring): their classes, and the exchange of blocks.
 
-In a mesh blocks are added along the tree, in a ring one worker after the other. Only this module
-derives a topology from a trainer's name, for the harness and the service alike.
+In a mesh, blocks are added along the tree, in a ring one worker after the other. Only this module
+derives a topology from a trainer's name, for the harness and for the service.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ _THIS_WORKER = -1
 
 
 class Held:
-    """The blocks that have arrived of the step's averaged gradient, or of its new weights.
+    """The blocks of the step's averaged gradient, or of its new weights, that have arrived.
 
-    They are kept apart from the memory that training uses. `vector` is float32 [num_elements], cut
-    into parts by `blocks`. `there` has the numbers of the blocks that are filled in. `total` is the
-    step's summed loss and its weight. `round` is a mesh's current round.
+    Their memory is separate from the memory that training uses. `vector` is float32 [num_elements],
+    divided into parts by `blocks`. `there` has the numbers of the filled blocks. `total` is the
+    step's summed loss and its weight. `round` is the current round of a mesh.
     """
 
     def __init__(self, num_elements: int, planned: Blocks | None = None) -> None:
-        """`planned` are the blocks of every session, if they don't depend on it."""
+        """Start empty. `planned` has the blocks of every session, if these are fixed."""
         self.vector: Vector = np.empty(num_elements, np.float32)
         self._planned = planned
         self.blocks = planned or Blocks(num_elements, 1)
@@ -56,17 +55,17 @@ class Held:
         self.round = 0
 
     def begin(self, num_blocks: int) -> None:
-        """Start a session in which the vector travels in `num_blocks` parts."""
+        """Start a session in which the vector is sent in `num_blocks` parts."""
         self.blocks = self._planned or Blocks(self.vector.size, num_blocks)
         self.there.clear()
         self.round = 0
 
     def part(self, block: int) -> Vector:
-        """Return `block`'s part of `vector`, float32, as a view."""
+        """Return the part of `vector` for `block`, as a float32 view."""
         return self.vector[self.blocks.part(block)]
 
     def lacks(self, message: Average | Weights) -> bool:
-        """Return whether `message` brings a missing block of the current round.
+        """Return whether `message` carries a missing block of the current round.
 
         Blocks of an earlier round may still arrive; blocks of weights belong to no round.
         """
@@ -82,17 +81,17 @@ class Held:
         self.total = message.loss, message.weight
 
     def regroup(self, number: int) -> None:
-        """Forget all blocks; round `number` begins, or starts over."""
+        """Forget all blocks; round `number` begins or restarts."""
         self.there.clear()
         if number != self.round:
-            # A block of the old round may still be arriving in memory of the old vector.
+            # A block of the old round may still be arriving in the memory of the old vector.
             self.round, self.vector = number, np.empty_like(self.vector)
 
 
 class TreeExchange:
-    """Adds along the tree the nodes of those blocks that this worker averages, in a mesh.
+    """The addition of a mesh: the nodes of the blocks that this worker averages, along the tree.
 
-    `nodes` and `held` belong to the worker; averages go to `held`. Sums come multiplied by `scale`.
+    `nodes` and `held` belong to the worker; averages go to `held`. Sums are multiplied by `scale`.
     """
 
     carriers: tuple[type[Message], ...] = (TreeNode,)
@@ -106,7 +105,7 @@ class TreeExchange:
         return self._sums.room(num_bytes)
 
     def keep(self, rank: int, node: TreeNode, payload: Buffer) -> None:
-        """Take over a node's block from `rank`, together with its memory."""
+        """Take over a node's block from `rank`, with its memory."""
         self._take(rank, node, blocks.vector_of(payload), payload)
 
     def contribute(self, node: TreeNode) -> None:
@@ -137,7 +136,7 @@ class TreeExchange:
 
 
 class RingExchange:
-    """Adds what this worker computed to every block that passes, in a ring.
+    """The addition of a ring: this worker's own part is added to every block that passes.
 
     `nodes`, `held` and `scale` are as in TreeExchange.
     """
@@ -150,9 +149,9 @@ class RingExchange:
         self._num_shards = num_shards
 
     def combine(self, block: int, message: Partial | None, payload: Buffer) -> tuple[float, float]:
-        """Add what this worker computed to `block`, in the memory of `payload`.
+        """Return summed loss and weight of `block`, after adding this worker's part to `payload`.
 
-        Returns the summed loss and its weight. Without a message the block starts at this worker.
+        Without a message, the block starts at this worker.
         """
         nodes = self.nodes.values()
         loss, weight = sum(node.loss for node in nodes), sum(node.weight for node in nodes)
@@ -196,12 +195,12 @@ class RingExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One topology.
+    """One topology: the classes of its machines, ends and clients.
 
-    `trainer` is its name in a plan.
-    `exchange` adds, in a worker, what other workers send. It is None in a star, where everything
-    goes to the coordinator. `down` lists the messages of a step that the coordinator sends.
-    `promise` is what the trace promises if all workers use one backend.
+    `trainer` is its name in a plan. `exchange` adds the blocks that a worker receives from other
+    workers; it is None in a star, where everything goes to the coordinator. `down` lists the
+    messages of a step that the coordinator sends. `promise` is the promise of the trace if all
+    workers use the same backend.
     """
 
     trainer: str
@@ -245,7 +244,7 @@ _BY_TRAINER = {topology.trainer: topology for topology in BY_NAME.values()}
 
 
 def of(plan: TrainingPlan) -> Topology:
-    """Return the topology of the plan's trainer; STAR if the trainer has none."""
+    """Return the topology of the plan's trainer; STAR if the trainer has no topology of its own."""
     return _BY_TRAINER.get(plan.trainer, STAR)
 
 

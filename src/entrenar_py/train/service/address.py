@@ -24,9 +24,10 @@ class Address(NamedTuple):
 
 
 def parse(text: str, *, port_min: int) -> Address:
-    """Return the address in `text`; UsageError, naming what is wrong, if `text` is none.
+    """Return the address in `text`. Raises UsageError, which says what is wrong with it.
 
-    `port_min` is 0 for an address to listen at (0 is any free port), 1 for one to connect to.
+    `port_min` is 0 for an address to listen at (port 0 selects a free port), 1 for an address to
+    connect to.
     """
     match = _FORM.fullmatch(text.strip())
     if match is None:
@@ -39,7 +40,7 @@ def parse(text: str, *, port_min: int) -> Address:
         raise UsageError(f"address={text!r}: port {port}: use {port_min} to {PORT_MAX}")
     host = match["bracketed"] or match["plain"]
     try:
-        host.encode("idna")  # as the resolver will
+        host.encode("idna")  # as the resolver will do
     except UnicodeError as error:
         shown = escaping.shortened(text)
         raise UsageError(

@@ -1,6 +1,6 @@
-"""`entrenar coordinator --wire v2`: averages for workers that speak the original system's wire.
+"""`entrenar coordinator --wire v2`: averages for workers that use the original system's wire.
 
-Its configuration is a YAML file, in which every key is known. The docs show the table of keys.
+Its configuration is a YAML file, in which unknown keys are errors. The docs show the table of keys.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ TIMING_KEYS: Mapping[str, str] = {
     "shard_s": "how long a worker may take over a shard",
     "gather_s": "how long the run waits for enough workers before it is given up",
 }
-# Keys of other runs, and why there is nothing that they could mean here.
+# Keys of other runs, with the reason why they mean nothing here.
 NOT_HERE: Mapping[str, str] = {
     "secret_file": "this wire has no authentication",
     "tls": "this wire has no encryption",
@@ -116,7 +116,7 @@ class AveragingConfig:
 
 
 def load(path: Path) -> AveragingConfig:
-    """Return the configuration at `path`. Relative paths in it start from its folder.
+    """Return the configuration at `path`. Relative paths in it are relative to its folder.
 
     Raises ContractError with all problems at once, each as `file:line:column: error: ...`.
     """
@@ -141,7 +141,7 @@ class _Reader:
         self._root.warn_unread(read_elsewhere=tuple(NOT_HERE))
 
     def config(self) -> AveragingConfig:
-        """Return the configuration; a wrong value is a problem, and its limit in the result."""
+        """Return the configuration. A wrong value is reported, and replaced by its limit."""
         for name in REQUIRED:
             if self._root.present(name) is None:
                 meaning = KEYS[name][2]
@@ -163,7 +163,7 @@ class _Reader:
     def _run(self, frame_bytes_max: int) -> AveragingRun:
         num_samples = self._whole("num_samples", 1)
         if self._root.present("num_samples") is None:
-            num_samples = WHOLE_MAX  # its absence is a problem already; it limits nothing else
+            num_samples = WHOLE_MAX  # its absence is already reported; it limits nothing else
         world_size = self._whole("world_size", 1, most=min(PARTS_MAX, num_samples))
         num_shards = self._whole("num_shards", world_size, least=world_size, most=PARTS_MAX)
         batch_size = self._whole("batch_size", num_samples, least=num_shards, most=num_samples)
@@ -183,7 +183,7 @@ class _Reader:
 
     def _whole(self, name: str, default: int, *, least: int = 1, most: int = WHOLE_MAX) -> int:
         if self._root.present(name) is None and name in REQUIRED:
-            return least  # its absence is a problem already
+            return least  # its absence is already reported
         value = self._root.whole(name, default, least=least, most=most)
         return least if value is None else value
 
@@ -202,15 +202,15 @@ class _Reader:
         return tuple(values)
 
 
-TRAINER = "averaging"  # of the plan in such a ledger
+TRAINER = "averaging"  # names in the plan of such a ledger
 _HALTED = "halted"
 
 
 class AveragingRecord:
-    """Tells `listeners` of a run, and writes its ledger, if there is one.
+    """Reports a run to `listeners`, and writes its ledger, if it has one.
 
-    `broken` says why the ledger could not be written any more; `give_up` is called then. `averages`
-    returns those of the current step, `traffic` the bytes received and sent so far.
+    `broken` says why the ledger could no longer be written; `give_up` is then called. `averages`
+    returns the averages of the current step, `traffic` the bytes received and sent so far.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class AveragingRecord:
                 self._finish(effect)
 
     def note(self, what: str, text: str) -> None:
-        """Tell the listeners of an event."""
+        """Send a note to the listeners."""
         for listener in self._listeners:
             listener(Noted(what=what, step=self._step, text=text))
 
@@ -321,7 +321,7 @@ class AveragingRecord:
 
 
 def new_ledger(path: Path, run: AveragingRun) -> Writer:
-    """Create the ledger of `run`; UsageError if it exists or can't be created."""
+    """Create the ledger of `run`. Raises UsageError if it exists or can't be created."""
     plan = TrainingPlan(
         trainer=TRAINER,
         workload="own",
@@ -344,7 +344,7 @@ def new_ledger(path: Path, run: AveragingRun) -> Writer:
 def run(path: Path, *, insecure: bool) -> int:
     """Serve the run that the file at `path` describes; return the exit code.
 
-    `insecure` allows connections of other machines. Raises ContractError or UsageError for a
+    `insecure` allows connections from other machines. Raises ContractError or UsageError for a
     problem found before the run begins, and SystemFailure if the ledger can't be written.
     """
     config = load(path)
@@ -378,7 +378,7 @@ async def _serve(
         at = await server.listen(*config.listen, insecure=insecure)
     except (OSError, UsageError) as error:
         if config.ledger is not None:
-            config.ledger.unlink()  # it was just made, and would block the next attempt
+            config.ledger.unlink()  # it was just created, and would block the next attempt
         if isinstance(error, UsageError):
             raise
         problem = f"can't listen there ({error.strerror or error}); use another one"

@@ -1,6 +1,7 @@
-"""The coordinator's configuration: a YAML file, in which every key is known and in its place.
+"""The coordinator's configuration: a YAML file, in which unknown or misplaced keys are errors.
 
-Some keys are a plan's, the rest describe the service. The docs show the tables of keys.
+Some keys belong to the training plan, the others describe the service. The docs show the tables of
+keys.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from entrenar_py.train.wire_io.tcp import SECRET_BYTES_MIN
 
 LISTEN = "127.0.0.1:7411"
 TOPOLOGIES = ("star", "mesh")
-SIZED = ("mlp", "vectors")  # workloads that `width` makes larger
+SIZED = ("mlp", "vectors")  # workloads with a variable `width`
 
-# Fields of a plan that a service does not read: it runs on the backends of its workers.
+# Fields of a plan that a service doesn't read: it runs on its workers' backends.
 _NOT_HERE = ("trainer", "backends", "detail", "options")
 TRAINING = tuple(name for name in TrainingPlan.__dataclass_fields__ if name not in _NOT_HERE)
 _DEFAULTS = {name: value for name, value in DEFAULTS.items() if name != "system"}
@@ -86,7 +87,7 @@ SECRET_BYTES_MAX = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The file that keeps the state, and the number of steps from one save to the next."""
+    """The file for the state, and the number of steps between saves."""
 
     path: Path
     every_steps: int
@@ -108,7 +109,7 @@ class Config:
 
 
 def load(path: Path) -> Config:
-    """Return the configuration at `path`. Relative paths in it start from its folder.
+    """Return the configuration at `path`. Relative paths in it are relative to its folder.
 
     Raises ContractError with all problems at once, each as `file:line:column: error: ...`.
     """
@@ -126,7 +127,10 @@ def load(path: Path) -> Config:
 
 
 def secret(path: Path) -> bytes:
-    """Return the secret in the file at `path`; UsageError if unreadable, too short or too long."""
+    """Return the secret in the file at `path`.
+
+    Raises UsageError if the file is unreadable or the secret too short or too long.
+    """
     try:
         value = files.read(path, bytes_max=SECRET_BYTES_MAX).strip()
     except OSError as error:
@@ -207,7 +211,7 @@ class _Reader:
         return None if missing else plan
 
     def _possible(self, values: dict[str, Any]) -> TrainingPlan | None:
-        """Return the plan of the valid fields in `values`; None if a required one is invalid.
+        """Return the plan with the valid fields in `values`; None if a required field is invalid.
 
         Invalid fields are reported and removed from `values`.
         """
@@ -275,7 +279,8 @@ class _Reader:
         every = record.whole("every_steps", 1)
         if path is None or every is None:
             return None
-        # A link is resolved, so that its target is written and locked. A rename would replace it.
+        # A link is resolved, so that its target is written and locked. A rename would replace the
+        # link.
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
         return Checkpoint(path=target, every_steps=every)
 

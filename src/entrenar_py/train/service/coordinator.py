@@ -1,4 +1,4 @@
-"""`entrenar coordinator`: serves one run, from its first step or from a checkpoint, to its end."""
+"""`entrenar coordinator`: serves one run to its end, from its first step or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def run(
 class Ended:
     """A run that is over, with its tensors by name after `made` steps.
 
-    `digest` is that of weights and buffers, `ledger` the last line of the ledger, if there is one,
-    and `tell` tells the listeners.
+    `digest` is the digest of weights and buffers, `ledger` the last line of the ledger, or None.
+    `tell` sends an event to the listeners.
     """
 
     finish: Finish
@@ -72,25 +72,25 @@ Listening: TypeAlias = Callable[[Address, Callable[[str], None]], None]
 
 
 def ignore(_address: Address, _give_up: Callable[[str], None]) -> None:
-    """Do nothing when workers may connect: they are started elsewhere."""
+    """Do nothing when workers may connect, because they are started elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training to serve, and its callbacks.
+    """A training run to serve, and its callbacks.
 
-    Without a `workload` it is the plan's. `listening` is given the address once workers may
-    connect, and a function that ends the run for a reason. `memory` returns the peak of the run's
-    processes on this machine. `stepped` is called after each step of a star with the number of
-    steps made, the tensors by name, which it must copy, and a function that tells the listeners.
-    `complete` is called with the last tensors, and a function that tells the listeners, before a
-    run reports completion: what it raises ends one that is not. `ended` is called when the run
-    is over, before the listeners are closed. `halt_on_spike` halts a
-    star's run before a step with a gradient far larger than those before it. Event files go to
-    the folder `tensorboard`, if there is one. `package` has the files that workers may fetch, which
-    `piece` reads. After a signal the step in work has `grace_s` seconds, as long as it takes by
-    default. `make_server` makes what does the coordinator's arithmetic, and `machine` is its
-    state machine, by default that of the plan's topology.
+    `workload` defaults to the plan's workload. `listening` is called when workers may connect, with
+    the address and a function that ends the run for a given reason. `memory` returns the peak
+    memory of the run's processes on this machine. `stepped` is called after each step of a star
+    with the number of steps so far, the tensors by name, which it must copy, and a function that
+    sends an event to the listeners. `complete` is called with the last tensors and such a function
+    before a run reports completion; if it raises an exception, the run does not complete. `ended`
+    is called when the run is over, before the listeners are closed. `halt_on_spike` halts a star's
+    run before a step with a gradient far larger than the previous ones. Event files go to the
+    folder `tensorboard`, if given. `package` has the files that workers may fetch; `piece` reads
+    them. After a signal, the current step has `grace_s` seconds, by default no limit. `make_server`
+    creates the object that does the coordinator's arithmetic. `machine` is the coordinator's state
+    machine, by default that of the plan's topology.
     """
 
     workload: Workload | None = None
@@ -109,8 +109,8 @@ class Task:
 
 
 def serve(settings: Config, task: Task, *, resume: bool) -> int:
-    """Serve a run to its end; return the exit code. Raises what `run` does."""
-    torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    """Serve a run to its end; return the exit code. Raises the same exceptions as `run`."""
+    torch.set_num_threads(1)  # the split of a sum over threads is part of its order
     with ExitStack() as stack:
         path = None if settings.checkpoint is None else settings.checkpoint.path
         paths = {"checkpoint": path, "ledger": settings.ledger, "metrics": settings.metrics}
@@ -188,7 +188,7 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
         at = await server.listen(*settings.listen, context=settings.context)
     except (OSError, UsageError) as error:
         if settings.ledger is not None and not resume:
-            settings.ledger.unlink()  # it was just made, and would block the next attempt
+            settings.ledger.unlink()  # it was just created, and would block the next attempt
         if isinstance(error, UsageError):
             raise
         problem = f"can't listen there ({error.strerror or error}); use another one"
@@ -216,7 +216,8 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
 
 def _run_of(settings: Config, host: Host, first: int, *, resume: bool) -> Run:
     plan = settings.plan
-    # The workers of a mesh hold the state. The coordinator has it at the end only if it asks then.
+    # The workers of a mesh hold the state. The coordinator has it at the end only if it requests it
+    # then.
     saves = set() if topology.of(plan) is topology.STAR else {plan.num_steps}
     if settings.checkpoint is not None:
         saves = {*range(first, plan.num_steps, settings.checkpoint.every_steps)} - {first}

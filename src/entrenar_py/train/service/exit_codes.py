@@ -1,4 +1,4 @@
-"""The exit codes of `entrenar`: what they mean of all its commands, and of each."""
+"""The exit codes of `entrenar`, and their meanings for each command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WRONG = 1
 INVALID = 2
 FAILED = 3
 INCONCLUSIVE = 4
-STOPPED = 6  # 5 is entrenar-check's "nothing selected", which has no place here
+STOPPED = 6  # 5 is "nothing selected" in entrenar-check, and unused here
 
 MEANINGS: Mapping[int, str] = {
     DONE: "the run is complete; the ledger is right; the doctor has looked",
@@ -29,7 +29,7 @@ _TRAINING = {
     STOPPED: MEANINGS[STOPPED],
 }
 _SHARDS = {STOPPED: "stopped by SIGINT, SIGTERM or SIGHUP; start it again to go on"}
-# Command -> what its codes mean, as far as that differs from _COMMON.
+# Command -> meanings of its codes, where they differ from _COMMON.
 _OWN: Mapping[str, Mapping[int, str]] = {
     **dict.fromkeys(("coordinator", "finetune", "distill train"), _TRAINING),
     "worker": {**_TRAINING, WRONG: "the run was halted or given up, or refused this worker"},
@@ -60,7 +60,7 @@ _OWN: Mapping[str, Mapping[int, str]] = {
     "pipeline import": {DONE: "the configuration is converted"},
 }
 
-# By how a run finished.
+# By the status of a run's Finish.
 OF_FINISH: Mapping[str, int] = {
     "completed": DONE,
     "halted": WRONG,
@@ -70,6 +70,6 @@ OF_FINISH: Mapping[str, int] = {
 
 
 def of_command(command: str) -> Mapping[int, str]:
-    """Return what the exit codes of `command` mean; those of all for a group of commands, or ""."""
+    """Return the meanings of the exit codes of `command`; the common ones for a group or ""."""
     own = _OWN.get(command)
     return MEANINGS if own is None else dict(sorted({**_COMMON, **own}.items()))

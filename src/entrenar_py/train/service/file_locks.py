@@ -1,4 +1,4 @@
-"""Locks that keep a run's files to one coordinator, and checks that they can be written."""
+"""Locks that reserve a run's files for one coordinator, and checks that the files are writable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from entrenar_py.shared.untrusted import files, json_text, printing
 from entrenar_py.train.arithmetic import checkpoint
 
 SUFFIX = ".lock"
-_TRIES = 10  # to lock a file that others remove at the same time
+_TRIES = 10  # to lock a file that other processes remove at the same time
 _HOLDER_BYTES_MAX = 1000
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -39,7 +39,7 @@ def require_distinct(paths: Mapping[str, Path | None]) -> None:
 def claim(paths: Mapping[str, Path | None], stack: ExitStack) -> None:
     """Lock the checkpoint and the ledger among `paths` until `stack` is closed.
 
-    `paths` are keyed by their purpose. Raises UsageError if one can't be used.
+    `paths` are keyed by their purpose. Raises UsageError if a path can't be used.
     """
     require_distinct(paths)
     for what in ("checkpoint", "ledger"):
@@ -56,7 +56,7 @@ def _warn(text: str) -> None:
 
 @contextmanager
 def claimed(path: Path, what: str, *, warn: Callable[[str], None]) -> Iterator[None]:
-    """Lock `path` against coordinators on all machines that see the same locks, during the body.
+    """Lock `path` during the body, against coordinators on all machines that share the locks.
 
     The kernel releases the lock when this process ends, however it ends. Raises UsageError if
     another process has the lock (the message names it), or if the lock file can't be written. On a
@@ -81,7 +81,7 @@ def claimed(path: Path, what: str, *, warn: Callable[[str], None]) -> Iterator[N
 
 
 def require_writable(path: Path) -> None:
-    """Create and remove the temporary file of a checkpoint at `path`.
+    """Require that a checkpoint can be written at `path`: create and remove its temporary file.
 
     Raises UsageError if that fails, or if `path` is a folder or a device.
     """
@@ -102,7 +102,7 @@ _ADVICE = "give a path in an existing folder that can be written"
 
 
 def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> int:
-    """Return the descriptor of the file at `lock`, locked; OSError if it can't be opened."""
+    """Return the descriptor of the locked file at `lock`. Raises OSError if it can't be opened."""
     for _ in range(_TRIES):
         file = files.open_to_write(lock, flags=os.O_NOFOLLOW)
         try:
@@ -118,7 +118,7 @@ def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> i
                 f"{what} {path}: its file system gives no locks ({error.strerror}): see to it that "
                 "no other coordinator writes it"
             )
-        if _is_at(file, lock):  # else its last holder has just removed it
+        if _is_at(file, lock):  # otherwise its last holder has just removed it
             sign(file)
             return file
         os.close(file)
@@ -134,7 +134,7 @@ def _is_at(file: int, lock: Path) -> bool:
 
 
 def sign(file: int) -> None:
-    """Write this process's id, host and time to `file`. A full disk is ignored."""
+    """Write this process's ID, host and time to `file`. A full disk is ignored."""
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime(_TIME)}
     with suppress(OSError):
         os.ftruncate(file, 0)
@@ -142,7 +142,7 @@ def sign(file: int) -> None:
 
 
 def holder(file: int) -> str:
-    """Return the process that signed `file`, in words. Its content is untrusted."""
+    """Return a description of the process that signed `file`. Its content is untrusted."""
     try:
         match json_text.load(os.pread(file, _HOLDER_BYTES_MAX, 0)):
             case {"pid": int(pid), "host": str(host), "since": str(since)} if (

@@ -1,10 +1,9 @@
-"""The record of a run that may take weeks: its ledger, its checkpoints, its notes to listeners.
+"""The record of a run that may take weeks: its ledger, checkpoints and notes to listeners.
 
-Nothing that grows with the number of steps is kept in memory. The ledger is written before the
-checkpoint: a checkpoint that is newer than its ledger would leave a gap that nobody could explain,
-while a ledger that is newer only repeats some steps. A ledger that can't be written ends the run.
-A checkpoint that can't be written doesn't, since the one before it stays whole; the next save tries
-again.
+Memory use doesn't grow with the number of steps. The ledger is written before the checkpoint: a
+checkpoint newer than its ledger would leave an unexplained gap, while a newer ledger only repeats
+some steps. If the ledger can't be written, the run ends. If a checkpoint can't be written, the run
+continues, because the previous checkpoint is still intact; the next save tries again.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from entrenar_py.train.wire.messages import (
 )
 from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 
-UNLIKE = 1.25  # workers are, if one takes this many times longer for a shard than another
-SHARDS_A_WORKER = 2  # fewer can't be dealt in proportion to speeds
+UNLIKE = 1.25  # workers differ if one takes this many times longer for a shard than another
+SHARDS_A_WORKER = 2  # fewer shards can't be divided in proportion to speeds
 Traffic = Callable[[], tuple[int, int]]
 Tensors = Callable[[], Mapping[str, Array]]
 Stepped = Callable[[int, Tensors, Listener], None]
@@ -50,11 +49,12 @@ Stepped = Callable[[int, Tensors, Listener], None]
 class Host:
     """The record of one coordinator's run. Its `server` does the arithmetic.
 
-    `unsaved` says why the last checkpoint could not be written, `broken` why the ledger could not;
-    each is None otherwise. When the ledger can't be written, `give_up` is called. `traffic` returns
-    the bytes received and sent so far, `backends` the backend of each rank, and `memory` what the
-    run's processes here have used. `since` is None, or after a resume the Gap event with which a
-    new ledger starts. `ledger_end` is the last line of the ledger once that is closed.
+    `unsaved` says why the last checkpoint could not be written, and `broken` why the ledger could
+    not; each is None if there was no problem. When the ledger can't be written, `give_up` is
+    called. `traffic` returns the bytes received and sent so far, `backends` the backend of each
+    rank, and `memory` the peak memory of the run's processes on this machine. `since` is the Gap
+    event at the start of a new ledger after a resume, or None. `ledger_end` is the last line of the
+    ledger after it was closed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Host:
         piece: ReadPiece = no_piece,
         make_server: Callable[..., Server] = Server,
     ) -> None:
-        """`stepped` and `make_server` are those of `coordinator.Task`."""
+        """Start without a ledger. `stepped` and `make_server` are as in `coordinator.Task`."""
         self.plan = plan
         self.server = make_server(
             plan,
@@ -89,9 +89,9 @@ class Host:
         self.traffic: Traffic = lambda: (0, 0)
         self.backends: Callable[[], Mapping[int, str]] = dict
         self.memory: Callable[[], Memory] = measures.memory_peak
-        self._in_star = topology.of(plan) is topology.STAR  # else its workers hold the state
+        self._in_star = topology.of(plan) is topology.STAR  # otherwise the workers hold the state
         self._ledger: Writer | None = None
-        self._is_over = False  # the ledger says already that the run is completed
+        self._is_over = False  # the ledger already says that the run is completed
         self._listeners = tuple(listeners)
         self._stepped = stepped
         self._watch = Stopwatch(clock)
@@ -99,11 +99,11 @@ class Host:
         self._held_step = 0  # the coordinator holds the state before this step
         self._made_step = -1  # the last step that listeners were told of
         self._saved: int | None = None  # the last checkpoint holds the state before this step
-        self._has_warned = False  # that there are too few shards for unlike workers
+        self._has_warned = False  # whether the note on too few shards for unequal workers was sent
         self._norms = GradientNorms()
-        self._spike: trace.Spike | None = None  # that `_objection` halts for
-        self._passes: dict[int, tuple[int, ...]] = {}  # of the step in work, by rank
-        self._told = (0, 0)  # the traffic at the last step that listeners were told of
+        self._spike: trace.Spike | None = None  # the spike that `_objection` halts for
+        self._passes: dict[int, tuple[int, ...]] = {}  # of the current step, by rank
+        self._told = (0, 0)  # the traffic at the last step reported to listeners
 
     # --- what the protocol wants done -------------------------------------------------------------
 
@@ -140,12 +140,12 @@ class Host:
                 self.note("halted", reason)
 
     def _kept(self, rank: int, message: Message) -> None:
-        """Record when a gradient was computed and delivered, and each step that a mesh made."""
+        """Record when a gradient was computed and delivered, and each step of a mesh."""
         if isinstance(message, Summed):
             self._passes[rank] = message.times_us
         if isinstance(message, Computed | Summed):
             self._watch.computed(rank)
-            if not self._in_star:  # a mesh's gradients don't pass the coordinator
+            if not self._in_star:  # in a mesh, gradients don't pass through the coordinator
                 self._watch.delivered(rank)
         elif isinstance(message, TreeNode):
             self._watch.delivered(rank)
@@ -158,7 +158,7 @@ class Host:
             self._tell_made(message.step, update.loss, update.learning_rate, update.grad_norm)
 
     def _dealt(self, dealt: do.Dealt) -> None:
-        """Say how many shards each worker gets, if their speeds were measured and differ."""
+        """Note how many shards each worker gets, if the measured speeds differ."""
         slowest, fastest = max(dealt.costs.values()), min(dealt.costs.values())
         if slowest < UNLIKE * fastest:
             return
@@ -180,8 +180,8 @@ class Host:
     def save(self, step: int) -> None:
         """Write the ledger, and then the checkpoint, if one is configured.
 
-        If the checkpoint can't be written, a note says so and the run goes on. The previous
-        checkpoint stays whole, and the next save tries again.
+        If the checkpoint can't be written, a note says so and the run continues. The previous
+        checkpoint stays intact, and the next save tries again.
         """
         self._write(sync=True)
         path = self.server.checkpoint_path
@@ -209,7 +209,7 @@ class Host:
     # --- what the service wants done --------------------------------------------------------------
 
     def resume(self) -> int:
-        """Restore the state from the checkpoint, if there is one; return the next step."""
+        """Return the next step, after restoring the state from the checkpoint, if it exists."""
         path = self.server.checkpoint_path
         if path is None or not path.exists():
             return 0
@@ -220,10 +220,11 @@ class Host:
         return first
 
     def write_to(self, ledger: Writer, standing: Standing) -> None:
-        """Record in `ledger` from now on; `standing` is the state at its present end.
+        """Record in `ledger` from now on; `standing` is the state at its current end.
 
-        A new ledger starts with a gap if the run goes on from a checkpoint. If an old one does not
-        end with End, its coordinator died, and the ranks present are recorded as having left.
+        A new ledger starts with a Gap if the run resumes from a checkpoint. If an existing ledger
+        doesn't end with End, its coordinator died, and the ranks that took part are recorded as
+        having left.
         """
         self._ledger = ledger
         if self.since is not None and standing.is_new:
@@ -242,7 +243,7 @@ class Host:
     def finish(self, finish: Finish) -> None:
         """Record how the run ended, save the state if it failed or halted, and close the ledger."""
         self._step = self._held_step
-        if finish.status in ("failed", "halted"):  # else the protocol has saved it already
+        if finish.status in ("failed", "halted"):  # otherwise the protocol has already saved it
             self.save(self._step)
         recorder = self.server.recorder
         if not self._is_over:
@@ -268,7 +269,7 @@ class Host:
 
     @property
     def made(self) -> int:
-        """The number of steps that the state here has made."""
+        """The number of steps that the state here includes."""
         return self._held_step
 
     def note(self, what: str, text: str) -> None:
@@ -276,7 +277,7 @@ class Host:
         self.tell(Noted(what=what, step=self._step, text=text))
 
     def _objection(self, norm: float) -> str | None:
-        """Return why training halts before a step with this norm of its gradient, or None."""
+        """Return why training halts before a step with this gradient norm; None if it doesn't."""
         self._spike = self._norms.spike(self._step, norm)
         return None if self._spike is None else measures.say_halted(self._spike)
 
@@ -288,7 +289,7 @@ class Host:
             self.note("spike", measures.say_made(spike, self.plan.clip_norm))
 
     def _tell_made(self, step: int, loss: float, rate: float, norm: float | None) -> None:
-        """Notify the listeners that `step` is made, with its workers, times and traffic."""
+        """Report to the listeners that `step` was applied, with its workers, times and traffic."""
         self._made_step = step
         if norm is not None:
             self._look_for_spike(step, norm)

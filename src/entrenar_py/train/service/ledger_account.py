@@ -1,7 +1,7 @@
-"""The account of a whole ledger, and its verification.
+"""The summary (account) of a whole ledger, and its verification.
 
-An account has the ledger's extent, the weights after each step, and the devices. A checkpoint has a
-link to the last ledger line before it, by which lost lines are noticed.
+An account has the ledger's extent, the weights after each step, and the devices. A checkpoint
+refers to the last ledger line before it, which reveals lost lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from entrenar_py.shared.trace.writer import Mark
 from entrenar_py.shared.untrusted import escaping, files, printing
 from entrenar_py.train.service import exit_codes
 
-LEDGER_KEY = "ledger"  # in the progress of a checkpoint; earlier releases did not write it
+LEDGER_KEY = "ledger"  # in the progress of a checkpoint; absent in earlier releases
 
 _CHAIN = re.compile(r"[0-9a-f]{32}")
 _NONE_KEPT = "no ledger was kept when the checkpoint was written"
@@ -32,7 +32,7 @@ _NOT_THERE = "the ledger that the checkpoint names was missing"
 
 
 def mark_record(last: Mark | None) -> Mapping[str, Any] | None:
-    """Return what a checkpoint notes of the ledger's line `last`, as JSON can hold it."""
+    """Return the checkpoint's reference to the ledger's line `last`, as JSON values."""
     return None if last is None else {"line": last.line, "chain": last.chain}
 
 
@@ -59,7 +59,7 @@ def _is_mark(line: object, digest: str) -> bool:
 
 
 def gap_in_words(gap: trace.Gap) -> str:
-    """Return in words which steps a ledger with this gap lacks."""
+    """Return a phrase that says which steps a ledger with this gap lacks."""
     steps = f"steps 0 to {gap.step - 1} are not in it" if gap.step else "no step is missing"
     if gap.digest is None:
         return f"{steps}, {escaping.shortened(gap.reason)}"
@@ -68,7 +68,7 @@ def gap_in_words(gap: trace.Gap) -> str:
 
 
 def unchecked(gap: trace.Gap) -> str:
-    """Return a note that only the number of steps links the ledger to the checkpoint."""
+    """Return a note that only the step count connects the ledger to the checkpoint."""
     return f"it was not checked that the ledger belongs to the checkpoint: {gap.reason}"
 
 
@@ -76,12 +76,11 @@ def unchecked(gap: trace.Gap) -> str:
 class Account:
     """The summary of a ledger of `num_lines`, from digest `first` to digest `last`.
 
-    `weights` has a digest for each step after which weights were recorded (`weights_digest`): ranks
-    of torchrun record them with a checkpoint. `averages` has one of a step's average where the
-    coordinator has no weights. `devices` holds (backend, device) pairs
-    that were used. `quarrel` says where weights after the same step differ first, or is None.
-    `made` lists stretches of steps, as (first, last), in the order they were made. A resume begins
-    a new stretch.
+    `weights` has a digest for each step after which weights were recorded (`weights_digest`);
+    torchrun ranks record weights with each checkpoint. `averages` has digests of the steps'
+    averages if the coordinator has no weights. `devices` has the (backend, device) pairs that were
+    used. `quarrel` says where weights after the same step first differ; None if they don't. `made`
+    lists stretches of applied steps, as (first, last), in order. A resume begins a new stretch.
     """
 
     plan: TrainingPlan
@@ -97,7 +96,7 @@ class Account:
     halt: trace.Halt | None = None
     end: trace.End | None = None
     quarrel: str | None = None
-    _goes_back: bool = False  # a worker has started at a step that was made already
+    _goes_back: bool = False  # a worker started at a step that was already applied
 
     @property
     def backends(self) -> set[str]:
@@ -105,7 +104,7 @@ class Account:
         return {name for name, _ in self.devices} or set(self.plan.backends)
 
     def take(self, events: Iterable[trace.Event]) -> None:
-        """Take the next `events` of the ledger into account."""
+        """Add the next `events` of the ledger to the account."""
         for event in events:
             self.end = event if isinstance(event, trace.End) else None
             match event:
@@ -148,14 +147,14 @@ class Account:
     # --- its extent -------------------------------------------------------------------------------
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """Yield the first and last of each stretch of missing steps that no gap explains."""
+        """Yield the first and last step of each missing stretch that no Gap event explains."""
         explained = {gap.step for gap in self.gaps}
         for reached, begun, _ in self._stretches():
             if 0 <= reached < begun - 1 and begun not in explained:
                 yield reached + 1, begun - 1
 
     def twice(self) -> Iterator[tuple[int, int]]:
-        """Yield the first and last of each stretch of steps that were made again."""
+        """Yield the first and last step of each stretch that was repeated."""
         for reached, begun, last in self._stretches():
             if begun <= reached:
                 yield begun, min(last, reached)
@@ -168,7 +167,7 @@ class Account:
             reached = max(reached, last)
 
     def sentences(self) -> Iterator[str]:
-        """Yield sentences on the ledger's start, its repeated steps, if any, and its end."""
+        """Yield sentences on the ledger's start, repeated steps and end."""
         yield (
             f"{self.num_lines} lines, none changed, moved or missing from the first (digest "
             f"{self.first}) to the last (digest {self.last})"
@@ -214,7 +213,7 @@ def read(path: Path) -> Account:
 
 
 def weights_digest(weights: Tensors, buffers: Tensors) -> str:
-    """Return 16 hex digits over the names and digests of `weights` and `buffers`, in order."""
+    """Return 16 hex digits, a digest of the names and digests of `weights` and `buffers`."""
     tensors = {**weights, **buffers}
     text = "\n".join(f"{name} {record.digest}" for name, record in tensors.items())
     return str(blake3(text.encode("utf-8", "backslashreplace")).hexdigest(8))
@@ -226,9 +225,9 @@ def steps(first: int, last: int) -> str:
 
 
 def verify(path: Path, *, replay: bool) -> int:
-    """Print whether the ledger at `path` is right, and return the exit code.
+    """Print whether the ledger at `path` is correct; return the exit code.
 
-    Raises UsageError for a file that can't be read, is no ledger, or can't be replayed.
+    Raises UsageError for a file that can't be read, isn't a ledger, or can't be replayed.
     """
     try:
         account = read(path)
@@ -247,6 +246,6 @@ def verify(path: Path, *, replay: bool) -> int:
         return exit_codes.WRONG
     if not replay:
         return exit_codes.DONE
-    from entrenar_py.train.service import retraining  # brings torch
+    from entrenar_py.train.service import retraining  # loads torch
 
     return retraining.replay(account, path)

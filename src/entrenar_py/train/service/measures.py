@@ -1,4 +1,4 @@
-"""Measurements of a run: memory, gradients' norms and their spikes, and the times of steps."""
+"""Measurements of a run: memory, gradient norms and their spikes, and step times."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.errors import CheckpointError
 from entrenar_py.train.service.run_events import Last
 
-_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss, in bytes
 
 
 class Memory(NamedTuple):
-    """Peaks in bytes: of resident memory, and of what torch holds on GPUs (None without one)."""
+    """Peaks in bytes: of resident memory, and of torch's memory on GPUs (None without a GPU)."""
 
     host_bytes: int
     device_bytes: int | None
 
 
 def memory_peak() -> Memory:
-    """Return the peaks of this process. Does not load torch, nor start a GPU."""
+    """Return the peaks of this process. Neither loads torch nor initializes a GPU."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_BYTES
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -37,16 +37,16 @@ def memory_peak() -> Memory:
 
 
 def total(peaks: Iterable[Memory]) -> Memory:
-    """Return the sum of the peaks of several processes, which need not be at one time."""
+    """Return the sum of the peaks of several processes, even if they were at different times."""
     held = list(peaks)
     devices = [peak.device_bytes for peak in held if peak.device_bytes is not None]
     return Memory(sum(peak.host_bytes for peak in held), sum(devices) if devices else None)
 
 
-NORMS_KEY = "grad_norms"  # in the progress of a checkpoint; earlier builds did not write it
+NORMS_KEY = "grad_norms"  # in the progress of a checkpoint; absent in earlier builds
 FACTOR = 10.0
 STEPS_KEPT = 200
-STEPS_LEAST = 20  # with fewer norms the median says nothing: the first gradients vary much
+STEPS_LEAST = 20  # with fewer norms the median is unreliable: the first gradients vary a lot
 
 
 class GradientNorms:
@@ -56,13 +56,13 @@ class GradientNorms:
         self._norms = deque(norms, maxlen=STEPS_KEPT)
 
     def add(self, norm: float) -> None:
-        """Take the norm of a step that was made."""
+        """Add the norm of an applied step."""
         self._norms.append(norm)
 
     def exceeded(self, norm: float) -> float | None:
-        """Return the median if `norm` is more than FACTOR times as large, else None.
+        """Return the median if `norm` is more than FACTOR times as large; otherwise None.
 
-        None, too, while fewer than STEPS_LEAST steps are known, and if the median is 0.
+        Returns None, too, if fewer than STEPS_LEAST steps are known, or if the median is 0.
         """
         if len(self._norms) < STEPS_LEAST:
             return None
@@ -70,21 +70,21 @@ class GradientNorms:
         return median if 0 < FACTOR * median < norm else None
 
     def spike(self, step: int, norm: float) -> trace.Spike | None:
-        """Return the spike that `step` is if its gradient has this norm; None if it is none."""
+        """Return a Spike if `norm` makes `step` one; None if it is not a spike."""
         median = self.exceeded(norm)
         if median is None:
             return None
         return trace.Spike(step=step, grad_norm=norm, median=median, num_steps=len(self._norms))
 
     def to_record(self) -> list[float]:
-        """Return what a checkpoint notes, as JSON can hold it."""
+        """Return the entry for a checkpoint, as JSON values."""
         return list(self._norms)
 
 
 def of_checkpoint(progress: Mapping[str, Any], path: Path) -> GradientNorms:
-    """Return the norms that the checkpoint at `path` notes in `progress`; none if it notes none.
+    """Return the norms in `progress`, which the checkpoint at `path` has; empty without an entry.
 
-    Raises CheckpointError if its entry is malformed.
+    Raises CheckpointError if the entry is malformed.
     """
     noted = progress.get(NORMS_KEY, [])
     if not (isinstance(noted, list) and len(noted) <= STEPS_KEPT and all(map(_is_norm, noted))):
@@ -100,7 +100,7 @@ def _is_norm(value: object) -> bool:
 
 
 def say(spike: trace.Spike) -> str:
-    """Return in words how far a spike is above the median of the steps before it."""
+    """Return a phrase that says how far a spike is above the median of the previous steps."""
     norm, median = spike.grad_norm, spike.median
     return (
         f"step {spike.step}: gradient norm {norm:.4g} is {norm / median:.0f} times {median:.4g}, "
@@ -109,12 +109,12 @@ def say(spike: trace.Spike) -> str:
 
 
 def say_made(spike: trace.Spike, clip_norm: float | None) -> str:
-    """Return in words that the step of a spike was made, clipped to `clip_norm` if there is one."""
+    """Return a note that a spike's step was applied, clipped to `clip_norm` unless that is None."""
     return f"{say(spike)}; {'not clipped' if clip_norm is None else f'clipped to {clip_norm:g}'}"
 
 
 def say_halted(spike: trace.Spike) -> str:
-    """Return in words that a run halts before the step of a spike."""
+    """Return the reason of a run that halts before the step of a spike."""
     return f"{say(spike)}: training halted before any update (--halt-on-spike)"
 
 
@@ -122,7 +122,7 @@ STEPS_AVERAGED = 20
 
 
 class Times(NamedTuple):
-    """The times of one step, as in `StepMade`; None where one was not measured."""
+    """The times of one step, as in `StepMade`; None for a time that was not measured."""
 
     step_ms: float
     exchange_ms: float | None
@@ -132,19 +132,19 @@ class Times(NamedTuple):
 
 
 class Stopwatch:
-    """Times the steps of a run by `clock`, which gives seconds and is monotonic."""
+    """Measures the steps of a run with `clock`, which returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began = clock()
-        # When steps were made, and of how many tokens.
+        # Times at which steps were applied, and their numbers of tokens.
         self._made: deque[tuple[float, int | None]] = deque(maxlen=STEPS_AVERAGED + 1)
         self._delivered: dict[int, float] = {}  # rank -> time of its last delivery
         self._computed: dict[int, float] = {}  # rank -> time when its last shards were computed
         self._exchange_s: float | None = None
 
     def begin(self) -> None:
-        """Note that a step begins, or begins again."""
+        """Note that a step begins or restarts."""
         self._began = self._clock()
         self._delivered.clear()
         self._computed.clear()
@@ -164,9 +164,9 @@ class Stopwatch:
         self._delivered[rank] = self._clock()
 
     def made(self, *, reduce_s: float, num_tokens: int | None = None) -> Times:
-        """Return the times of the step just made, of `num_tokens`.
+        """Return the times of the step just applied, of `num_tokens`.
 
-        `reduce_s` is that of adding and averaging.
+        `reduce_s` is the time for adding and averaging, in seconds.
         """
         now = self._clock()
         self._made.append((now, num_tokens))
@@ -190,9 +190,10 @@ class Stopwatch:
         return Last(rank=rank, behind_ms=1e3 * behind)
 
     def waits_ms(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Return how long each of `ranks` has waited in this step until all shards were computed.
+        """Return how long each of `ranks` waited in this step until all shards were computed.
 
-        A rank without a shard has waited since the step began. Empty if no shard was computed.
+        A rank without a shard waited since the step began. The result is empty if no shard was
+        computed.
         """
         last = max(self._computed.values(), default=None)
         if last is None:

@@ -1,4 +1,4 @@
-"""The run's figures in files: JSON lines, and event files, which TensorBoard draws."""
+"""The run's metrics in files: JSON lines, and event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.train.service.run_events import Happening, Noted, Scored, StepAveraged, StepMade
 
-# The options by which a run follows its own figures: the same for all commands that train.
+# The options for a run's metrics, the same for all commands that train.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--halt-on-spike": {
         "action": "store_true",
@@ -30,16 +30,16 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 _NAMES = {StepMade: "step", StepAveraged: "step", Scored: "evaluation"}
 
-_OF_PIPELINES = ("passes_us", "idle_share")  # keys that other runs' lines don't have
+_OF_PIPELINES = ("passes_us", "idle_share")  # keys that lines of other runs lack
 
 
 class Metrics:
-    """Appends to the file at `path`; UsageError if it can't be opened.
+    """A listener that appends JSON lines to the file at `path`.
 
     Each line is an object with `time` (seconds since 1970), `what` (`step`, `evaluation`, or a
-    note's name), and the event's fields. If the file can't be written any more, one warning is
-    printed and the run goes on without it. A file created here that stays empty is removed at the
-    end.
+    note's name), and the event's fields. Raises UsageError if the file can't be opened. If it can't
+    be written later, one warning is printed and the run continues without it. A new file that stays
+    empty is removed at the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Metrics:
         except OSError as error:
             problem = f"can't be written ({error.strerror}); give another path"
             raise UsageError(f"metrics {path}: {problem}") from error
-        if last not in (b"", b"\n"):  # the last writer died in the middle of a line
+        if last not in (b"", b"\n"):  # the previous writer died in the middle of a line
             self._write("\n")
 
     def __call__(self, happening: Happening) -> None:
@@ -92,14 +92,14 @@ FLUSH_EVERY_S = 10
 
 
 class EventFiles:
-    """A listener that writes to the folder at `path`, with the number of steps made as its axis.
+    """A listener that writes TensorBoard's event files to the folder at `path`, by step count.
 
-    A resumed run begins a file of its own, which hides later steps of the one before. If the folder
-    can't be written any more, one warning is printed and the run goes on.
+    A resumed run begins a new file, which hides later steps of the previous file. If the folder
+    can't be written later, one warning is printed and the run continues.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises UsageError without the package, or if the folder can't be made."""
+        """Raise UsageError if the package is missing or the folder can't be created."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -115,7 +115,7 @@ class EventFiles:
         self._is_broken = False
 
     def __call__(self, happening: Happening) -> None:
-        """Write the figures of one event."""
+        """Write the metrics of one event."""
         if isinstance(happening, Noted) or self._is_broken:
             return
         num_steps = happening.step if isinstance(happening, Scored) else happening.step + 1
@@ -130,7 +130,7 @@ class EventFiles:
             self._give_up(error)
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Write everything that is still buffered."""
         if self._writer is None or self._is_broken:
             return
         try:
@@ -145,7 +145,7 @@ class EventFiles:
 
 
 def _figures(happening: StepMade | Scored) -> Iterator[tuple[str, float]]:
-    """Yield the name and value of each figure that is known."""
+    """Yield the name and value of each known metric."""
     if isinstance(happening, Scored):
         figures = {
             "validation/loss": happening.loss,

@@ -1,4 +1,4 @@
-"""Shows the run to a person: a screen that is kept current, or plain lines in a log."""
+"""The display of a run: a live screen on a terminal, or plain lines in a log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def summary(step: StepMade) -> str:
-    """Return one step in a line: loss, pace, workers, traffic, times, and the last delivery."""
+    """Return one step as a line: loss, speed, workers, traffic, times and the last delivery."""
     parts = [] if math.isnan(step.loss) else [f"loss {step.loss:.6g}"]
     if step.steps_per_s is not None:
         parts.append(f"{digits(step.steps_per_s)} steps/s")
@@ -47,14 +47,14 @@ def summary(step: StepMade) -> str:
 
 
 def traffic(step: StepMade) -> list[str]:
-    """Return the coordinator's traffic of a step as one text; none if there is no coordinator."""
+    """Return the coordinator's traffic in a step, as a list of one text; empty without traffic."""
     if step.bytes_in is None or step.bytes_out is None:
         return []
     return [f"in {size(step.bytes_in)} out {size(step.bytes_out)}"]
 
 
 def scored(scores: Scored) -> str:
-    """Return scores in a line: loss, perplexity or accuracy, and those of the first classes."""
+    """Return scores as a line: loss, perplexity or accuracy, and scores of the first classes."""
     parts = [f"loss {scores.loss:.4f}"]
     if scores.perplexity is not None:
         parts.append(f"perplexity {scores.perplexity:.4g}")
@@ -70,21 +70,21 @@ def scored(scores: Scored) -> str:
 
 
 def digits(number: float) -> str:
-    """Format `number` with three digits, or more before the point, and never an exponent."""
+    """Return `number` with three significant digits or all integer digits, without an exponent."""
     return f"{number:.3g}" if 1e-4 <= abs(number) < 999.5 else f"{number:.0f}"
 
 
 def size(num_bytes: float) -> str:
-    """Format `num_bytes` in decimal units, with three digits."""
+    """Return `num_bytes` as text in decimal units, with three digits."""
     for unit in _UNITS[:-1]:
-        if num_bytes < 999.5:  # from there on three digits are 1e+03
+        if num_bytes < 999.5:  # from there on, three digits would be 1e+03
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} {_UNITS[-1]}"
 
 
 def duration(seconds: float) -> str:
-    """Format `seconds` as h:mm:ss."""
+    """Return `seconds` as h:mm:ss."""
     whole = math.ceil(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
@@ -93,7 +93,7 @@ _BAR_WIDTH = 30
 
 
 class Screen:
-    """The last step and the last scores, as a table that rich renders again at each refresh."""
+    """The last step and the last scores, as a table that rich renders at each refresh."""
 
     def __init__(self, *, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -111,7 +111,7 @@ class Screen:
         grid = Table.grid(padding=(0, 2))
         grid.add_row("step", self._bar())
         for name, text in self._rows():
-            grid.add_row(name, Text(text))  # no markup: names of classes are a user's
+            grid.add_row(name, Text(text))  # no markup: class names come from the user
         return grid
 
     def _bar(self) -> RenderableType:
@@ -126,7 +126,7 @@ class Screen:
         return line
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the figures of each line below the bar."""
+        """Yield the label and the values of each line below the progress bar."""
         if self._step is not None:
             yield "loss", _learned(self._step)
         if self._scored is not None:
@@ -156,7 +156,7 @@ def _pace(step: StepMade) -> str:
 
 
 def _memory(step: StepMade) -> str:
-    """Return the peaks, of the processes on this machine and of what torch holds on its GPUs."""
+    """Return the memory peaks of the processes on this machine and of torch on its GPUs."""
     parts = [] if step.memory_bytes is None else [size(step.memory_bytes)]
     if step.device_bytes is not None:
         parts.append(f"{size(step.device_bytes)} on GPUs")
@@ -179,10 +179,10 @@ REFRESHES_A_SECOND = 4
 def listeners(
     stack: ExitStack, *, num_steps: int, metrics: Path | None, tensorboard: Path | None = None
 ) -> list[Listener]:
-    """Return what shows and writes a run's events until `stack` is closed.
+    """Return the listeners that show and write a run's events until `stack` is closed.
 
-    The run is shown on the terminal. `metrics` is a file, and `tensorboard` a folder of event
-    files, for those that are wanted. Raises UsageError if one can't be written.
+    The run is shown on the terminal. `metrics` is a file and `tensorboard` a folder of event files;
+    None means that it isn't written. Raises UsageError if one can't be written.
     """
     shown = console.standard_output(color=True)
     opened_listeners: list[Listener] = [stack.enter_context(opened(shown, num_steps=num_steps))]
@@ -205,7 +205,7 @@ def opened(console: Console, *, num_steps: int) -> Iterator[Listener]:
 
 
 def _show(screen: Screen, console: Console, pace: Pace, happening: Happening) -> None:
-    """Keep the screen current; notes scroll by above it."""
+    """Update the screen; notes scroll by above it."""
     if not isinstance(happening, Noted):
         screen(happening)
     elif pace.allows(happening):
@@ -234,14 +234,14 @@ class Pace:
 
 
 class Lines:
-    """Prints notes and the last step; one other step and one save every LINE_EVERY_S."""
+    """Prints notes and the last step, and at most one more step and save in LINE_EVERY_S."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._pace = Pace(clock)
 
     def __call__(self, happening: Happening) -> None:
-        """Print the line of `happening`, unless one like it was just printed."""
+        """Print the line of `happening`, unless a similar line was just printed."""
         if isinstance(happening, Noted):
             if self._pace.allows(happening):
                 self._print(escaping.line(happening.text))

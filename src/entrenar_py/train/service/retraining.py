@@ -1,7 +1,7 @@
-"""Trains a ledger's plan again, in this process, and compares the weights after every step.
+"""Replay of a ledger: its plan is trained again in this process, comparing weights at every step.
 
-One process can repeat a run of any number of workers: on one kind of device, the gradients' sum
-has the same bits for every number.
+One process can repeat a run with any number of workers: on one kind of device, the sum of the
+gradients has the same bits for every number of workers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from entrenar_py.train.reference import Trainer
 from entrenar_py.train.service import exit_codes
 from entrenar_py.train.service.ledger_account import Account, weights_digest
 
-FINETUNING = "finetune"  # the workload of a checkpoint and rows
+FINETUNING = "finetune"  # the workload made from a checkpoint and rows
 
 # The parts of the environment that decide how kernels round.
 _ROUNDING = ("torch", "numpy", "wgpu")
 
 
 def replay(account: Account, path: Path) -> int:
-    """Repeat the training of the ledger at `path`, compare with `account`, return the exit code.
+    """Repeat the training run of the ledger at `path` and compare; return the exit code.
 
-    Raises UsageError for a plan with faults, a mutant, or a user's own trainer.
+    `account` is the ledger's account. Raises UsageError for a plan with faults, a mutant, or a
+    user's own trainer.
     """
     if account.plan.workload == FINETUNING:
         raise UsageError(
@@ -39,11 +40,11 @@ def replay(account: Account, path: Path) -> int:
             "can replay it; judge it with `entrenar-check --judge`"
         )
     record = account.plan.to_dict()
-    for name in ("stops", "repeat"):  # of a scenario; they change no bit
+    for name in ("stops", "repeat"):  # fields of a scenario that change no bit
         record.pop(name, None)
     try:
         plan = TrainingPlan.from_dict(record)
-    except UsageError:  # a scenario has what a trainer doesn't read
+    except UsageError:  # a scenario has fields that a trainer doesn't read
         plan = None
     if plan is None or plan.workload in OF_USERS:
         raise UsageError(
@@ -93,8 +94,8 @@ def _difference(account: Account, plan: TrainingPlan, path: Path, backend: str) 
 
 
 def _updates(plan: TrainingPlan, backend: str, num_steps: int) -> Iterator[trace.Update]:
-    """Train on one worker; yield its update for each of the first `num_steps`, up to a halt."""
-    torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    """Yield the Update of each of the first `num_steps`, trained on one worker, up to a halt."""
+    torch.set_num_threads(1)  # the split of a sum over threads is part of its order
     trainer = Trainer(plan.with_(world_size=1, backends=(backend,), options={}))
     for step in range(num_steps):
         if not trainer.step(step):
@@ -103,7 +104,7 @@ def _updates(plan: TrainingPlan, backend: str, num_steps: int) -> Iterator[trace
 
 
 def _first_tensor(path: Path, again: trace.Update) -> str:
-    """Return the first tensor in which the ledger differs from the retraining's update `again`."""
+    """Return the first tensor in which the ledger differs from the retrained Update `again`."""
     with files.open_file(path) as file:
         theirs = next(
             event
@@ -120,7 +121,10 @@ def _first_tensor(path: Path, again: trace.Update) -> str:
 
 
 def _explanation(account: Account, backend: str, device: str) -> str | None:
-    """Return how this machine differs from the ledger's in a way that affects rounding, or None."""
+    """Return a difference from the ledger's machine that affects rounding.
+
+    The result is None if none is known.
+    """
     others = {other for _, other in account.devices} - {device}
     if others:
         return f"it was computed on {', '.join(sorted(others))}, this is {device}"

@@ -1,8 +1,8 @@
 """Events that a coordinator sends its listeners during a run.
 
-The terminal, the metrics file and TensorBoard are listeners, and none knows of another. An event is
-a frozen record of what happened, never a reference to the run: a listener can keep it, and a slow
-one can't see a later state.
+The terminal, the metrics file and TensorBoard are independent listeners. An event is a frozen
+record, never a reference to the run, so a listener can keep it, and a slow listener can't see a
+later state.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class Last:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMade:
-    """`workers` made `step`, with mean loss `loss` (NaN if the coordinator is not told it).
+    """`workers` applied `step`, with mean loss `loss` (NaN if the coordinator doesn't know it).
 
-    `step_ms` is the time since the step began, or began again. `exchange_ms` is the part from the
-    last shard computed until all workers hold the average, `reduce_ms` the part in which the
-    coordinator adds and averages (None in a mesh: its workers do that). `steps_per_s` is over the
-    last few steps, None after the first. `bytes_in` and `bytes_out` are the coordinator's traffic
-    since the step before. `last` is None if fewer than two workers delivered. `waits_ms` says how
-    long each rank waited for others to compute their shards. `grad_norm` is the L2 norm of the
+    `step_ms` is the time since the step began or restarted. `exchange_ms` is the part from the last
+    computed shard until all workers hold the average. `reduce_ms` is the part in which the
+    coordinator adds and averages (None in a mesh, where workers do that). `steps_per_s` is over the
+    last few steps; None after the first step. `bytes_in` and `bytes_out` are the coordinator's
+    traffic since the previous step. `last` is None if fewer than two workers delivered. `waits_ms`
+    says how long each rank waited for the other ranks' shards. `grad_norm` is the L2 norm of the
     gradient before clipping. `tokens_per_s` is over the last few steps, too. `backends` has the
-    backend of each worker. `memory_bytes` is the peak of the run's processes on the coordinator's
-    machine, `device_bytes` that of what torch holds on its GPUs. In a layer pipeline `passes_us`
-    has the times of each rank's passes (`protocol.messages.Summed`), and `idle_share` is the part
-    of the time in which stages waited. What is not known is None, or empty.
+    backend of each worker. `memory_bytes` is the peak memory of the run's processes on the
+    coordinator's machine, `device_bytes` the peak of torch's memory on its GPUs. In a layer
+    pipeline, `passes_us` has the times of each rank's passes (`train.wire.messages.Summed`), and
+    `idle_share` is the fraction of time in which stages waited. Unknown values are None or empty.
     """
 
     step: int
@@ -63,8 +63,8 @@ class StepMade:
 class StepAveraged(StepMade):
     """A step of a coordinator that only averages, over `num_samples` samples.
 
-    `correct` of `total` predictions were right (None if it is not told). `digests` has the BLAKE3
-    digest of the average of each part of the gradient.
+    `correct` of `total` predictions were right (None if unknown). `digests` has the BLAKE3 digest
+    of each averaged part of the gradient.
     """
 
     num_samples: int
@@ -75,7 +75,7 @@ class StepAveraged(StepMade):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassScored:
-    """Scores of one class, from 0 to 1; None where nothing is of it, or was taken for it."""
+    """Scores of one class, from 0 to 1; None without rows of, or predictions of, this class."""
 
     label: str
     recall: float | None
@@ -85,11 +85,11 @@ class ClassScored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """The model after `step` steps, on rows that it is not trained on.
+    """The scores of the model after `step` steps, on rows that it isn't trained on.
 
-    `loss` is the mean over `weight` tokens, or over as many rows if these have classes.
-    `perplexity` is None for classes, `accuracy` without them. `confusion[i][j]` is the number of
-    rows of class i that were taken for class j.
+    `loss` is the mean over `weight` tokens, or over `weight` rows if the rows have classes.
+    `perplexity` is None for rows with classes, `accuracy` for rows without. `confusion[i][j]` is
+    the number of rows of class i that were classified as class j.
     """
 
     step: int
@@ -103,7 +103,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """Any other event: its name (`what`), the current step, and its words (`text`)."""
+    """Any other event: its name (`what`), the current step, and its description (`text`)."""
 
     what: str
     step: int

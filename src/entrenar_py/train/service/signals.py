@@ -1,10 +1,10 @@
-"""SIGINT, SIGTERM and SIGHUP: they stop a run in progress, and are ignored once it is over.
+"""SIGINT, SIGTERM and SIGHUP: they stop a run in progress, and are ignored after its end.
 
-Before a run begins, while modules and weights are loaded, they interrupt: nothing exists that
-would have to be saved. Imports can swallow an interrupt. So a process that goes on all the same is
-ended a little later, unless the run has begun, which then stops. asyncio's own handlers would end
-with the loop, so that a signal just after the run could kill the process before it reports its exit
-code.
+Before a run begins, while modules and weights are loaded, signals raise KeyboardInterrupt, because
+nothing has to be saved yet. Imports can swallow the exception. A process that continues is
+therefore ended a little later, unless its run has begun, which then stops. asyncio's own handlers
+would end with the loop, so a signal just after the run could kill the process before it reports its
+exit code.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.service import exit_codes
 
 if TYPE_CHECKING:
-    import asyncio  # takes a while, and `entrenar --help` has no use for it
+    import asyncio  # slow to import, and not needed by `entrenar --help`
 
-LOST_S = 3.0  # after an interrupt: by then it was swallowed
+LOST_S = 3.0  # after an interrupt; by then it was swallowed
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_noted: list[signal.Signals] = []  # the signals that interrupted this process
+_noted: list[signal.Signals] = []  # the signals that interrupted this process so far
 _watch: list[threading.Timer] = []
 
 
@@ -40,15 +40,15 @@ def interrupt() -> None:
 
 
 def settle() -> None:
-    """End the watch over interrupts: they have arrived, or are requests to stop from now on."""
+    """Stop watching interrupts: they have arrived, or are requests to stop from now on."""
     while _watch:
         _watch.pop().cancel()
 
 
 def noted() -> str | None:
-    """Return the name of the signal that interrupted; None if none did.
+    """Return the name of the signal that interrupted this process; None if none did.
 
-    A library may have swallowed the interrupt, or made another exception of it.
+    A library may have swallowed the interrupt, or raised a different exception instead.
     """
     return _noted[0].name if _noted else None
 
@@ -72,23 +72,24 @@ def ignore() -> None:
 
 
 def taken() -> list[signal.Signals]:
-    """Return the signals to handle: `nohup` has it that a hang-up is ignored."""
+    """Return the signals to handle. Under `nohup`, SIGHUP stays ignored."""
     is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [one for one in NUMBERS if one is not signal.SIGHUP or not is_kept]
 
 
 class Stoppable(Protocol):
-    """A server of a run, which can end it."""
+    """A server that can end its run."""
 
     def stop(self, reason: str, *, at_once: bool) -> None:
-        """End the run for `reason`, after the step in work or at once."""
+        """End the run for `reason`, after the current step or at once."""
         ...
 
 
 class Stopper:
-    """Ends a run on signals. The first lets the current step finish; the second ends it at once.
+    """Ends a run on signals: on the first after the current step, on the second at once.
 
-    So does the end of `grace_s` seconds, for a step that may wait for long. `note` tells of it.
+    If the current step takes longer than `grace_s` seconds, the run ends, too. `note` reports each
+    signal.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def end_soon(number: signal.Signals) -> None:
-    """Note a signal, and end this process in some seconds, unless it has ended or settled then."""
+    """Note a signal; end this process in some seconds, unless it has ended or settled by then."""
     _noted.append(number)
     if not _watch:
         _watch.append(threading.Timer(LOST_S, lambda: end()))
@@ -127,13 +128,13 @@ def end_soon(number: signal.Signals) -> None:
 
 
 def end() -> None:
-    """Tell of the interrupt, and end this process at once, in any thread."""
+    """Print the interrupt, and end this process at once, in any thread."""
     printing.warn(say_interrupted())
     os._exit(exit_codes.STOPPED)
 
 
 def say_interrupted() -> str:
-    """Return the line that tells of an interrupt."""
+    """Return the line that reports an interrupt."""
     number = noted()
     by = f" by {number}" if number else ""
     return f"entrenar: interrupted{by} before anything had begun"

@@ -1,4 +1,4 @@
-"""`entrenar worker`: asks its coordinator for the run, and takes part until it is over."""
+"""`entrenar worker`: gets the run's terms from its coordinator, and takes part to the end."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from entrenar_py.train.wire_io.tcp import MeshClient, WorkerClient
 
 
 class Joining(Protocol):
-    """Joins a run in a way of its own, such as with a stage of its model."""
+    """A different way to join a run, such as with a stage of its model."""
 
     def client(self, told: Told, stay: Stay) -> WorkerClient:
         """Return the client for the run that the coordinator described."""
         ...
 
 
-# Gets from a coordinator what its run is made of; a Finish if that can't be had.
+# Gets the workload of a run from its coordinator, or returns a Finish if that fails.
 Obtain = Callable[
     [Source, argparse.Namespace, Callable[[str], None]],
     Awaitable[Workload | Joining | Finish],
@@ -50,15 +50,15 @@ def run(options: argparse.Namespace, obtain: Obtain) -> int:
     """Take part in the run of `options.coordinator`; return the exit code.
 
     `obtain` is called if the coordinator has the model and the data. Raises UsageError for a secret
-    or certificate that can't be read, BackendUnavailable for a missing device, and what `obtain`
-    does.
+    or certificate that can't be read, BackendUnavailable for a missing device, and any exception of
+    `obtain`.
     """
     secret, context = config.secret(options.secret_file), None
     if options.tls_ca is not None:
         context = sockets.client_context(
             ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key
         )
-    torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    torch.set_num_threads(1)  # the split of a sum over threads is part of its order
     backend, attempts = opened(options.backend)
     finish = asyncio.run(Stay(options, secret, context, backend, attempts, obtain).take_part())
     _say(f"{finish.status}: {finish.reason}" if finish.reason else finish.status)
@@ -66,7 +66,10 @@ def run(options: argparse.Namespace, obtain: Obtain) -> int:
 
 
 def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
-    """Return the backend called `name`, and the attempts to open one; the last succeeded."""
+    """Return the backend called `name`, and the attempts to open one.
+
+    The last attempt succeeded.
+    """
     attempts: list[trace.Attempt] = []
     if name == AUTO:
         backend = chain.auto(on_attempt=lambda each: attempts.append(trace.Attempt(**asdict(each))))
@@ -87,7 +90,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Stay:
-    """One worker's session: it asks for the run, builds it, joins, and leaves at the end."""
+    """One worker's session: it gets the run's terms, builds the workload, joins, and leaves."""
 
     given: argparse.Namespace
     secret: bytes = field(repr=False)
@@ -102,7 +105,7 @@ class Stay:
     _problem: str = ""
 
     async def take_part(self) -> Finish:
-        """Take part to the end, and return how it ended: `stopped` if a signal ended it."""
+        """Take part to the end; return the run's Finish, `stopped` if a signal ended it."""
         signals.deliver(self._leave)
         finish = await self._take_part()
         signals.ignore()
@@ -147,13 +150,13 @@ class Stay:
         except SystemFailure:
             if self._stopped is None:
                 raise
-            return Finish("stopped")  # its wait for data was ended
+            return Finish("stopped")  # its wait for data was interrupted
         finally:
             if self._workload is not None:
                 self._workload.interrupt()
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T | Finish:
-        """Return the result of `work`; a Finish if a signal stops this worker before."""
+        """Return the result of `work`, or a Finish if a signal stops this worker before."""
         self._asking = asyncio.ensure_future(work)
         await asyncio.wait([self._asking])
         if self._asking.cancelled():
@@ -180,7 +183,7 @@ class Stay:
     def join(self, description: Told, workload: Workload | None = None) -> WorkerClient:
         """Return the client for the run that the coordinator described.
 
-        Without a `workload` it is built from the plan.
+        If `workload` is None, it is built from the plan.
         """
         plan = plan_of(description)
         if plan.trainer not in {topology.BY_NAME[one].trainer for one in config.TOPOLOGIES}:
@@ -216,7 +219,7 @@ class Stay:
     def door_context(self) -> ssl.SSLContext | None:
         """Return the TLS context for connections from other workers, or None without TLS.
 
-        Raises UsageError if there is no certificate.
+        Raises UsageError if a certificate is missing.
         """
         options = self.given
         if options.tls_ca is None:
@@ -235,15 +238,15 @@ class Stay:
             self.tell_rank(effect.rank, effect.step)
 
     def tell_rank(self, rank: int, step: int) -> None:
-        """Print the rank of this worker, which takes part."""
+        """Print the rank of this worker, which takes part from `step` on."""
         _say(f"takes part as rank {rank}, from step {step} on")
 
     def tell(self, text: str) -> None:
-        """Print a line of this worker's, from any thread."""
+        """Print a line for this worker, from any thread."""
         _say(text)
 
     def alone(self, problem: str) -> None:
-        """Print why the coordinator can't be reached, if the reason is a new one."""
+        """Print why the coordinator can't be reached, if the reason is new."""
         if problem != self._problem:
             self._problem = problem
             patience_s = self.given.patience_s
@@ -257,11 +260,11 @@ class Stay:
                 self._workload.interrupt()
         elif self._asking is not None:
             self._asking.cancel()
-            signals.end_soon(number)  # a thread that loads a model would keep it for long
+            signals.end_soon(number)  # a thread that loads a model would delay the exit
 
 
 def plan_of(description: Told) -> TrainingPlan:
-    """Return the plan of a run; SystemFailure if it can't be read."""
+    """Return the plan of a run. Raises SystemFailure if it can't be read."""
     try:
         return TrainingPlan.from_dict(json_text.load(description.plan))
     except (UsageError, ValueError) as error:

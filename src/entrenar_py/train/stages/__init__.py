@@ -1,1 +1,1 @@
-"""A layer pipeline: the stages of one model on several machines, trained as one process would."""
+"""A layer pipeline: the stages of one model on several machines, with the bits of one process."""

@@ -1,9 +1,10 @@
-"""The cut of a model into stages: the blocks, tensors, files and places for workers of each.
+"""The cut of a model into stages: the blocks, tensors, files and worker places of each stage.
 
-A stage has consecutive blocks, and so a consecutive part of the flat vector of all that is trained:
-the coordinator adds and steps the vector of the whole model, and blocks of the wire never cross
-from one stage to the next. A model that names what it trains in another order is refused, and so is
-one that ties a trained table to its head, since two stages would then train one tensor.
+A stage has consecutive blocks of the model, and therefore a consecutive part of the flat vector of
+all trainable tensors. The coordinator adds and updates the vector of the whole model; no block of
+the wire protocol contains elements of two stages. A model that orders its trainable tensors
+differently is refused. So is a model that ties a trained embedding to its head, because two stages
+would then train the same tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from entrenar_py.train.wire.terms import Run, Terms
 
 
 class StageBlocks:
-    """All blocks of a vector in which each stage has this many elements.
+    """All blocks of a vector in which each stage has a given number of elements.
 
     It has the interface of `Blocks`.
     """
@@ -80,7 +81,7 @@ class StageBlocks:
 
 
 class OwnBlocks:
-    """The blocks of one stage, under their numbers among all; `part` is of the stage's vector."""
+    """The blocks of one stage, numbered as in the whole model; `part` is in the stage's vector."""
 
     def __init__(self, every: StageBlocks, stage: int) -> None:
         self._every, self._own = every, every.of_stage[stage]
@@ -93,7 +94,10 @@ class OwnBlocks:
         return slice(part.start - self._start, part.stop - self._start)
 
     def num_bytes(self, block: int) -> int:
-        """Return the length of `block` on the wire, in bytes; 0 if it is another stage's."""
+        """Return the length of `block` on the wire, in bytes.
+
+        The length is 0 if the block belongs to a different stage.
+        """
         return self._every.num_bytes(block) if block in self._own else 0
 
     def order(self) -> range:
@@ -103,11 +107,11 @@ class OwnBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The stages of a model in order, each some of its `stages` of blocks.
+    """The stages of a model in order; `stages` has the blocks of each.
 
-    `specs` are each stage's trainable tensors, in the order of the whole model's. `ranks` are the
-    places for workers of each stage. `names` has the worker of each rank, "" for any, and
-    `backends` the kind of backend that each stage needs, None for any.
+    `specs` has the trainable tensors of each stage, in the order of the whole model. `ranks` has
+    the ranks of each stage. `names` has the name of the worker that each rank is reserved for, ""
+    for any worker. `backends` has the kind of backend that each stage needs, None for any.
     """
 
     stages: tuple[range, ...]
@@ -118,12 +122,12 @@ class Cut:
 
     @cached_property
     def blocks(self) -> StageBlocks:
-        """The blocks in which gradients and weights travel."""
+        """The blocks in which gradients and weights are sent."""
         return StageBlocks([sum(prod(spec.shape) for spec in own) for own in self.specs])
 
     @property
     def places(self) -> Places:
-        """The places as the protocol knows them."""
+        """The places for the wire protocol."""
         return Places(self.ranks, tuple(self.blocks.of_stage), self.backends, self.names)
 
     def stage_of_rank(self, rank: int) -> int:
@@ -131,7 +135,7 @@ class Cut:
         return self.places.stage_of(rank)
 
     def plan(self) -> tuple[StagePlan, ...]:
-        """Return the stages as settings have them."""
+        """Return the stages in the format of the settings."""
         return tuple(
             StagePlan(
                 layers=(own.start, own.stop),
@@ -142,7 +146,7 @@ class Cut:
         )
 
     def rank_of(self, name: str) -> int:
-        """Return the place of the worker called `name`. Raises UsageError if the plan has none."""
+        """Return the rank of the worker called `name`. Raises UsageError if it has no place."""
         if name not in self.names or not name:
             known = ", ".join(one for one in self.names if one)
             advice = f"they have {known}; use one of these" if known else "leave it out"
@@ -159,7 +163,10 @@ class Cut:
             yield f"stage {stage}: {wording.spanned('block', own)}, {', '.join(names)}{needed}"
 
     def terms(self, plain: Terms) -> Terms:
-        """Return the terms of a run with these stages; `plain` are those of its star."""
+        """Return the terms of a run with these stages.
+
+        `plain` has the terms of the same run as a star.
+        """
         stages = [[own.start, own.stop] for own in self.stages]
         text = json.dumps([plain.manifest, stages, self.ranks])
         return replace(plain, manifest=str(blake3(text.encode()).hexdigest(16)))
@@ -173,7 +180,7 @@ class Cut:
 def specs_of(module: nn.Module, stages: Sequence[range]) -> tuple[tuple[TensorSpec, ...], ...]:
     """Return the trainable tensors of each stage of `module`, which may be on the meta device.
 
-    Raises UsageError if some belong to no stage alone, or are out of order.
+    Raises UsageError if a tensor doesn't belong to exactly one stage, or is out of order.
     """
     place, _ = blocks.place_of(module)
     _require_untied(module)
@@ -205,7 +212,7 @@ def specs_of(module: nn.Module, stages: Sequence[range]) -> tuple[tuple[TensorSp
 
 
 def _require_untied(module: nn.Module) -> None:
-    """Raise UsageError if a table is trained that the first and the last stage would share."""
+    """Raise UsageError if a trained embedding would be shared by the first and the last stage."""
     model = cast("Any", module)
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     weight = getattr(table, "weight", None)
@@ -218,7 +225,7 @@ def _require_untied(module: nn.Module) -> None:
 
 
 def _stage_of(name: str, prefix: str, stages: Sequence[range], is_after: bool) -> int:
-    """Return the stage of the tensor called `name`; `is_after` if it stands after the blocks."""
+    """Return the stage of the tensor `name`; `is_after`: it is registered after the blocks."""
     if name.startswith(prefix):
         index = int(name.removeprefix(prefix).partition(".")[0])
         return next(stage for stage, own in enumerate(stages) if index in own)
@@ -226,9 +233,9 @@ def _stage_of(name: str, prefix: str, stages: Sequence[range], is_after: bool) -
 
 
 def of(settings: Settings, module: nn.Module) -> Cut:
-    """Return the cut that `settings` ask for; `module` is the model, perhaps without weights.
+    """Return the cut that `settings` describe; `module` is the model, perhaps without weights.
 
-    Raises UsageError if the stages don't fit the model, or one has nothing to train.
+    Raises UsageError if the stages don't fit the model, or if a stage has no trainable tensor.
     """
     number = len(blocks.of(module))
     planned = settings.stages or equal(number, settings.num_workers)
@@ -249,7 +256,7 @@ def of(settings: Settings, module: nn.Module) -> Cut:
 
 
 def require_end(stages: Sequence[range], number: int) -> None:
-    """Raise UsageError unless consecutive `stages` end with the last of `number` blocks."""
+    """Raise UsageError if consecutive `stages` don't end at the last of `number` blocks."""
     if stages[-1].stop == number:
         return
     last = next((i for i, own in enumerate(stages) if own.stop > number), len(stages) - 1)
@@ -267,7 +274,7 @@ def require_end(stages: Sequence[range], number: int) -> None:
 
 
 def equal(num_blocks: int, num_stages: int) -> tuple[StagePlan, ...]:
-    """Return stages of equally many blocks, the first ones with one more where that is needed.
+    """Return stages with the same number of blocks; if needed, the first ones have one more.
 
     Raises UsageError if there are more stages than blocks.
     """
@@ -285,7 +292,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_index(text: str | bytes) -> dict[str, Any]:
-    """Return the content of INDEX. Raises UsageError unless it names a file for each weight."""
+    """Return the content of INDEX. Raises UsageError if it doesn't name a file for each weight."""
     try:
         index = json_text.load(text)
         weights = index["weight_map"].items()
@@ -299,9 +306,9 @@ def read_index(text: str | bytes) -> dict[str, Any]:
 
 
 def files_of_stage(index: Mapping[str, Any], stack: str, own: range) -> set[str]:
-    """Return the names of the files that have weights of the blocks `own`, or of no block.
+    """Return the names of the files with weights of the blocks `own`, or of no block.
 
-    `index` is the content of INDEX, and `stack` the last part of the name of the list of blocks.
+    `index` is the content of INDEX. `stack` is the last part of the name of the list of blocks.
     """
     block = re.compile(rf"(?:^|\.){re.escape(stack)}\.(\d{{1,9}})\.")
     needed = set[str]()
@@ -313,6 +320,6 @@ def files_of_stage(index: Mapping[str, Any], stack: str, own: range) -> set[str]
 
 
 def narrowed(index: Mapping[str, Any], files: set[str]) -> str:
-    """Return the content of INDEX for a folder that has only `files` of the weights."""
+    """Return the content of INDEX for a folder with only these `files` of weights."""
     weights = {name: file for name, file in index["weight_map"].items() if file in files}
     return json.dumps({**index, "weight_map": weights})

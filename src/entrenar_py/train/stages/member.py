@@ -1,12 +1,12 @@
 """The work of one stage's worker: passes, the sum of its gradients, and new weights.
 
-A pass is bound to the round in which it was requested. A pass of a round that is void may still be
-running in a thread when the next round begins, so a round's tensors are kept in an object of its
-own: the old pass ends in the old one, and its outcome is dropped. The worker has no optimizer. The
-coordinator makes each step and sends the new weights of the stage.
+A pass is bound to the round in which it was requested. A pass of a void round may still be running
+in a thread when the next round begins. Each round's tensors are therefore in a separate object: the
+old pass finishes with the old object, and its outcome is dropped. The worker has no optimizer: the
+coordinator applies each step and sends the new weights of the stage.
 
-`StageHands` stands in until the coordinator has said which stage is this worker's. It loads that
-stage in the background, because a connection that is silent for too long is taken for dead.
+`StageHands` represents the worker until the coordinator has assigned it a stage. It loads the stage
+in the background, because a connection that is silent for too long counts as dead.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from entrenar_py.train.wire.pipeline_peers import Passed
 _DTYPES = {
     str(one).removeprefix("torch."): one for one in (torch.float32, torch.bfloat16, torch.float16)
 }
-DRAWS_MAX = 2**31  # of random numbers in one pass of the model
+DRAWS_MAX = 2**31  # the most random numbers in one pass of the model
 
 
 class StageBackend:
-    """The part of a backend that a replica uses, for one that has a stage of the model."""
+    """The part of a backend that a replica uses, for a replica of one stage."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def stepper(self, workload: Any, tensors: Mapping[str, Tensor], *, scale: float) -> Any:
-        """Return a `StageStep` for the stage `workload`, on this very device.
+        """Return a `StageStep` for the stage `workload` on this device.
 
-        Raises UsageError for a backend that no `StageStep` knows.
+        Raises UsageError for a backend without a `StageStep`.
         """
         backend: Any = self._backend
         match scenario.backend_kind(backend.name):
@@ -86,14 +86,15 @@ class _Round:
     step: int
     came: dict[int, tuple[Buffer, str, int]] = field(default_factory=dict)  # hidden states
     gradients: dict[int, Buffer] = field(default_factory=dict)
-    dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of hidden states sent on
+    # gradients of the hidden states sent on
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     nodes: list[reduction.Node] = field(default_factory=list)
-    events: list[trace.Event] = field(default_factory=list)  # of its shards, not yet sent
+    events: list[trace.Event] = field(default_factory=list)  # events of its shards, not yet sent
     is_begun: bool = False
 
 
 class StageMember:
-    """The worker of stage `stage`: a `member` of the run for the workload's trainable tensors."""
+    """The worker of one `stage`: a Member of the run for the stage's trainable tensors."""
 
     def __init__(
         self,
@@ -107,9 +108,10 @@ class StageMember:
         faults: Sequence[Fault] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`attempts` to open a backend are recorded whenever the stage is loaded.
+        """Start without a state.
 
-        `clock` is that of the worker's driver.
+        `attempts` to open a backend are recorded whenever the stage is loaded. `clock` is the clock
+        of the worker's driver.
         """
         stages = StageBackend(backend)
         self.plan, self.workload = plan, workload
@@ -118,9 +120,10 @@ class StageMember:
         own = cast(Any, OwnBlocks(every, stage))
         self.member.held = Held(self.replicas.layout.num_elements, own)
         self._round = _Round(0)
-        self._bound: dict[do.Pass, _Round] = {}  # of passes that were asked for, and are not begun
+        # rounds of passes that were requested and are not begun
+        self._bound: dict[do.Pass, _Round] = {}
         self._attempts, self._clock = attempts, clock
-        self._out: dict[tuple[type[Message], int], Buffer] = {}  # tensors that are to be sent
+        self._out: dict[tuple[type[Message], int], Buffer] = {}  # tensors to send
 
     def require(self, message: Message, payload: Buffer) -> None:
         """Raise ProtocolError unless `message` is possible here and its payload is complete."""
@@ -132,13 +135,13 @@ class StageMember:
             raise ProtocolError(f"{name} draws={message.draws}: use 0 to {DRAWS_MAX - 1}")
         if isinstance(message, Activation) and message.dtype not in _DTYPES:
             raise ProtocolError(f"{name} dtype={message.dtype}: use {' or '.join(_DTYPES)}")
-        # A gradient of a round that is over may still come; `receive` gets none of these.
+        # A gradient of an ended round may still arrive, but is not passed to `receive`.
         is_due = isinstance(message, Activation) or message.shard in self._round.dtypes
         if message.step == self.member.step and is_due:
             self._require_size(message, payload)
 
     def _require_size(self, message: Activation | ActivationGradient, payload: Buffer) -> None:
-        """Raise ProtocolError unless the payload is hidden states of its shard."""
+        """Raise ProtocolError if the payload doesn't have the size of its shard's hidden states."""
         shard, name = message.shard, type(message).__name__
         if not 0 <= shard < len(self.member.shards):
             raise ProtocolError(f"{name} shard={shard}: use 0 to {len(self.member.shards) - 1}")
@@ -156,22 +159,22 @@ class StageMember:
             )
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
-        """Take over the stage's state before `welcome.step`."""
+        """Load the stage's state before `welcome.step`."""
         self.member.load(welcome, payload)
         self.member.recorder.record(self._attempts)
         self._round = _Round(welcome.step)
 
     def regroup(self, number: int) -> None:
-        """Forget all tensors of the step: round `number` begins, or goes on with the next step."""
+        """Forget all tensors of the step: round `number` begins, or its next step."""
         self.member.held.there.clear()
         self.member.held.round = number
         self.member.nodes.clear()
         self._out.clear()
         self.member.recorder.drain()
-        self._round = _Round(self.member.step)  # a pass of the old one may still be running
+        self._round = _Round(self.member.step)  # a pass of the old round may still be running
 
     def receive(self, message: Message, payload: Buffer) -> None:
-        """Keep a tensor from another stage for the pass that it is for."""
+        """Keep a tensor from another stage for the pass that needs it."""
         assert isinstance(message, Activation | ActivationGradient)
         self._require_size(message, payload)
         if isinstance(message, Activation):
@@ -180,7 +183,7 @@ class StageMember:
             self._round.gradients[message.shard] = payload
 
     def bind(self, asked: do.Pass) -> None:
-        """Note that the pass `asked` is of the present round, which may be over when it begins."""
+        """Bind the pass `asked` to the current round, which may have ended when the pass begins."""
         self._bound[asked] = self._round
 
     def run(self, request: do.Pass) -> Passed | NonFinite:
@@ -194,7 +197,7 @@ class StageMember:
     def _run(self, request: do.Pass) -> Passed | NonFinite:
         current, shard = self._bound.pop(request), request.shard
         if current is not self._round:
-            return Passed()  # nobody waits for it, and its tensors are gone
+            return Passed()  # nobody waits for it, and its tensors no longer exist
         ids = self.member.shards[shard]
         step = cast(StageStep, self.member.worker.replica.stepper)
         if not current.is_begun:
@@ -248,7 +251,7 @@ class StageMember:
         loss = self.replicas.inject(vector, outcome.loss, worker, request.step, shard, len(ids))
         leaf = reduction.Node(0, shard, vector, loss, weight)
         halt = self.replicas.guard(leaf, worker, request.step, shard, ids)
-        if self.workload.stage.is_last:  # the one that knows the loss
+        if self.workload.stage.is_last:  # the stage that knows the loss
             current.events.append(
                 trace.Shard(
                     step=request.step,
@@ -275,7 +278,7 @@ class StageMember:
         if isinstance(message, Activation | ActivationGradient):
             return self._out.pop((type(message), message.shard))
         if isinstance(message, Summed | NonFinite):
-            # Not when they happen: a pass of a round that is over may be running still.
+            # Not when they happen: a pass of an ended round may still be running.
             self.member.recorder.record(self._round.events)
             self._round.events.clear()
         return self.member.payload(message)
@@ -291,13 +294,13 @@ def _tensor(payload: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     return torch.frombuffer(payload, dtype=dtype).reshape(list(shape))
 
 
-_OPTIMIZER = "sgd"  # of workers: the coordinator makes their steps
+_OPTIMIZER = "sgd"  # promise of workers: the coordinator applies their steps
 
 
 class StageHands:
-    """Loads the stage that the coordinator gives this worker, by `make`, and then works in it.
+    """The hands of a worker that loads, with `make`, the stage that the coordinator assigns.
 
-    `hidden_bytes` is the most that hidden states of one shard have.
+    `hidden_bytes` is the largest size of one shard's hidden states.
     """
 
     def __init__(self, cut: Cut, make: Callable[[int], StageMember], *, hidden_bytes: int) -> None:
@@ -308,16 +311,16 @@ class StageHands:
 
     @property
     def stage(self) -> StageMember:
-        """The work of the stage that is loaded."""
+        """The loaded stage's work."""
         return next(iter(self._stages.values()))
 
     @property
     def exchange(self) -> None:
-        """Gradients are added nowhere but at the coordinator."""
+        """None: only the coordinator adds gradients."""
         raise AssertionError("workers of a pipeline send each other no nodes")
 
     def sizes(self) -> dict[type[Message], int]:
-        """Return the largest payload, in bytes, that a message of each kind may have."""
+        """Return the largest payload, in bytes, that each type of message may have."""
         states = [checkpoint.state_bytes(specs, _OPTIMIZER) for specs in self._cut.specs]
         return {
             Welcome: max(states),
@@ -354,13 +357,13 @@ class StageHands:
         self._taken, self._is_loaded = (welcome, payload), False
 
     def load_taken(self) -> None:
-        """Load the stage, unless it is here already, and take over its state; in any thread.
+        """Load the stage, unless it is already loaded, and its state; may run in any thread.
 
-        The connection may end meanwhile, and another one bring the next state.
+        Meanwhile the connection may end, and a new connection may bring the next state.
         """
         taken, self._taken = self._taken, None
         if taken is None:
-            return  # an earlier call has loaded the state that this one was for
+            return  # an earlier call has loaded the state that this call was for
         welcome, payload = taken
         stage = self._cut.stage_of_rank(welcome.rank)
         if stage not in self._stages:
@@ -370,11 +373,11 @@ class StageHands:
         self._is_loaded = self._taken is None
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
-        """Raise AssertionError: a stage is loaded by `take` and `load_taken`."""
+        """Raise AssertionError, because a stage is loaded by `take` and `load_taken`."""
         raise AssertionError("a stage is loaded in the background")
 
     def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
-        """Raise AssertionError: a stage's work is passes."""
+        """Raise AssertionError, because a stage's work is passes."""
         raise AssertionError(f"shards {shards} of step {step} pass through stages one by one")
 
     def receive(self, message: Message, payload: Buffer) -> None:
@@ -382,7 +385,7 @@ class StageHands:
         self.stage.receive(message, payload)
 
     def bind(self, asked: do.Pass) -> None:
-        """Note that the pass `asked` is of the present round."""
+        """Bind the pass `asked` to the current round."""
         self.stage.bind(asked)
 
     def run(self, asked: do.Pass) -> Passed | NonFinite:
@@ -390,15 +393,15 @@ class StageHands:
         return self.stage.run(asked)
 
     def regroup(self, number: int) -> None:
-        """Begin round `number`, or go on in it with the next step."""
+        """Begin round `number`, or continue it with the next step."""
         self.stage.regroup(number)
 
     def hold(self, message: Average | Weights, payload: Buffer) -> None:
-        """Keep a block of new weights until its step is made."""
+        """Keep a block of new weights until its step is applied."""
         self.stage.member.hold(message, payload)
 
     def make_held(self, step: int) -> None:
-        """Make `step` with the new weights that arrived."""
+        """Apply `step` with the new weights that arrived."""
         self.stage.member.make_held(step)
 
     def payload(self, message: Message) -> Buffer:

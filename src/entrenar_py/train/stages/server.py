@@ -1,4 +1,4 @@
-"""The coordinator's work in a layer pipeline: it has the whole state, and makes every step."""
+"""The coordinator's work in a layer pipeline: it has the whole state and applies every step."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from entrenar_py.train.wire.terms import Run, Terms
 
 
 def plan_of_stages(plain: TrainingPlan) -> TrainingPlan:
-    """Return the plan of the same training by stages, whatever their number."""
+    """Return the plan of the same training run by stages, independent of their number."""
     options = {**plain.options, workers.OPTION: workers.SERVER}
     return plain.with_(world_size=1, options=options)
 
 
 class Coordinated(Tuned):
-    """The trainable tensors of a model. Its stages are elsewhere."""
+    """The trainable tensors of a model. The workers have its stages."""
 
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
-        """Raise AssertionError: there are no weights here."""
+        """Raise AssertionError, because the coordinator has no model."""
         raise AssertionError("a coordinator of stages computes no loss")
 
 
 def workload_of(prepared: Prepared) -> Coordinated:
-    """Return the workload of a run, with the values that training begins with.
+    """Return the workload of a run, with the initial values of the trainable tensors.
 
-    Adapters are drawn as in one process. With `method: full` all weights are read, since all are
-    trained. Raises UsageError for a checkpoint that can't be used.
+    Adapters are drawn as in a single process. With `method: full` all weights are read, because all
+    are trained. Raises UsageError for a checkpoint that can't be used.
     """
     settings = prepared.settings
     if settings.adapts:
@@ -72,9 +72,9 @@ def workload_of(prepared: Prepared) -> Coordinated:
 
 
 class StageDeliveries(Deliveries):
-    """Events of workers: they count once the step is made in their round.
+    """Events from workers, which count when their step is applied in their round.
 
-    Of a round that is void, faults alone are recorded.
+    Of a void round, only injected faults are recorded.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -93,36 +93,37 @@ class StageDeliveries(Deliveries):
         super().clear()
 
     def settle(self) -> None:
-        """Record what was delivered in this round."""
+        """Record all events delivered in this round."""
         self._recorder.record(self._of_round)
         self._of_round.clear()
 
 
 class PipelineServer(Server):
-    """The run as its coordinator holds it; `cut` says which tensors are each stage's."""
+    """The coordinator's part of a run; `cut` says which tensors belong to each stage."""
 
     deliveries: StageDeliveries
 
     def __init__(self, plan: TrainingPlan, *, cut: Cut, workload: Workload, **named: Any) -> None:
-        """Take the arguments of `Server`."""
+        """Start a run without a state; `plan` and `workload` are as in `Server`."""
         super().__init__(plan, workload=workload, deliveries=StageDeliveries, **named)
         self.cut_by(cut)
-        self._recorded: tuple[int, trace.Tensors] = (-1, {})  # a step, and the weights before it
+        # a step, and the record of the weights before it
+        self._recorded: tuple[int, trace.Tensors] = (-1, {})
 
     def cut_by(self, cut: Cut) -> None:
-        """Cut the run as `cut` says from now on. Call this only while no worker takes part."""
+        """Use `cut` from now on. Call this only while no worker takes part."""
         assert not self.present, "workers have stages of the cut before"
         self.cut = cut
         self.reduction.blocks = cast(Any, cut.blocks)
-        self.reduction.of_loss = cut.blocks.of_stage[-1]  # other stages don't know the loss
+        self.reduction.of_loss = cut.blocks.of_stage[-1]  # the other stages don't know the loss
 
     @property
     def terms(self) -> Terms:
-        """The digests of the run; the manifest's is that of tensors and stages."""
+        """The digests of the run; the manifest's digest covers tensors and stages."""
         return self.cut.terms(super().terms)
 
     def run_between(self, first: int, last: int) -> Run:
-        """See `Server`; the ranks are the places of the plan."""
+        """See `Server`. The places are those of the cut."""
         return self.cut.placed(super().run_between(first, last))
 
     def apply_average(self, step: int) -> None:
@@ -142,7 +143,7 @@ class PipelineServer(Server):
         return super().restore()
 
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
-        """See `Server`; a worker that holds other weights than it was sent is refused, too."""
+        """See `Server`. A worker with weights different from those sent is refused, too."""
         super().require(rank, message, payload)
         if isinstance(message, TreeNode):
             self._require_weight(message)
@@ -157,7 +158,7 @@ class PipelineServer(Server):
             self._require_own(records[0])
 
     def _require_weight(self, node: TreeNode) -> None:
-        """Raise ProtocolError unless a sum has the weight of the samples under it."""
+        """Raise ProtocolError if a sum doesn't have the weight of the samples under it."""
         num_shards = self.plan.num_shards
         shards = sharding.cut(self.replicas.batch(), num_shards)
         none = np.zeros(0, np.float32)
@@ -176,7 +177,7 @@ class PipelineServer(Server):
         return float(self.replicas.workload.weight(ids)) if ids else 0.0
 
     def _require_own(self, event: trace.Start | trace.Update) -> None:
-        """Raise ProtocolError unless a worker holds its stage's weights as they are here."""
+        """Raise ProtocolError if a worker's weights of its stage differ from those here."""
         names = [spec.name for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]]
         if isinstance(event, trace.Start):
             arrays = self.replica.replica.arrays
@@ -184,7 +185,7 @@ class PipelineServer(Server):
         elif self._recorded[0] == event.step + 1:
             own = self._recorded[1]
         else:
-            return  # no such step is prepared: the machine refuses the message
+            return  # no such step is prepared; the state machine refuses the message
         for name in names:
             theirs = event.weights.get(name)
             if theirs is None or theirs.digest != own[name].digest:
@@ -194,9 +195,9 @@ class PipelineServer(Server):
                 )
 
     def _completed(self, event: trace.Event) -> trace.Event:
-        """Put the weights that a worker recorded of its stage together with other stages' weights.
+        """Complete the weights that a worker recorded for its stage with those of the other stages.
 
-        So each worker's weights are those of the whole model, not of its part.
+        So each worker's record has the weights of the whole model.
         """
         event = super()._completed(event)
         if not isinstance(event, trace.Start | trace.Update):
@@ -213,14 +214,14 @@ class PipelineServer(Server):
         )
 
     def prepare(self, step: int) -> tuple[float, float]:
-        """See `Server`; the new weights are recorded here, aside, too."""
+        """See `Server`. The new weights are also recorded here, in the background."""
         total = super().prepare(step)
         assert self._beside is not None, "it has just made the step"
         self._recorded = step + 1, self._record_of(self._beside)
         return total
 
     def _held(self, step: int) -> trace.Tensors:
-        """Return the record of all weights before `step`, which are those held now."""
+        """Return the record of all weights before `step`, the current weights."""
         if self._recorded[0] != step:
             self._recorded = step, self._record_of(self.replica)
         return self._recorded[1]
@@ -230,7 +231,7 @@ class PipelineServer(Server):
         return self.recorder.tensors({spec.name: arrays[spec.name] for spec in specs})
 
     def payload(self, message: Message) -> Buffer:
-        """Return the payload of `message`; a worker gets the state of its stage alone."""
+        """Return the payload of `message`; a worker gets only the state of its own stage."""
         if isinstance(message, Welcome):
             return self._stage_state(self.cut.stage_of_rank(message.rank))
         return super().payload(message)

@@ -1,7 +1,7 @@
-"""A stage of a model: it has some of the blocks, and loads no weights of the others.
+"""A stage of a model: it has some of the model's blocks, and loads only their weights.
 
-The model's own forward pass runs in each stage. It leaves out the blocks of others, takes the
-hidden states that came in at the first block of its own, and ends after the last one of its own.
+The model's own forward pass runs in each stage. It skips the blocks of other stages, uses the
+received hidden states at the stage's first block, and ends after the stage's last block.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.workload import LENGTHS, Finetuning
 from entrenar_py.train.stages.cut import Cut
 
-PROBED = (1, 2, 3, 4)  # tokens that every vocabulary has
+PROBED = (1, 2, 3, 4)  # token ids that every vocabulary has
 HIDDEN_DIMS = 3  # rows, tokens, features
 
 
 class Skipped(nn.Module):
-    """Stands for a block of another stage; blocks of some models return a tuple."""
+    """Replaces a block of another stage; blocks of some models return a tuple."""
 
     def __init__(self, block: nn.Module, *, returns_tuple: bool = False) -> None:
         super().__init__()
@@ -47,24 +47,24 @@ class Skipped(nn.Module):
 
 
 class Table(nn.Module):
-    """Stands for the table of tokens, which another stage has: all its rows are 0."""
+    """Replaces the token embedding, which another stage has; all its rows are 0."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
-        # Models read its device, and others its format, such as rotary positions.
+        # Models read its device; other code, such as rotary positions, reads its dtype.
         self.register_buffer("weight", torch.empty(0, dtype=table.weight.dtype), persistent=False)
         self.weight: Tensor
         self.fill = 0.0
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return hidden states [n, t, d], all the same, for tokens int64 [n, t]."""
+        """Return hidden states [n, t, d], all 0, for tokens int64 [n, t]."""
         shape = (*tokens.shape, self.embedding_dim)
         return torch.full(shape, self.fill, dtype=self.weight.dtype, device=tokens.device)
 
 
 class Head(nn.Module):
-    """Stands for the head, which another stage has."""
+    """Replaces the head, which another stage has."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return `hidden`."""
@@ -72,7 +72,7 @@ class Head(nn.Module):
 
 
 class Reached(Exception):
-    """The last block of a stage has computed `hidden`."""
+    """Raised when the last block of a stage has computed `hidden`."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ class Reached(Exception):
 
 
 def shorten(module: nn.Module, own: range) -> None:
-    """Remove from `module` what a stage with the blocks `own` does not need.
+    """Remove everything from `module` that a stage with the blocks `own` doesn't need.
 
-    That is all other blocks, the table of tokens but in the first stage, and the head but in the
-    last one. A table that is tied to the head stays with it. Raises UsageError for a model that has
-    no list of blocks.
+    The other blocks are removed, the token embedding except in the first stage, and the head except
+    in the last stage. An embedding that is tied to the head stays with it. Raises UsageError for a
+    model without a list of blocks.
     """
     _place, layers = blocks.place_of(module)
     is_first, is_last = own.start == 0, own.stop == len(layers)
@@ -101,18 +101,18 @@ def shorten(module: nn.Module, own: range) -> None:
 
 
 class _InTuples(Exception):
-    """A stage's first block was given a part of the hidden states: blocks return tuples."""
+    """Raised when a stage's first block got a part of the hidden states: blocks return tuples."""
 
 
 class Stage:
-    """The way through one stage of `module`, which `shorten` has cut to the blocks `own`.
+    """The forward pass through one stage of `module`, which `shorten` has cut to the blocks `own`.
 
-    Its first block gets what `receive` was given. A forward pass of any stage but the last one
-    raises Reached.
+    The first block gets the hidden states passed to `receive`. A forward pass raises Reached in
+    every stage except the last.
     """
 
     def __init__(self, module: nn.Module, own: range, products: torch.dtype) -> None:
-        """Run the stage on four tokens, with products in the format `products`."""
+        """Run the stage on four tokens, with matrix products in the dtype `products`."""
         layers = blocks.of(module)
         self.own, self.is_first, self.is_last = own, own.start == 0, own.stop == len(layers)
         self._received: tuple[Tensor, int] | None = None
@@ -199,9 +199,9 @@ def hidden_of(output: Any) -> Tensor:
 
 
 def _example(hidden: Tensor) -> Tensor:
-    """Return values of the shape of `hidden`, [n, t, d], in place of what none has sent.
+    """Return values of the shape of `hidden`, [n, t, d], instead of those that no stage has sent.
 
-    Rows are alike up to their last token.
+    Rows are the same except for their last token.
     """
     num_rows, *shape = hidden.shape
     row = torch.linspace(-1, 1, shape[0] * shape[1], device=hidden.device).sin().reshape(shape)
@@ -211,9 +211,9 @@ def _example(hidden: Tensor) -> Tensor:
 
 
 def _require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:
-    """Raise UsageError if blocks of a later stage read more of the embeddings than they are sent.
+    """Raise UsageError if blocks of a later stage use embeddings that they aren't sent.
 
-    The stage runs on `tokens`, int64 [n, t], twice, with other values in the place of embeddings.
+    The stage runs twice on `tokens`, int64 [n, t], with different values instead of the embeddings.
     """
     table = cast("Any", module).get_input_embeddings()
     if stage.is_first or not isinstance(table, Table):
@@ -233,7 +233,7 @@ def _require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:
 
 
 def output_of(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Return what a stage makes of `tokens`: hidden states, or logits in the last one."""
+    """Return the output of a stage for `tokens`: hidden states, or logits in the last stage."""
     try:
         logits: Tensor = module(input_ids=tokens, use_cache=False).logits
     except Reached as reached:
@@ -243,7 +243,7 @@ def output_of(module: nn.Module, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Received:
-    """Hidden states [n, t, d] from the stage before; the next draw has the number `draws`."""
+    """Hidden states [n, t, d] from the previous stage; the next draw has the number `draws`."""
 
     hidden: Tensor
     draws: int
@@ -253,15 +253,15 @@ class StageWorkload(Finetuning):
     """One stage of a model. `output_of` computes hidden states, or in the last stage the loss."""
 
     def __init__(self, module: nn.Module, stage: Stage, samples: Samples, **options: Any) -> None:
-        """Take the arguments of `Finetuning`; `stage` runs `module`."""
+        """Start from the arguments of `Finetuning`; `stage` runs `module`."""
         self.stage = stage
         super().__init__(module, samples, **options)
 
     def _has_drawn(self) -> bool:
-        """Return whether this stage or its like draw anything by key.
+        """Return whether this stage, or the others like it, draw random numbers by key.
 
-        Raises UsageError for a model that draws from torch's own generator: the state of that
-        depends on all layers before.
+        Raises UsageError for a model that draws from torch's own generator, because that
+        generator's state depends on all previous layers.
         """
         batch = self.objective.example((False, False), LENGTHS)
         before, masks = torch.get_rng_state(), Masks(torch.zeros(2, dtype=torch.int32))
@@ -298,10 +298,10 @@ class StageWorkload(Finetuning):
         drop: DropFunction,
         place: torch.device,
     ) -> tuple[Tensor, int]:
-        """Return hidden states [n, t, d], or the summed loss in the last stage; and the next draw.
+        """Return hidden states [n, t, d], or the last stage's summed loss; and the next draw.
 
-        `received` is None in the first stage, and on the device `place`, as `tensors` are. While a
-        graph is captured all is float32.
+        `received` is None in the first stage. `received` and `tensors` are on the device `place`.
+        While a graph is captured, everything is float32.
         """
         assert (received is None) == self.stage.is_first, "all other stages receive something"
         self.seed(drop)
@@ -326,16 +326,16 @@ def width_of(module: nn.Module) -> int:
 
 
 def hidden_bytes_max(width: int, samples: Samples, plan: TrainingPlan) -> int:
-    """Return the most bytes that hidden states of one shard have."""
+    """Return the largest size, in bytes, of one shard's hidden states."""
     longest = int(np.diff(samples.starts).max())
     num_rows = -(-plan.batch_size // plan.num_shards)
     return 4 * num_rows * -(-longest // LENGTHS) * LENGTHS * width
 
 
 def load_stage(prepared: Prepared, cut: Cut, number: int) -> StageWorkload:
-    """Return the stage with this `number` as a workload; loads its part of the checkpoint.
+    """Return stage `number` as a workload, after loading its part of the checkpoint.
 
-    Raises UsageError for a checkpoint that can't be used, and a model that can't be cut.
+    Raises UsageError for a checkpoint that can't be used, or a model that can't be cut.
     """
     own, settings = cut.stages[number], prepared.settings
     module = model.part(
@@ -347,7 +347,7 @@ def load_stage(prepared: Prepared, cut: Cut, number: int) -> StageWorkload:
     )
     products = precision.of_products(settings)
     stage = Stage(module, own, products)
-    if settings.task != "classify":  # a model that looks ahead does so in some stage
+    if settings.task != "classify":  # a model that looks ahead does so in one of its stages
         model.require_blind(settings, unlike_at_the_end(module, products))
     return StageWorkload(
         module,

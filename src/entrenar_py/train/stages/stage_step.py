@@ -1,4 +1,4 @@
-"""The passes of one stage on a device of torch: forward, and backward through what was kept."""
+"""The forward and backward passes of one stage, on torch's devices or on wgpu."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from entrenar_py.train.stages.stage_model import Received, StageWorkload
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hidden states of a shard, [n, t, d] on the host; the next stage's draws begin at `draws`."""
+    """Hidden states of a shard, [n, t, d] on the host; the next stage draws from `draws` on."""
 
     tensor: Tensor
     draws: int
@@ -26,11 +26,11 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradients that one shard has in a stage.
+    """The gradients of one shard in a stage.
 
-    `gradients` are those of the trainable tensors in the specs' order, on the host and times the
-    scale. `hidden` is that of the hidden states that came in, None in the first stage. `loss` is
-    the summed loss, 0 in any stage but the last.
+    `gradients` has the gradients of the trainable tensors in the specs' order, on the host and
+    multiplied by the scale. `hidden` is the gradient of the received hidden states, None in the
+    first stage. `loss` is the summed loss, 0 except in the last stage.
     """
 
     gradients: list[Array]
@@ -39,20 +39,23 @@ class Backward:
 
 
 class StageStep(Protocol):
-    """The passes of a stage. Shards are told apart by number; `begin` forgets them all."""
+    """The passes of a stage. Shards are identified by number; `begin` forgets all of them."""
 
     def begin(self) -> None:
-        """Begin a step, or start it over: weights may have changed."""
+        """Begin or restart a step; weights may have changed."""
         ...
 
     def forward(
         self, shard: int, ids: Sequence[int], received: Received | None, drop: DropFunction
     ) -> Hidden | Backward:
-        """Make the forward pass of `shard`; in the last stage the backward pass, too."""
+        """Return the result of the forward pass of `shard`, in the last stage of both passes."""
         ...
 
     def backward(self, shard: int, gradient: Tensor) -> Backward:
-        """Make the backward pass from `gradient`, that of the hidden states sent on."""
+        """Return the result of the backward pass.
+
+        `gradient` is that of the hidden states sent on.
+        """
         ...
 
 
@@ -71,7 +74,8 @@ class TorchStage:
         self._host = dict(tensors)
         self._names = [spec.name for spec in workload.specs]
         self._tensors = self._host
-        self._kept: dict[int, tuple[Tensor | None, Tensor]] = {}  # shard -> what came in, and out
+        # shard -> input and output of its forward pass
+        self._kept: dict[int, tuple[Tensor | None, Tensor]] = {}
         if place.type != "cpu":
             workload.objective.to(place)
             self._tensors = {
@@ -101,7 +105,7 @@ class TorchStage:
         if not self._workload.stage.is_last:
             self._kept[shard] = into, output
             return Hidden(output.detach().contiguous().cpu(), draws)
-        # In one process the scale multiplies the loss, and so do all bits of the gradient here.
+        # In one process, the scale multiplies the loss. Scaling here gives the same bits.
         scaled = output * torch.tensor(self._scale, device=output.device)
         return self._through(scaled, None, into, loss=output.item())
 
@@ -121,15 +125,15 @@ class TorchStage:
         return Backward(gradients, of_hidden, loss)
 
 
-_HOST = torch.device("cpu")  # of all tensors that a graph is captured with
+_HOST = torch.device("cpu")  # dtype of all tensors while a graph is captured
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The properties of a pass that its graph depends on, apart from the stage.
+    """The properties of a pass that determine its graph, besides the stage.
 
-    `shapes` are those of the batch. `is_keyed` is true if dropout has a key, and `draws` the number
-    of the first draw. `is_forward` is false if the graph returns gradients.
+    `shapes` has the shapes of the batch. `is_keyed` is true if dropout has a key; `draws` is the
+    number of the first draw. `is_forward` is false if the graph returns gradients.
     """
 
     shapes: Shapes
@@ -141,10 +145,10 @@ class Pass:
 
 @dataclass(frozen=True)
 class Shard:
-    """The inputs of a stage's passes of one shard, which are kept from the first to the second.
+    """The inputs of a stage's passes of one shard, kept from the forward to the backward pass.
 
-    `hidden` is float32 [n, t, d] or None in the first stage, `dtype` the format that it came in.
-    `key` is dropout's, int32 [2], or None without dropout.
+    `hidden` is float32 [n, t, d], or None in the first stage; `dtype` is the dtype in which it was
+    received. `key` is dropout's key, int32 [2], or None without dropout.
     """
 
     batch: tuple[Tensor, ...]
@@ -155,7 +159,7 @@ class Shard:
 
     @classmethod
     def of(cls, batch: tuple[Tensor, ...], received: Received | None, drop: DropFunction) -> Shard:
-        """Return the inputs of a shard; draws the key."""
+        """Return the inputs of a shard, with a newly drawn key."""
         key = draws.key_of(drop)
         if received is None:
             return cls(batch, None, torch.float32, 0, key)
@@ -163,11 +167,11 @@ class Shard:
         return cls(batch, hidden, received.hidden.dtype, received.draws, key)
 
     def inputs(self) -> list[Tensor]:
-        """Return the inputs of a graph, in order."""
+        """Return the inputs of the graph, in order."""
         return [*self.batch, *(one for one in (self.hidden, self.key) if one is not None)]
 
     def again(self, given: Sequence[Tensor]) -> Shard:
-        """Return the shard with `given` in place of `inputs`."""
+        """Return the shard with `given` instead of `inputs`."""
         rest = iter(given)
         batch = tuple(next(rest) for _ in self.batch)
         hidden = None if self.hidden is None else next(rest)
@@ -177,9 +181,9 @@ class Shard:
 
 
 class WgpuStage:
-    """A `StageStep` on a wgpu device. Frozen weights lie there once, for all passes.
+    """A `StageStep` on a wgpu device, which holds one copy of the frozen weights for all passes.
 
-    Trainable tensors, the batch, and what came from another stage are uploaded for each pass.
+    Trainable tensors, the batch, and tensors from other stages are uploaded for each pass.
     """
 
     def __init__(
@@ -228,7 +232,7 @@ class WgpuStage:
         return self._resident.run(key, body, [*inputs.inputs(), *more])
 
     def _onward(self, like: Shard) -> Body:
-        """Return the forward pass, a function of `like.inputs()`: (hidden states, next draw)."""
+        """Return the forward pass as a function of `like.inputs()`: (hidden states, next draw)."""
 
         def compute(tensors: Tensors, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
             hidden, number = self._output(tensors, like.again(given))
@@ -237,9 +241,10 @@ class WgpuStage:
         return compute
 
     def _back(self, like: Shard) -> Body:
-        """Return the backward pass, of `like.inputs()` and the gradient of what was sent on.
+        """Return the backward pass as a function of `like.inputs()` and the output's gradient.
 
-        It returns the gradients of the trainable tensors, and of the hidden states that came in.
+        The function returns the gradients of the trainable tensors and of the received hidden
+        states.
         """
 
         def compute(tensors: Tensors, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -251,7 +256,7 @@ class WgpuStage:
         return compute
 
     def _whole(self, like: Shard) -> Body:
-        """Return both passes of the last stage: (loss, gradients as of `_back`)."""
+        """Return both passes of the last stage as a function: (loss, gradients as in `_back`)."""
 
         def compute(tensors: Tensors, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
             shard = like.again(given)
@@ -272,7 +277,7 @@ class WgpuStage:
 
 
 def _backward(shard: Shard, gradients: Sequence[Array], loss: float = 0.0) -> Backward:
-    """Return the gradients of `shard`; that of hidden states in the format that these came in."""
+    """Return the gradients of `shard`; that of hidden states has their received dtype."""
     if shard.hidden is None:
         return Backward(list(gradients), None, loss)
     *of_weights, of_hidden = gradients

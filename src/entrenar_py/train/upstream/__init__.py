@@ -1,4 +1,5 @@
-"""The original system's second wire layout, without I/O: a codec, and the coordinator's machine.
+"""The original system's second wire format: codec, and the coordinator's machine and server.
 
-It has no authentication and carries no weights: workers hold these, the coordinator only averages.
+The format has no authentication and carries no weights: workers hold the weights, and the
+coordinator only averages.
 """

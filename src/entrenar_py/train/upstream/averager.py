@@ -1,10 +1,10 @@
-"""The averaging coordinator: admits workers, assigns shards, and says what is to be averaged.
+"""The averaging coordinator: admits workers, assigns shards, and requests averages.
 
-It is a state machine: its methods take events (a connection, a message, a tick of the clock, an
-average that is done) and return effects. Each shard of a step is assigned to one worker at a time,
-and a worker has one shard at a time: neither GradientPayload nor BlockGradient names its shard. A
-part of the gradient is averaged as soon as every shard has delivered it, over the shards in order,
-and sent to all workers. A step ends when all parts are averaged.
+It is a state machine: its methods take events (a connection, a message, a tick of the clock, a
+completed average) and return effects. Each shard of a step is assigned to one worker at a time, and
+a worker has one shard at a time, because neither GradientPayload nor BlockGradient names its shard.
+A part of the gradient is averaged as soon as it has arrived for every shard, over the shards in
+order, and then sent to all workers. A step ends when all parts are averaged.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from entrenar_py.train.upstream.terms import (
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect, Peer
 
-IGNORED_MAX = 64  # messages of a worker that came twice or late, before it is thrown out
+IGNORED_MAX = 64  # repeated or late messages before a worker is expelled
 
 
 class WirePhase(StrEnum):
     """The phase of one connection."""
 
-    CONNECTED = "connected"  # must ask to join
-    IDLE = "idle"  # has no shard; what it sends of steps before is late, and ignored
+    CONNECTED = "connected"  # must send a JoinRequest
+    IDLE = "idle"  # has no shard; late messages of earlier steps are ignored
     COMPUTING = "computing"  # has a shard to deliver
 
 
@@ -63,16 +63,16 @@ class AveragingWorker:
     """One connection. Times are seconds on a monotonic clock."""
 
     host: str
-    heard: float  # when the last byte came
+    heard: float  # when the last byte arrived
     worker_id: int | None = None
     node_id: str = ""
     beats: bool = False  # whether it ever sent a heartbeat
     shard: int | None = None
     since: float = 0.0  # when the shard was assigned
-    extents: dict[Part, Extent] = field(default_factory=dict)  # what came of the shard
-    num_blocks: int = 0  # as it said with a block of the shard
-    num_done: int = 0  # shards of this step that it delivered
-    takes_part: bool = False  # gets the averages of this step
+    extents: dict[Part, Extent] = field(default_factory=dict)  # parts of the shard that arrived
+    num_blocks: int = 0  # as given with a block of the shard
+    num_done: int = 0  # shards of this step that the worker delivered
+    takes_part: bool = False  # whether the worker gets the averages of this step
     told: set[Part] = field(default_factory=set)  # the averages of this step that were sent to it
     num_ignored: int = 0
 
@@ -84,11 +84,11 @@ class AveragingWorker:
         return WirePhase.IDLE if self.shard is None else WirePhase.COMPUTING
 
     def name(self) -> str:
-        """Return how messages call the worker."""
+        """Return the worker's name for messages."""
         return f"worker {self.worker_id} ({self.node_id!r})"
 
     def begin_step(self) -> None:
-        """Note that a step begins, in which the worker takes part."""
+        """Note that a step begins in which the worker takes part."""
         self.num_done, self.takes_part = 0, True
         self.told.clear()
 
@@ -106,7 +106,7 @@ class AveragingWorker:
     # --- what it sends ----------------------------------------------------------------------------
 
     def require_legal(self, message: WireMessage) -> None:
-        """Raise ProtocolError unless the worker may send such a message now."""
+        """Raise ProtocolError if the worker may not send this type of message now."""
         if not isinstance(message, MAY_SEND[self.phase]):
             kind = type(message).__name__
             raise ProtocolError(f"{kind} from a connection that is {self.phase}")
@@ -114,8 +114,9 @@ class AveragingWorker:
             raise ProtocolError(f"worker_id={message.worker_id}: it was accepted as {self.name()}")
 
     def is_due(self, upload: Upload, step: int) -> bool:
-        """Return whether `upload` is for the worker's shard of `step`; False if it came twice or
-        late. ProtocolError if it can't have been asked for, or came so too often.
+        """Return whether `upload` is for the worker's shard of `step`; False if repeated or late.
+
+        Raises ProtocolError if it was never requested, or if the worker repeats too many.
         """
         what = f"{type(upload).__name__} of step {upload.step}"
         if upload.step > step:
@@ -130,7 +131,7 @@ class AveragingWorker:
         return False
 
     def require_possible(self, upload: Upload, run: AveragingRun) -> None:
-        """Raise ProtocolError if `upload` is not of this run, or no shard has room for it."""
+        """Raise ProtocolError if `upload` is not of this run or too large for a shard."""
         part = part_of(upload)
         if isinstance(upload, BlockGradient):
             if not 0 < upload.num_blocks <= BLOCKS_MAX or upload.block >= upload.num_blocks:
@@ -154,7 +155,7 @@ class AveragingWorker:
             )
 
     def take(self, upload: Upload) -> None:
-        """Note that a part of the shard came."""
+        """Note that a part of the shard arrived."""
         self.extents[part_of(upload)] = Extent.of(upload)
         if isinstance(upload, BlockGradient):
             self.num_blocks = upload.num_blocks
@@ -169,36 +170,37 @@ class WireStage(StrEnum):
 
 
 class Averager:
-    """The state machine. Times are seconds on a monotonic clock."""
+    """The averaging coordinator's state machine. Times are seconds on a monotonic clock."""
 
     def __init__(self, run: AveragingRun, *, patience: Patience, now: float) -> None:
         self.run, self.patience = run, patience
         self.stage, self.step = WireStage.GATHERING, 0
         self.peers: dict[Peer, AveragingWorker] = {}
-        self.layout: dict[Part, Extent] | None = None  # of a gradient, once a shard was complete
-        self._known: dict[Part, Extent] = {}  # the parts that came, complete or not
-        self._num_blocks = 0  # as the first block said
+        # parts of a gradient, known when a shard is complete
+        self.layout: dict[Part, Extent] | None = None
+        self._known: dict[Part, Extent] = {}  # the parts that arrived, complete or not
+        self._num_blocks = 0  # as given by the first block
         self._shards: list[range] = []  # of this step
         self._queue: list[int] = []  # shards that nobody has
         self._weights: dict[Part, dict[int, int]] = {}  # part -> shard -> weight
-        self._requested: set[Part] = set()  # parts that are averaged, or are being
+        self._requested: set[Part] = set()  # parts that are averaged or in work
         self._averaged: set[Part] = set()
-        self._results: dict[int, say.GradientPayload] = {}  # shard -> what came with its end
+        self._results: dict[int, say.GradientPayload] = {}  # shard -> the message that completed it
         self._ended: dict[int, int] = {}  # shard -> the worker that delivered it
         self._stopping: str | None = None
-        self._alone_since = now  # since when there were too few workers
+        self._alone_since = now  # time since which there are too few workers
 
     # --- events -----------------------------------------------------------------------------------
 
     def connected(self, peer: Peer, host: str, now: float) -> list[Effect]:
-        """Take a new connection from `host`."""
+        """Return the effects of a new connection from `host`."""
         if self.stage is WireStage.OVER:
             return [do.Close(peer, "the run is over")]
         self.peers[peer] = AveragingWorker(host, now)
         return []
 
     def heard(self, peer: Peer, now: float) -> None:
-        """Note that bytes of `peer` came. They count once it takes part."""
+        """Note that bytes of `peer` arrived. They count when `peer` takes part."""
         worker = self.peers.get(peer)
         if worker is not None and worker.phase is not WirePhase.CONNECTED:
             worker.heard = now
@@ -206,7 +208,7 @@ class Averager:
     def keeps(self, peer: Peer, upload: Upload) -> bool:
         """Return whether to keep the gradients of `upload`, which has begun; False discards them.
 
-        Raises ProtocolError if it may not come now, or is not of this run.
+        Raises ProtocolError if `upload` is illegal now or not of this run.
         """
         worker = self.peers.get(peer)
         if worker is None or self.stage is WireStage.OVER:
@@ -223,7 +225,7 @@ class Averager:
     ) -> list[Effect]:
         """Return the effects of a whole message; an illegal one ends the connection to `peer`.
 
-        `kept` tells whether its gradients were kept.
+        `kept` says whether the message's gradients were kept.
         """
         worker = self.peers.get(peer)
         if worker is None or self.stage is WireStage.OVER:
@@ -241,11 +243,11 @@ class Averager:
         return []
 
     def not_finite(self, peer: Peer, upload: Upload, element: int, value: float) -> list[Effect]:
-        """Halt the run: `element` of the gradients in `upload` is NaN or Inf."""
+        """Return the effects of a NaN or Inf, `element` of the gradients in `upload`: a halt."""
         return self._halt(self.peers[peer], upload, f"gradients[{element}]={value} in")
 
     def averaged(self, step: int, part: Part, now: float) -> list[Effect]:
-        """Take the result of AveragePart: send it to all workers, and go on."""
+        """Return the effects of a completed AveragePart: send the average to all workers."""
         if self.stage is WireStage.OVER:
             return []
         assert step == self.step, f"an average of step {step} in step {self.step}"
@@ -257,11 +259,11 @@ class Averager:
         return effects + self._go_on(now)
 
     def lost(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """Note that the connection to `peer` is lost, or must end."""
+        """Return the effects of a connection to `peer` that is lost or must end."""
         return self._drop(peer, reason, now) if peer in self.peers else []
 
     def tick(self, now: float) -> list[Effect]:
-        """Give up workers that take too long, and a run that has waited too long for workers."""
+        """Drop workers that take too long; end a run that waited too long for workers."""
         effects: list[Effect] = []
         if self.stage is WireStage.OVER:
             return []
@@ -276,7 +278,7 @@ class Averager:
         return effects
 
     def stop(self, reason: str, *, at_once: bool = False) -> list[Effect]:
-        """End the run before its next step, or `at_once`, and tell the workers."""
+        """Return the effects that end the run before its next step, or at once if `at_once`."""
         if self.stage is WireStage.OVER:
             return []
         if at_once or self.stage is WireStage.GATHERING or not self._workers():
@@ -323,7 +325,7 @@ class Averager:
         return effects + self._deal(now)
 
     def _overdue(self, worker: AveragingWorker, now: float) -> str:
-        """Return why to give `worker` up; "" if it has time."""
+        """Return why to drop `worker`; "" if it still has time."""
         silent = now - worker.heard
         if worker.phase is WirePhase.CONNECTED:
             return "no JoinRequest in time" if silent >= self.patience.hello_s else ""
@@ -344,7 +346,7 @@ class Averager:
     # --- a step -----------------------------------------------------------------------------------
 
     def _begin(self, now: float) -> list[Effect]:
-        """Begin `step`, or end the run if it was the last or is to be stopped."""
+        """Begin `step`, or end the run after its last step or a request to stop."""
         if self.step == self.run.num_steps:
             return self._end("completed", "")
         if self._stopping is not None:
@@ -359,7 +361,7 @@ class Averager:
         return [wire.BeginStep(self.step), *self._deal(now)]
 
     def _deal(self, now: float) -> list[Effect]:
-        """Assign shards that nobody has to idle workers, first to those that did least."""
+        """Assign free shards to idle workers, first to the workers that delivered the fewest."""
         idle = [(w.num_done, w.worker_id, peer) for peer, w in self._workers().items()]
         idle = [one for one in idle if self.peers[one[2]].phase is WirePhase.IDLE]
         effects: list[Effect] = []
@@ -407,7 +409,7 @@ class Averager:
         return effects + self._request(part) + self._deal(now) + self._go_on(now)
 
     def _require_like_others(self, upload: Upload) -> None:
-        """Raise ProtocolError unless the part is as long as it was before, and one of those."""
+        """Raise ProtocolError if the part is unknown or its length has changed."""
         part, extent = part_of(upload), Extent.of(upload)
         if isinstance(upload, say.BlockGradient) and self._num_blocks not in (0, upload.num_blocks):
             raise ProtocolError(f"num_blocks={upload.num_blocks}: it was {self._num_blocks} before")
@@ -433,7 +435,8 @@ class Averager:
             raise ProtocolError(f"correct={ending.correct} of total={ending.total}: use fewer")
         assert worker.shard is not None, "only a shard can end"
         size = len(self._shards[worker.shard])
-        if ending.total > size:  # it would outweigh all others, and no ledger holds 64 bits
+        # it would outweigh all other shards, and a ledger can't hold 64 bits
+        if ending.total > size:
             raise ProtocolError(
                 f"total={ending.total} of a shard with {size} samples: use at most {size}"
             )
@@ -456,7 +459,7 @@ class Averager:
         worker.end_shard()
 
     def _request(self, part: Part) -> list[Effect]:
-        """Request the average of `part` if it came for every shard."""
+        """Request the average of `part` if it has arrived for every shard."""
         weights = self._weights.get(part, {})
         if part in self._requested or len(weights) < len(self._shards):
             return []
@@ -468,7 +471,7 @@ class Averager:
         return [wire.AveragePart(self.step, part, ordered)]
 
     def _tell(self, peer: Peer, worker: AveragingWorker, part: Part) -> list[Effect]:
-        """Send the average of `part` to `worker`, unless it was sent in this step."""
+        """Send the average of `part` to `worker`, unless this was already done in this step."""
         if part in worker.told:
             return []
         worker.told.add(part)
@@ -493,7 +496,7 @@ class Averager:
         return math.fsum(result.loss * result.total for result in results) / total
 
     def _go_on(self, now: float) -> list[Effect]:
-        """End the step if all shards are delivered and all parts averaged, and begin the next."""
+        """If all shards are delivered and all parts averaged, end the step and begin the next."""
         if self.stage is not WireStage.AVERAGING or self.layout is None:
             return []
         if len(self._ended) < len(self._shards) or self._averaged != set(self.layout):

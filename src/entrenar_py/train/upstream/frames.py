@@ -1,16 +1,16 @@
 """The messages of the original system's wire, their framing, and its bounds.
 
-A frame is a u32 in big-endian order, the number of bytes that follow; then a byte, the tag; then
-the fields, little-endian, in the order in which the records list them.
+A frame begins with a big-endian u32, the number of bytes that follow. Then come the tag, one byte,
+and the little-endian fields, in the order in which the records list them.
 
-Every length and count is compared with the bytes that its frame announced before memory is taken
-for it. Gradients are received into memory that the owner of the decoder gives, and are sent from
-theirs, so that they are held once.
+Every length and count is compared with the frame's announced length before memory is allocated for
+it. Gradients are received into memory that the owner of the decoder provides, and are sent from
+their own memory, so only one copy exists.
 
-The count of `component_sizes` is a u64 as in every vector. Workers of the original system write a
-u32 there. Since the sizes add up to the number of gradients, and all counts to the length of the
-frame, only one of the two readings can be right; `Decoder.counts` says which it was, so that a
-worker is answered in its own layout.
+The count of `component_sizes` is a u64, as in every vector, but workers of the original system
+write a u32. The sizes add up to the number of gradients, and all counts must fit the length of the
+frame, so only one of the two readings can be right. `Decoder.counts` says which, so that a worker
+is answered in its own format.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ U32: TypeAlias = int
 U64: TypeAlias = int
 F32: TypeAlias = float
 Text: TypeAlias = str  # u32, the number of bytes, then UTF-8
-Sizes: TypeAlias = tuple[int, ...]  # u64, how many, then a u32 each
-# u64, how many, then a float32 each. A record has only their number; the values are its payload.
+Sizes: TypeAlias = tuple[int, ...]  # u64, the count, then a u32 each
+# u64, the count, then a float32 each. A record has only the count; the values are its payload.
 Gradients: TypeAlias = int
 
 COORDINATOR, WORKER, EITHER = "coordinator", "worker", "either"
@@ -39,9 +39,9 @@ COORDINATOR, WORKER, EITHER = "coordinator", "worker", "either"
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True)
 class WireMessage:
-    """A message. `tag` is its kind on the wire, `sender` the end that sends it.
+    """A message. `tag` is its type on the wire, `sender` the end that sends it.
 
-    Every subclass is a frozen dataclass. Its fields are the message's.
+    Every subclass is a frozen dataclass with the message's fields.
     """
 
     tag: ClassVar[int]
@@ -71,7 +71,7 @@ class JoinAccepted(WireMessage):
 
 
 class ShardAssignment(WireMessage):
-    """Request for the gradient of samples `start` to `end` - 1 with the weights before `step`."""
+    """Request for the gradient of samples `start` to `end` - 1, at the weights before `step`."""
 
     tag: ClassVar[int] = 0x03
     sender: ClassVar[str] = COORDINATOR
@@ -83,7 +83,7 @@ class ShardAssignment(WireMessage):
 class GradientPayload(WireMessage):
     """The mean gradient and the mean loss over the `total` samples of the worker's shard.
 
-    `correct` of them were predicted right. It is the last message of a shard, unless the
+    `correct` samples were predicted correctly. It is the last message of a shard, unless the
     configuration lists `components`.
     """
 
@@ -108,7 +108,7 @@ class AveragedGradient(WireMessage):
 
 
 class Heartbeat(WireMessage):
-    """The worker is alive; it gets no answer. `timestamp_ms` is not read."""
+    """Sign that the worker is alive. It gets no answer. `timestamp_ms` is not read."""
 
     tag: ClassVar[int] = 0x06
     sender: ClassVar[str] = EITHER
@@ -126,8 +126,8 @@ class Shutdown(WireMessage):
 class BlockGradient(WireMessage):
     """The mean gradient of one of `num_blocks` blocks over the worker's shard.
 
-    The components of the block follow each other; `component_sizes` has their lengths, which add up
-    to the number of `gradients`.
+    The gradients of the block's components are concatenated. `component_sizes` has their lengths,
+    which add up to the number of `gradients`.
     """
 
     tag: ClassVar[int] = 0x08
@@ -186,7 +186,7 @@ UPLOADS = (GradientPayload, BlockGradient, NonBlock)
 
 
 class Part(NamedTuple):
-    """A part of the gradient that is sent and averaged separately: tag of its upload, number."""
+    """A part of the gradient, sent and averaged separately: the tag of its upload, and a number."""
 
     tag: int
     number: int
@@ -210,28 +210,29 @@ def part_of(upload: Upload) -> Part:
 
 LENGTH = struct.Struct(">I")
 LENGTH_MAX = 2**32 - 1
-FRAME_BYTES_MAX = 100_000_000  # of the original system; a configuration may give another
+# limit of the original system; a configuration may set a different one
+FRAME_BYTES_MAX = 100_000_000
 TEXT_BYTES_MAX = 1024
 COMPONENTS_MAX = 4096
-# The longest frame without gradients, all that a connection may send before it takes part.
+# The longest frame without gradients, the most that a connection may send before it takes part.
 SHORT_BYTES_MAX = 1 + 2 * (4 + TEXT_BYTES_MAX) + 4
 
 NUMBERS: Mapping[str, str] = {"U8": "B", "U32": "I", "U64": "Q", "F32": "f"}
 COUNT = struct.Struct("<Q")
 FLOAT_BYTES = 4
 _SHORT_COUNT = struct.Struct("<I")
-_WASTE = memoryview(bytearray(2**16))  # for gradients that are read and not kept
+_WASTE = memoryview(bytearray(2**16))  # for gradients that are read but not kept
 
 # Returns memory for the gradients of a message that has begun; None discards them. The fields after
-# the gradients are 0: they have not come yet.
+# the gradients are 0, because they have not arrived yet.
 Room: TypeAlias = Callable[[WireMessage, int], memoryview | None]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields of one kind: `head` and `tail` are those before and after the gradients.
+    """The fields of one type of message, before (`head`) and after (`tail`) its gradients.
 
-    Both hold (name, form). A kind without gradients has all of its fields in `head`.
+    Both hold (name, form). A type without gradients has all fields in `head`.
     """
 
     head: tuple[tuple[str, str], ...]
@@ -245,12 +246,12 @@ class Layout:
 
     @cached_property
     def fixed(self) -> struct.Struct:
-        """The numbers of `head`."""
+        """The fixed-size fields of `head`."""
         return _numbers(self.head)
 
     @cached_property
     def rest(self) -> struct.Struct:
-        """The numbers of `tail`."""
+        """The fixed-size fields of `tail`."""
         return _numbers(self.tail)
 
 
@@ -270,7 +271,7 @@ LAYOUTS: dict[type[WireMessage], Layout] = {k: _layout(k) for k in WIRE_MESSAGES
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A whole message; `gradients` is the memory from `room`, or None if there was none."""
+    """A whole message; `gradients` is the memory from `room`, or None."""
 
     message: WireMessage
     gradients: memoryview | None
@@ -279,9 +280,9 @@ class Received:
 def encode(
     message: WireMessage, gradients: Buffer = b"", *, counts: struct.Struct = COUNT
 ) -> Iterator[Buffer]:
-    """Yield the frame of `message` in pieces; the second one is `gradients` itself.
+    """Yield the frame of `message` in pieces; the second piece is `gradients` itself.
 
-    `counts` is the form of the number of component sizes.
+    `counts` is the format of the count of component sizes.
     """
     layout, values = LAYOUTS[type(message)], _bytes(memoryview(gradients))
     head = bytearray([message.tag])
@@ -313,34 +314,34 @@ def _written(value: Any, form: str, counts: struct.Struct) -> bytes:
 class Decoder:
     """Decodes one direction of a connection.
 
-    Write received bytes into `buffer()`, and call `filled` with their number. Frames longer than
-    `bytes_max`, without their length, and messages that are not of `kinds` are refused before
-    anything else of them is read; both may be changed between messages.
+    Write received bytes into `buffer()`, and call `filled` with their number. A frame with more
+    than `bytes_max` bytes after its length field, or a message of a type not in `kinds`, is refused
+    before the rest of it is read. Both limits may be changed between messages.
     """
 
     def __init__(self, *, bytes_max: int, kinds: Collection[type[WireMessage]], room: Room) -> None:
         self.bytes_max, self.kinds = bytes_max, kinds
-        self.counts = COUNT  # the form of the number of component sizes that came last
+        self.counts = COUNT  # the format of the last received count of component sizes
         self._room = room
-        self._length = 0  # of the frame in work, without its tag
+        self._length = 0  # length of the current frame, without its tag
         self._kind = next(iter(WIRE_MESSAGES.values()))
         self._head = bytearray()
         self._values: dict[str, Any] = {}
         self._kept: memoryview | None = None
-        self._left = 0  # bytes of the gradients that are still to come
+        self._left = 0  # bytes of the gradients still to come
         self._rest = memoryview(b"")
         self._advance: Callable[[], Received | None] = self._end_length
         self._collect(LENGTH.size, self._end_length)
 
     def buffer(self) -> memoryview:
-        """Return the memory for the next bytes; it is never empty."""
+        """Return the memory for the next received bytes; it is never empty."""
         return self._rest
 
     def filled(self, num_bytes: int) -> Received | None:
-        """Take `num_bytes` written to `buffer()`; return the message that they complete, or None.
+        """Return the message that the `num_bytes` bytes written to `buffer()` complete, or None.
 
-        Raises ProtocolError for a frame that is malformed, too long or not one of `kinds`. Nothing
-        more can be read from this peer then.
+        Raises ProtocolError for a frame that is malformed, too long or not one of `kinds`. After
+        that, nothing more can be read from this peer.
         """
         self._rest = self._rest[num_bytes:]
         done = None
@@ -349,7 +350,7 @@ class Decoder:
         return done
 
     def feed(self, data: Buffer) -> Iterator[Received]:
-        """Take all of `data`, and yield each message as soon as it is complete."""
+        """Yield each message in `data` as soon as it is complete."""
         left = memoryview(data)
         while left.nbytes:
             num_bytes = min(self._rest.nbytes, left.nbytes)
@@ -432,13 +433,14 @@ class Decoder:
     # --- a message with gradients -----------------------------------------------------------------
 
     def _end_sizes(self) -> None:
-        """Read on to the end of the longer head of the two that the count may mean."""
+        """Read to the end of the longer of the two heads that the count may mean."""
         ends = [self._head_end(counts) for counts in _COUNTS]
         self._collect(max(end or len(self._head) for end in ends), self._end_sized_head)
 
     def _head_end(self, counts: struct.Struct) -> int | None:
-        """Return where the head ends if its sizes are counted by `counts`; None if that is past
-        the frame's end, or the sizes are too many.
+        """Return the end of the head if `counts` is the format of its count.
+
+        The result is None if that is past the frame's end, or if there are too many sizes.
         """
         at = LAYOUTS[self._kind].fixed.size
         (count,) = counts.unpack_from(self._head, at)
@@ -455,7 +457,10 @@ class Decoder:
         raise ProtocolError(f"{self._kind.__name__}: {'; '.join(problems)}")
 
     def _try_counts(self, counts: struct.Struct) -> str:
-        """Go on to the gradients if the sizes are counted by `counts`; else return why not."""
+        """Continue with the gradients if `counts` is the count's format.
+
+        If not, return the reason.
+        """
         end, begin = self._head_end(counts), LAYOUTS[self._kind].fixed.size + counts.size
         if end is None:
             (count,) = counts.unpack_from(self._head, begin - counts.size)
@@ -480,7 +485,7 @@ class Decoder:
         self._begin_gradients(end, count)
 
     def _unfit(self, head_end: int, count: int) -> str:
-        """Return why `count` gradients after a head of `head_end` bytes are not this frame's."""
+        """Return why `count` gradients after a head of `head_end` bytes don't fit this frame."""
         due = head_end + FLOAT_BYTES * count + LAYOUTS[self._kind].rest.size
         if due == self._length:
             return ""
@@ -535,7 +540,7 @@ _COUNTS = (COUNT, _SHORT_COUNT)
 
 
 def _bytes(view: memoryview) -> memoryview:
-    """Return the bytes of `view`; a view of nothing can't be cast."""
+    """Return the bytes of `view`; an empty view can't be cast."""
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 

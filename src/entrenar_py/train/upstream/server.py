@@ -1,6 +1,6 @@
 """The averaging coordinator as a TCP server, for workers of the original system.
 
-The wire has no authentication: whoever can connect can take part.
+The wire has no authentication: every peer that can connect can take part.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from entrenar_py.train.wire_io.endpoints import Background, Notify, unnoticed
 from entrenar_py.train.wire_io.link import FAREWELL_S, Link
 from entrenar_py.train.wire_io.processes import Thread
 
-# The averaging coordinator without the network: its machine, codecs, and the gradients it holds.
+# The averaging coordinator without the network: its state machine, codecs and gradients.
 #
-# A gradient is held from its first byte until its part is averaged, an average until it is sent.
+# A gradient is kept from its first byte until its part is averaged, an average until it is sent.
 
 
 class Wire(Protocol):
     """The place to which the end writes its messages."""
 
     def write(self, peer: Peer, message: WireMessage, buffers: Sequence[Buffer]) -> None:
-        """Send `message`, which is encoded in `buffers`, after all earlier messages."""
+        """Send `message`, encoded in `buffers`, after all earlier messages."""
         ...
 
     def admit(self, peer: Peer) -> None:
@@ -57,13 +57,14 @@ class Wire(Protocol):
         ...
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Close the connection once everything is sent; the end gets no more events of it."""
+        """Close the connection after everything is sent; the end gets no more of its events."""
         ...
 
 
 class Average(NamedTuple):
-    """The average of a part, float32 [num_gradients], the BLAKE3 digest of its bytes, and how long
-    it took.
+    """The average of a part, float32 [num_gradients].
+
+    It has the BLAKE3 digest of its bytes, and the seconds that it took.
     """
 
     vector: Vector
@@ -74,8 +75,8 @@ class Average(NamedTuple):
 class AveragingEnd:
     """Carries out the effects of `machine`. `finished` is its Finish effect, None until then.
 
-    Frames of workers may have `frame_bytes_max`. Averages are computed in `background`.
-    `averages` has those of the current step, by part.
+    `frame_bytes_max` limits frames from workers. Averages are computed in `background`. `averages`
+    has the averages of the current step, by part.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class AveragingEnd:
     # --- events -----------------------------------------------------------------------------------
 
     def connected(self, peer: Peer, host: str) -> None:
-        """Take a new connection."""
+        """Start a connection from `host`."""
 
         def room(message: WireMessage, num_bytes: int) -> memoryview | None:
             assert isinstance(message, UPLOADS), "a worker sends no other gradients"
@@ -110,12 +111,12 @@ class AveragingEnd:
         self._follow(self.machine.connected(peer, host, self._clock()))
 
     def buffer(self, peer: Peer) -> memoryview | None:
-        """Return the memory for the next bytes of `peer`; None to discard them."""
+        """Return the memory for the next bytes from `peer`; None to discard them."""
         decoder = self._decoders.get(peer)
         return None if decoder is None else decoder.buffer()
 
     def filled(self, peer: Peer, num_bytes: int) -> None:
-        """Take `num_bytes` that were written to `buffer(peer)`."""
+        """Process the `num_bytes` bytes that were written to `buffer(peer)`."""
         decoder, now = self._decoders.get(peer), self._clock()
         if decoder is None:
             return
@@ -129,16 +130,16 @@ class AveragingEnd:
             self._follow(self._receive(peer, received, now), received)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Note that the connection is lost, or must end."""
+        """Report to the state machine that the connection is lost or must end."""
         self._decoders.pop(peer, None)
         self._follow(self.machine.lost(peer, reason, self._clock()))
 
     def tick(self) -> None:
-        """Tell the machine the time."""
+        """Pass the current time to the state machine."""
         self._follow(self.machine.tick(self._clock()))
 
     def stop(self, reason: str, *, at_once: bool) -> None:
-        """End the run when the step is made, or `at_once`."""
+        """End the run after the current step, or at once if `at_once`."""
         self._follow(self.machine.stop(reason, at_once=at_once))
 
     def _receive(self, peer: Peer, received: Received, now: float) -> list[Effect]:
@@ -154,7 +155,7 @@ class AveragingEnd:
     # --- effects ----------------------------------------------------------------------------------
 
     def _follow(self, effects: Sequence[Effect], received: Received | None = None) -> None:
-        """Carry out `effects`, which follow from the message `received`."""
+        """Carry out `effects`, which the message `received` caused."""
         for effect in effects:
             match effect:
                 case wire.Tell(peer, message, part):
@@ -244,8 +245,8 @@ class AveragingServer:
     async def listen(self, host: str, port: int, *, insecure: bool) -> tuple[str, int]:
         """Listen at all addresses of `host`, and return the first one and its port.
 
-        `port` 0 is any free one. UsageError if other machines can connect, and it is not said to be
-        `insecure`. OSError if an address is in use, or `host` has none.
+        Port 0 selects a free port. Raises UsageError if other machines can connect and `insecure`
+        is false. Raises OSError if an address is in use, or if `host` has no address.
         """
         addresses = await sockets.resolve(host, port)
         if not insecure and not all(map(sockets.is_loopback, addresses)):
@@ -262,9 +263,9 @@ class AveragingServer:
         return name[0], name[1]
 
     async def finish(self) -> do.Finish:
-        """Return the Finish of the run, once the last messages are sent.
+        """Return the Finish of the run, after the last messages are sent.
 
-        Raises what the end raised at any time.
+        Raises any exception that the end raised during the run.
         """
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
@@ -283,15 +284,17 @@ class AveragingServer:
             self._background.close()
 
     def stop(self, reason: str, *, at_once: bool) -> None:
-        """End the run when the current step is made, or `at_once`."""
+        """End the run after the current step, or at once when `at_once` is true."""
         self.end.stop(reason, at_once=at_once)
         self._look()
 
     # --- what the end writes ----------------------------------------------------------------------
 
     def write(self, peer: Peer, message: WireMessage, buffers: Sequence[Buffer]) -> None:
-        """Send a message. A worker that doesn't read gets no more than the averages of two steps:
-        it has a shard to deliver in every step but an epoch's last, which may have too few.
+        """Send a message.
+
+        For a worker that doesn't read, at most the averages of two steps are queued: it has a shard
+        to deliver in every step except an epoch's last, which may have too few shards.
         """
         assert isinstance(peer, Link)
         peer.write(self._counted(buffers))

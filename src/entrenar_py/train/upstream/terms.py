@@ -1,4 +1,4 @@
-"""The terms of a run over the original system's wire, and the effects of its machine."""
+"""The terms of a run over the original system's wire, and the effects of its state machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BLOCKS_MAX = 2**16
 class AveragingRun:
     """A run of `num_steps` steps by at most `world_size` workers, which hold the weights.
 
-    Step by step the next `batch_size` of `num_samples` samples, in the order of their numbers, are
-    cut into `num_shards` shards; the last batch of an epoch is short. The run waits for
-    `num_awaited` workers before its first step. `gradient_bytes_max` limits what all parts of one
-    shard's gradient take. A shard ends with its GradientPayload, or, if `components` are given,
-    with the last of its blocks and these components. `late_joins`: workers may join after the first
-    step has begun.
+    In each step, the next `batch_size` of `num_samples` samples, in numeric order, are cut into
+    `num_shards` shards; the last batch of an epoch may be shorter. The run waits for `num_awaited`
+    workers before its first step. `gradient_bytes_max` limits the total size of one shard's
+    gradient. A shard ends with its GradientPayload or, if `components` are given, with the last of
+    its blocks and these components. If `late_joins`, workers may join after the first step has
+    begun.
     """
 
     num_samples: int
@@ -55,9 +55,9 @@ class AveragingRun:
 class Patience:
     """The timeouts, in seconds.
 
-    A connection has `hello_s` for its JoinRequest, a worker `shard_s` for a shard. A worker that
-    sends heartbeats is given up after `dead_after_s` without a byte of it while it has a shard. A
-    run fails after `gather_s` without enough workers.
+    A connection has `hello_s` for its JoinRequest, and a worker has `shard_s` for a shard. A worker
+    that sends heartbeats is dropped if it has a shard and no byte of it arrives for `dead_after_s`.
+    A run fails after `gather_s` without enough workers.
     """
 
     hello_s: float = 10.0
@@ -75,14 +75,14 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a part: the number of its gradients, and of each component of a block."""
+    """The size of a part: the number of its gradients, and the sizes of a block's components."""
 
     num_gradients: int
     component_sizes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, upload: Upload) -> Extent:
-        """Return the extent of what `upload` carries."""
+        """Return the extent of the part in `upload`."""
         sizes = upload.component_sizes if isinstance(upload, BlockGradient) else ()
         return cls(upload.gradients, sizes)
 
@@ -94,14 +94,14 @@ def parts_of(components: tuple[int, ...], num_blocks: int) -> set[Part]:
 
 
 def lacking(parts: Collection[Part], num_blocks: int) -> list[Part]:
-    """Return the blocks that are not in `parts`, if any block is."""
+    """Return the blocks that are missing in `parts`, if it has any block."""
     if not any(part.tag == BlockGradient.tag for part in parts):
         return []
     return sorted(parts_of((), num_blocks).difference(parts))
 
 
 class Tell(Effect):
-    """Send `message` to `peer`, with the average of `part` if it is of one."""
+    """Send `message` to `peer`, with the average of `part` unless that is None."""
 
     peer: Peer
     message: WireMessage
@@ -109,13 +109,13 @@ class Tell(Effect):
 
 
 class Admit(Effect):
-    """Take what a worker sends from `peer`, which takes part from now on."""
+    """Accept a worker's messages from `peer`, which takes part from now on."""
 
     peer: Peer
 
 
 class Enlist(Effect):
-    """`worker` takes part from now on, as `asked`; `late` if `step` had begun without it."""
+    """`worker` takes part from now on. `late` is true if `step` had begun without it."""
 
     worker: int
     step: int
@@ -124,7 +124,7 @@ class Enlist(Effect):
 
 
 class KeepPart(Effect):
-    """Keep the gradients just received from `worker`: they are `part` of `shard`."""
+    """Keep the gradients just received from `worker` as `part` of `shard`."""
 
     worker: int
     shard: int
@@ -139,7 +139,7 @@ class VoidPart(Effect):
 
 
 class AveragePart(Effect):
-    """Average `part` of `step`, kept for every shard; then call `averaged`.
+    """Average `part` of `step`, which was kept for every shard; then call `averaged`.
 
     `weights` has a weight for each shard, in order.
     """
@@ -150,16 +150,16 @@ class AveragePart(Effect):
 
 
 class BeginStep(Effect):
-    """`step` is next; forget the averages of the one before."""
+    """`step` is next; forget the averages of the previous step."""
 
     step: int
 
 
 class MadeStep(Effect):
-    """All parts of `step` are averaged. `workers` computed shards of it; `parts` are in order.
+    """All parts of `step` are averaged. `workers` computed its shards; `parts` are in order.
 
-    `loss` is the weighted mean loss, `correct` and `total` are summed; all are None if the shards
-    end without GradientPayload, which has them.
+    `loss` is the weighted mean loss; `correct` and `total` are sums. All three are None if shards
+    end without a GradientPayload, which carries them.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Peers that are no workers yet: one asks which run there is, one fetches the run's files."""
+"""Peers that are not workers yet: they ask for the run's terms, or fetch its files."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ from entrenar_py.train.wire.terms import UNKNOWN, WANTED_MAX, Part, Timing, gree
 
 
 class Applicant:
-    """The state machine of one connection. `offer` is the coordinator's answer, if it has come."""
+    """The state machine of an applicant's connection.
+
+    `offer` is the coordinator's answer, None until it arrives.
+    """
 
     def __init__(self, peer: Peer, nonce: str, *, secret: bytes, backend: str) -> None:
-        """`peer` is the connection, `nonce` 32 random hex digits."""
+        """Start with the connection `peer`; `nonce` has 32 random hex digits."""
         self.offer: Offer | None = None
         self.phase = ApplicantPhase.CONNECTED
         self._peer, self._nonce = peer, nonce
@@ -76,14 +79,15 @@ class Applicant:
         return [do.Close(self._peer, finish.reason or finish.status), finish]
 
 
-# A fetcher gets files of a run's package from the coordinator, before it is a worker.
+# A fetcher downloads files of a run's package from the coordinator before it joins as a worker.
 #
-# It is an applicant that stays: it asks which run there is, and wants a few pieces at a time. Its
-# driver stores them, and connects again for what is missing when a connection is lost.
+# It is an applicant that stays connected: it asks for the run's terms, then requests a few pieces
+# at a time. Its driver stores the pieces. If the connection is lost, the driver reconnects and
+# requests the missing pieces.
 
 
 class Fetcher(Applicant):
-    """The state machine of one connection. Times are seconds on a monotonic clock."""
+    """The state machine of a fetcher's connection. Times are seconds on a monotonic clock."""
 
     def __init__(
         self,
@@ -98,29 +102,29 @@ class Fetcher(Applicant):
         patience_s: float,
         now: float,
     ) -> None:
-        """`package` is the digest of the package that the `parts` belong to.
+        """Start with a connection and the missing `parts` of the package with digest `package`.
 
-        The connection is given up after `patience_s` without a byte of them.
+        The connection is closed after `patience_s` seconds without a byte of these parts.
         """
         super().__init__(peer, nonce, secret=secret, backend=backend)
         self._package, self.timing = package, timing
         self._wanted = iter([(part.file, at) for part in parts for at in part.offsets()])
-        self._due: deque[Want] = deque()  # what was wanted and has not come, in this order
+        self._due: deque[Want] = deque()  # requested and not yet received, in this order
         self._patience_s = patience_s
         self._heard = self._said = self._progressed = now
 
     def progressed(self, now: float) -> None:
-        """Note that bytes of a piece came."""
+        """Note that bytes of a piece arrived."""
         self._progressed = now
 
     def heard(self, now: float) -> None:
-        """Note that a whole frame came."""
+        """Note that a whole frame arrived."""
         self._heard = now
 
     def tick(self, now: float) -> list[Effect]:
-        """Send a heartbeat if one is due.
+        """Return a heartbeat if one is due.
 
-        Raises ProtocolError for a coordinator that is silent too long, or only beats.
+        Raises ProtocolError if the coordinator is silent too long, or sends only heartbeats.
         """
         silence_s, waited_s = now - self._heard, now - self._progressed
         if self.phase is ApplicantPhase.OVER:

@@ -1,4 +1,4 @@
-"""The peers of a coordinator: which are connected, which take part, which were silent too long.
+"""The peers of a coordinator: which are connected, take part, or have been silent too long.
 
 `Coordinator` decides how the run proceeds.
 """
@@ -24,9 +24,9 @@ from entrenar_py.train.wire.terms import Run, Timing
 class Member:
     """One connection. `rank` is None until the worker is admitted.
 
-    A worker delivers its assignments in order: for each a Computed, then the tree nodes of its
-    shards, from the last block to the first. `delivered` has those delivered shards that are void
-    if the worker leaves: in a mesh all, in a star those that came while an audit was open.
+    A worker delivers its assignments in order. For each it sends a Computed, then the tree nodes of
+    its shards, from the last block to the first. `delivered` has the delivered shards that are void
+    if the worker leaves: in a mesh all of them, in a star those that arrived during an audit.
     """
 
     challenge: Challenge
@@ -35,19 +35,19 @@ class Member:
     said: float  # when the last heartbeat was sent to it
     welcomed: float = 0.0  # when the state was sent to it
     rank: int | None = None
-    proof: str = ""  # the coordinator's, for its Welcome
+    proof: str = ""  # the coordinator's proof, for the Welcome
     assigned: list[tuple[int, ...]] = field(default_factory=list)  # not completely delivered
-    delivering: bool = False  # whether the Computed of the first assignment came
-    covered: dict[int, set[int]] = field(default_factory=dict)  # block -> shards of it that came
+    delivering: bool = False  # whether the Computed of the first assignment arrived
+    covered: dict[int, set[int]] = field(default_factory=dict)  # block -> its shards that arrived
     delivered: list[int] = field(default_factory=list)
     host: str = ""
     backend: str = ""
     address: str = ""  # where other workers of a mesh connect to it
-    num_computing: int = 0  # assignments that no Computed has answered
-    working_since: float = 0.0  # when it began the first of these
+    num_computing: int = 0  # assignments not yet answered by a Computed
+    working_since: float = 0.0  # when the worker began the first of these
 
     def to_send(self) -> tuple[int, ...]:
-        """Return the shards that others get if the worker leaves: `delivered` and `assigned`."""
+        """Return the shards to reassign if the worker leaves: `delivered` and `assigned`."""
         return (*self.delivered, *(shard for shards in self.assigned for shard in shards))
 
     def in_rank(self) -> int:
@@ -56,13 +56,13 @@ class Member:
         return self.rank
 
     def begin_work(self, now: float) -> None:
-        """Note that it gets one more assignment."""
+        """Note that the worker gets one more assignment."""
         if not self.num_computing:
             self.working_since = now
         self.num_computing += 1
 
     def end_work(self, now: float) -> float:
-        """Note that it has computed an assignment; return the seconds that this took."""
+        """Return the seconds that the worker took for an assignment, which is now computed."""
         seconds, self.working_since = now - self.working_since, now
         self.num_computing -= 1
         return seconds
@@ -70,7 +70,7 @@ class Member:
     # --- a delivery -------------------------------------------------------------------------------
 
     def require_assigned(self, computed: Computed | Summed) -> None:
-        """Raise ProtocolError unless `computed` is for the first assignment, and not repeated."""
+        """Raise ProtocolError if `computed` is repeated or isn't for the first assignment."""
         if [computed.shards] != self.assigned[:1] or self.delivering:
             raise ProtocolError(
                 f"{type(computed).__name__} shards={computed.shards}: not the next assignment, or "
@@ -78,21 +78,25 @@ class Member:
             )
 
     def begin_delivery(self, computed: Computed | Summed) -> None:
-        """Begin the delivery that `computed` announces; ProtocolError if it is out of turn."""
+        """Begin the delivery that `computed` announces.
+
+        Raises ProtocolError if it is out of turn.
+        """
         self.require_assigned(computed)
         self.delivering = True
 
     def take(self, node: TreeNode, under: range, blocks: range) -> None:
-        """Count a node with the shards `under` it as delivered; ProtocolError if it is out of turn.
+        """Count a node with the shards `under` it as delivered.
 
-        The last one of `blocks` must come first, and the first one last, which completes the
-        delivery.
+        The last of the `blocks` must arrive first. The first block arrives last and completes the
+        delivery. Raises ProtocolError for a node that is out of turn.
         """
         block = node.block
         if block != blocks[-1] and not self.is_whole(block + 1):
             raise ProtocolError(f"TreeNode block={block}: it comes when block {block + 1} is whole")
         came = self.covered.setdefault(block, set())
-        # A node may not reach into the next one: an assignment counts, or is void, as a whole.
+        # A node may not include shards of the next assignment: an assignment counts, or is void, as
+        # a whole.
         due = set(self.assigned[0]) - came if self.delivering else set[int]()
         if not under or not due.issuperset(under):
             raise ProtocolError(
@@ -102,11 +106,11 @@ class Member:
         came.update(under)
 
     def is_whole(self, block: int) -> bool:
-        """Return whether `block` has come for every shard of the first assignment."""
+        """Return whether `block` has arrived for every shard of the first assignment."""
         return len(self.covered.get(block, ())) == len(self.assigned[0])
 
     def start_over(self) -> None:
-        """Forget the assignments, and what was delivered of them."""
+        """Forget the assignments and their delivered shards."""
         self.assigned.clear()
         self.delivered.clear()
         self.covered.clear()
@@ -114,7 +118,7 @@ class Member:
         self.phase = Phase.READY
 
     def end_delivery(self) -> tuple[int, ...]:
-        """Remove the first assignment, which is completely delivered, and return its shards."""
+        """Return the shards of the first assignment, which is completely delivered; remove it."""
         shards = self.assigned.pop(0)
         self.covered.clear()
         self.delivering = False
@@ -123,7 +127,7 @@ class Member:
         return shards
 
     def why_it_halts(self, report: NonFinite) -> str:
-        """Return the reason for the halt; ProtocolError if its shard was not assigned."""
+        """Return the reason for the halt; raises ProtocolError if its shard was not assigned."""
         if report.shard not in self.assigned[0]:
             raise ProtocolError(f"NonFinite shard={report.shard}: it was not assigned")
         what = f"loss {report.loss}"
@@ -133,38 +137,38 @@ class Member:
         return f"non-finite {what} on {place}: training halted before any update"
 
 
-THROWN_OUT_MAX = 3  # times for one reason, with no step made in between
+THROWN_OUT_MAX = 3  # times for the same reason, with no step applied in between
 
 _NUMBER = re.compile(r"[0-9]+")
 
 
 class Expulsions:
-    """Counts expulsions by rank and reason. Reasons that differ only in numbers are the same."""
+    """Counts expulsions by rank and reason. Reasons that differ only in numbers count as equal."""
 
     def __init__(self) -> None:
         self._times: Counter[tuple[int | None, str]] = Counter()
 
     def count(self, rank: int | None, reason: str) -> int:
-        """Count one more expulsion of `rank` for `reason`; return how many there are now."""
+        """Return how often `rank` was expelled for `reason`, with this time counted."""
         key = rank, _NUMBER.sub("#", reason)
         self._times[key] += 1
         return self._times[key]
 
     def clear(self) -> None:
-        """Reset all counts, because a step was made."""
+        """Reset all counts, because a step was applied."""
         self._times.clear()
 
 
 def problem(rank: int | None, step: int, times: int, reason: str) -> str:
-    """Return the reason with which coordinator and worker give up."""
+    """Return the reason that coordinator and worker report when they stop trying."""
     return (
         f"worker {rank} was thrown out {times} times before step {step} was made, each time for "
         f"the same reason: {reason}"
     )
 
 
-FETCHING_MAX = 16  # fetchers at a time in addition to one for each rank; each costs some MiB
-CONVICTIONS_MAX = 2  # one flipped bit is forgiven; a rank caught this often is refused
+FETCHING_MAX = 16  # simultaneous fetchers beyond one for each rank; each costs some MiB
+CONVICTIONS_MAX = 2  # one flipped bit is forgiven; a rank that audits catch this often is refused
 
 
 class Attendance:
@@ -173,10 +177,13 @@ class Attendance:
     def __init__(self, run: Run, *, secret: bytes, timing: Timing) -> None:
         self.run, self.secret, self.timing = run, secret, timing
         self.peers: dict[Peer, Member] = {}
-        self._convicted: Counter[int] = Counter()  # rank -> how often an audit caught it
+        self._convicted: Counter[int] = Counter()  # rank -> how often audits caught it
 
     def heard(self, peer: Peer, now: float) -> None:
-        """Note that a whole frame of `peer` came. It counts only once `peer` has proved itself."""
+        """Note that a whole frame of `peer` arrived.
+
+        It counts only after `peer` has proved itself.
+        """
         member = self.peers.get(peer)
         if member is not None and member.phase is not Phase.CHALLENGED:
             member.heard = now
@@ -187,7 +194,10 @@ class Attendance:
         return [do.Send(peer, challenge)]
 
     def _admit(self, peer: Peer, member: Member, hello: say.Hello) -> list[Effect]:
-        """Answer a hello: put an admitted worker into phase WAITING, close other connections."""
+        """Return the answer to a hello.
+
+        An admitted worker is now WAITING, others are disconnected.
+        """
         answer = terms.admit(
             hello,
             member.challenge,

@@ -1,16 +1,17 @@
-"""The coordinator of a star: admits workers, assigns shards, and decides when a step is made.
+"""The coordinator of a star: admits workers, assigns shards, and commits steps.
 
 It is a state machine: its methods take events (a connection, a message, a tick of the clock, the
-end of work that it requested) and return `effects`. A step goes
+result of work that it requested) and return `effects`. A step passes through these stages:
 
     gathering -> computing -> staging -> applying -> gathering (of the next step)
 
-A block of the gradient is averaged as soon as every shard has delivered it, and is sent to every
-worker while later blocks are still on their way. The step is committed when all workers hold all
-blocks. The coordinator makes it once a worker reports having made it. If all workers are lost
-before that, the step did not happen, and is computed again, with the same bits. A coordinator that
-makes the updates (`Run.server_updates`) computes new weights when all blocks are averaged, sends
-them in place of the average, and uses them once a worker reports having made the step.
+A block of the gradient is averaged as soon as it has arrived for every shard. The average is sent
+to every worker while later blocks are still arriving. The step is committed when all workers hold
+all blocks. The coordinator applies it as soon as one worker reports that it has applied it. If all
+workers are lost before that, the step did not happen and is computed again, with the same bits. A
+coordinator that applies the optimizer itself (`Run.server_updates`) computes new weights when all
+blocks are averaged and sends them instead of the average. It uses them as soon as one worker
+reports that it has applied the step.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from entrenar_py.train.wire.terms import Run, Timing
 
 
 class Coordinator(Dealing):
-    """The state machine. Times are seconds on a monotonic clock."""
+    """The coordinator's state machine. Times are seconds on a monotonic clock."""
 
     may_say = PEER_MAY_SAY
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
         super().__init__(run, secret=secret, timing=timing)
         self.stage = Stage.GATHERING
-        self._made = False  # whether some worker made `step`, and so it was made here
+        self._made = False  # whether some worker applied `step`, so that it was applied here, too
         self._begun = False
-        self._thrown_out = Expulsions()  # since the last step was made
+        self._thrown_out = Expulsions()  # since the last step was applied
         self._saved: int | None = None  # the step before which there is a checkpoint
         self._stopping: str | None = None
         self._gathering_since = now
@@ -48,16 +49,19 @@ class Coordinator(Dealing):
     # --- events -----------------------------------------------------------------------------------
 
     def connected(self, peer: Peer, nonce: str, now: float, host: str = "") -> list[Effect]:
-        """Take a new connection from `host`; `nonce` is 32 random hex digits."""
+        """Return the effects of a new connection from `host`; `nonce` has 32 random hex digits."""
         if self.stage is Stage.OVER:
             return [do.Close(peer, "the run is over")]
         return self._challenge(peer, nonce, now, host)
 
     def receive(self, peer: Peer, message: say.Message, now: float) -> list[Effect]:
-        """Return the effects of a whole message. An illegal one ends the connection to `peer`."""
+        """Return the effects of a whole message.
+
+        An illegal message ends the connection to `peer`.
+        """
         member = self.peers.get(peer)
         if member is None:
-            return []  # closed from here, while this was on its way
+            return []  # this end closed the connection while the message was on its way
         member.heard = now
         legal = self.may_say[member.phase]
         if member.phase is not Phase.CHALLENGED:
@@ -70,17 +74,17 @@ class Coordinator(Dealing):
             return self._throw_out(peer, str(error), now)
 
     def lost(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """Note that the connection to `peer` is lost."""
+        """Return the effects of a lost connection to `peer`."""
         return self._drop(peer, reason, now) if peer in self.peers else []
 
     def broken(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """Throw out a peer that sent malformed bytes."""
+        """Return the effects that disconnect a peer that sent malformed bytes."""
         return self._throw_out(peer, reason, now) if peer in self.peers else []
 
     def reduced(
         self, step: int, block: int, loss: float, weight: float, now: float
     ) -> list[Effect]:
-        """Take the result of Reduce, a finite average: send it, or request the new weights."""
+        """Return the effects of a finite average: send it, or compute new weights."""
         assert (self.stage, self.step) == (Stage.COMPUTING, step)
         self._reducing.remove(block)
         last = not (self._missing or self._reducing)
@@ -90,7 +94,7 @@ class Coordinator(Dealing):
         return self._spread([average], last=last, now=now)
 
     def prepared(self, step: int, loss: float, weight: float, now: float) -> list[Effect]:
-        """Take the result of Prepare: the new weights are computed, and go to all workers."""
+        """Return the effects of a completed Prepare: the new weights are sent to all workers."""
         assert (self.stage, self.step) == (Stage.COMPUTING, step)
         assert not self._missing
         assert not self._reducing
@@ -113,10 +117,13 @@ class Coordinator(Dealing):
     def compared(
         self, step: int, shard: int, ranks: Sequence[int], alike: Sequence[int], now: float
     ) -> list[Effect]:
-        """Take the result of Compare: `ranks` gave the copies, `alike` tells which are equal."""
+        """Return the effects of the result of Compare.
+
+        `ranks` has the rank of each copy, `alike` the index of the first copy with the same bits.
+        """
         audit = self._audits.get(shard) if self.stage is Stage.COMPUTING else None
         if audit is None or audit.asked or audit.copies != list(ranks):
-            return []  # a worker was dropped meanwhile: another comparison follows
+            return []  # a worker was dropped meanwhile, so another comparison follows
         audit.alike = tuple(alike)
         verdict = shard_assignment.verdict(audit.copies, alike)
         if verdict is not None and not audit.is_one_word():
@@ -132,14 +139,14 @@ class Coordinator(Dealing):
         return [self._end_audit(shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
 
     def refused(self, step: int, reason: str) -> list[Effect]:
-        """Halt the run before `step`, because its average is not finite."""
+        """Return the effects that halt the run before `step`, because its average is not finite."""
         return self._halt(do.Stop(step, None, reason))
 
     def tick(self, now: float) -> list[Effect]:
-        """Send the heartbeats that are due; give up silent peers, or a run that waits too long."""
+        """Return the heartbeats that are due; drop silent peers, end a run that waits too long."""
         effects: list[Effect] = []
         for peer, why in self._overdue(now):
-            if peer in self.peers:  # the run may end with the first of them
+            if peer in self.peers:  # the run may end when the first peer is dropped
                 effects += self._drop(peer, why, now)
         effects += self._beat(now)
         waited = now - self._gathering_since
@@ -153,16 +160,16 @@ class Coordinator(Dealing):
         return self._end(do.Finish("failed", reason), say.Shutdown(problem=say.brief(reason)))
 
     def _loads(self) -> bool:
-        """Return whether a worker is loading that was welcomed before `gather_s` were over."""
+        """Return whether a worker that was welcomed within `gather_s` is still loading."""
         until = self._gathering_since + self.timing.gather_s
         return any(
             one.phase is Phase.LOADING and one.welcomed < until for one in self.peers.values()
         )
 
     def stop(self, reason: str, now: float, *, at_once: bool = False) -> list[Effect]:
-        """End the run before its next step, with a checkpoint, and tell the workers why.
+        """Return the effects that end the run with a checkpoint and give the workers the reason.
 
-        The current step is finished first; with `at_once` it is abandoned.
+        The current step is finished first, or abandoned if `at_once`.
         """
         if self.stage is Stage.OVER:
             return []
@@ -176,7 +183,7 @@ class Coordinator(Dealing):
         return [*effects, *self._settle(now)]
 
     def _want(self, peer: Peer, member: Member, want: say.Want, now: float) -> list[Effect]:
-        """Serve a piece of a file. The run waits for workers that fetch."""
+        """Return the effect that serves a piece of a file. The run waits for workers that fetch."""
         assert self.run.package is not None, "nobody fetches without one"
         num_bytes = self.run.package.sizes.get(want.file, 0)
         if want.offset >= num_bytes:
@@ -185,7 +192,7 @@ class Coordinator(Dealing):
         return [do.Serve(peer, say.Piece(file=want.file, offset=want.offset))]
 
     def unreadable(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """Refuse a peer the file that it wants, because it can't be read."""
+        """Return the refusal of a requested file that can't be read."""
         if peer not in self.peers:
             return []
         told = say.Refuse(reason=say.brief(reason), retry=False)

@@ -1,6 +1,7 @@
-"""The effects that a state machine requests. A driver does them in order and reports the results.
+"""The effects that a state machine requests. A driver carries them out in order.
 
-`Peer` is the driver's key for a connection; a state machine only compares and returns it.
+The driver reports the results by calling the methods named here. `Peer` is the driver's key for a
+connection; a state machine only compares and returns it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Effect:
 
 
 class Send(Effect):
-    """Send `message` to `peer`, with the payload that its kind carries."""
+    """Send `message` to `peer`, with the payload for its type."""
 
     peer: Peer
     message: Message
@@ -40,7 +41,7 @@ class Secure(Effect):
 
 
 class Close(Effect):
-    """Close the connection once all earlier messages were sent; `reason` is for the log."""
+    """Close the connection after all earlier messages are sent; `reason` is for the log."""
 
     peer: Peer
     reason: str
@@ -74,13 +75,13 @@ class Keep(Effect):
 
 
 class Deliver(Effect):
-    """Keep all deliveries that `rank` has completed so far, even if the worker dies."""
+    """Keep all deliveries that `rank` has completed so far, even if the worker dies later."""
 
     rank: int
 
 
 class Copy(Effect):
-    """Keep the message just received from `rank` apart: it is part of a copy for an audit."""
+    """Store the message just received from `rank` separately, as part of a copy for an audit."""
 
     rank: int
     message: Message
@@ -94,7 +95,7 @@ class EndCopy(Effect):
 
 
 class Compare(Effect):
-    """Compare the copies of `shard`, all complete; then call `compared` with the result."""
+    """Compare the copies of `shard`, which are all complete; then call `compared`."""
 
     step: int
     shard: int
@@ -103,9 +104,10 @@ class Compare(Effect):
 class Conclude(Effect):
     """End the audit of `shard`: the copy with index `copy` counts, the others are void.
 
-    Copies are in the order of completion; `alike` gives for each the index of the first one with
-    the same bits. `culprit` is the rank that delivered a different copy, or None. `copy` is None if
-    it is unknown which copy is right. `disputed` are the ranks that ever disagreed.
+    Copies are numbered in the order of completion. For each copy, `alike` has the index of the
+    first copy with the same bits. `culprit` is the rank that delivered a different copy, or None.
+    `copy` is None if it is unknown which copy is right. `disputed` has the ranks that ever
+    disagreed.
     """
 
     step: int
@@ -117,7 +119,7 @@ class Conclude(Effect):
 
 
 class Joined(Effect):
-    """`rank` takes part from `step` on; `late` if the run had begun without it."""
+    """`rank` takes part from `step` on. `late` is true if the run had begun without it."""
 
     rank: int
     step: int
@@ -125,7 +127,10 @@ class Joined(Effect):
 
 
 class Left(Effect):
-    """`rank` left during `step`; its shards of it are void, except those kept by a Deliver."""
+    """`rank` left during `step`.
+
+    Its shards of this step are void, except those kept by a Deliver.
+    """
 
     rank: int
     step: int
@@ -133,7 +138,10 @@ class Left(Effect):
 
 
 class Dealt(Effect):
-    """From `step` on each rank gets `counts` shards: it takes `costs` seconds for one."""
+    """From `step` on, each rank gets `counts[rank]` shards.
+
+    A shard takes it `costs[rank]` seconds.
+    """
 
     step: int
     counts: Mapping[int, int]
@@ -141,20 +149,20 @@ class Dealt(Effect):
 
 
 class Serve(Effect):
-    """Read the bytes of `piece` aside and send it to `peer`, or call `unreadable`."""
+    """Read the bytes of `piece` in the background and send them to `peer`, or call `unreadable`."""
 
     peer: Peer
     piece: Piece
 
 
 class Gather(Effect):
-    """`step` is next; deliveries for a step that was not made are void."""
+    """`step` is next; deliveries for a step that was not applied are void."""
 
     step: int
 
 
 class Reduce(Effect):
-    """Average `block`, delivered for every shard of `step`; then call `reduced` or `refused`."""
+    """Average `block`, which has arrived for every shard of `step`; call `reduced` or `refused`."""
 
     step: int
     block: int
@@ -167,7 +175,7 @@ class Prepare(Effect):
 
 
 class Apply(Effect):
-    """Make `step` here, too, now that a worker has made it: use the average or the new weights."""
+    """Apply `step` here, too, now that a worker has: use the average or the new weights."""
 
     step: int
 
@@ -179,7 +187,10 @@ class Save(Effect):
 
 
 class Stop(Effect):
-    """Halt before `step`: for report `said` of worker `rank`, a disputed `shard`, or neither."""
+    """Halt before `step`.
+
+    The cause is the report `said` of worker `rank`, a disputed `shard`, or neither.
+    """
 
     step: int
     rank: int | None
@@ -192,14 +203,14 @@ class Stop(Effect):
 
 
 class Load(Effect):
-    """Take over the state before `step` from the message just received, as worker `rank`."""
+    """As worker `rank`, load the state before `step` from the message just received."""
 
     rank: int
     step: int
 
 
 class Store(Effect):
-    """Store the payload of the message just received at `offset` of the file of that digest."""
+    """Store the payload of the message just received at `offset` of the file with that digest."""
 
     file: str
     offset: int
@@ -208,7 +219,7 @@ class Store(Effect):
 class Compute(Effect):
     """Compute `shards` of `step` in the background; then call `computed` with this effect.
 
-    Every Compute has its own `ticket`, by which work from before a reconnection is recognised.
+    Every Compute has its own `ticket`, which identifies work from before a reconnection.
     """
 
     ticket: int
@@ -219,8 +230,9 @@ class Compute(Effect):
 class Pass(Effect):
     """Compute `shard` of `step` in one direction in the background; then call `passed`.
 
-    A backward pass also adds the gradient to this worker's sum. The last stage does both in its
-    forward pass. After a pass that `is_last` the sum is whole. `ticket` is as in `Compute`.
+    A backward pass also adds the gradient to this worker's sum. The last stage does both directions
+    in its forward pass. After the pass with `is_last` the sum is complete. `ticket` is as in
+    `Compute`.
     """
 
     ticket: int
@@ -231,13 +243,13 @@ class Pass(Effect):
 
 
 class Receive(Effect):
-    """Keep the tensor in the message just received for the pass that it is an input of."""
+    """Keep the tensor in the message just received for the pass that takes it as input."""
 
     message: Message
 
 
 class Hold(Effect):
-    """Hold the block in the message just received: of the average of `step`, or of new weights."""
+    """Hold the block just received, of the average of `step` or of the new weights."""
 
     step: int
     block: int
@@ -257,13 +269,13 @@ class Combine(Effect):
 
 
 class Regroup(Effect):
-    """Forget all sums and averages: `round` begins, or goes on with the next step."""
+    """Forget all sums and averages: `round` begins, or continues with the next step."""
 
     round: int
 
 
 class Postpone(Effect):
-    """Keep the message just received from `peer`; at `Again`, deliver it once more."""
+    """Keep the message just received from `peer`; deliver it once more at `Again`."""
 
     peer: Peer
 
@@ -273,6 +285,6 @@ class Again(Effect):
 
 
 class Make(Effect):
-    """Make `step` with the average that is held, or use the weights that are held."""
+    """Apply `step` with the average that is held, or use the weights that are held."""
 
     step: int

@@ -1,27 +1,30 @@
 """Bytes <-> messages: framing, integrity, bounds.
 
-A message travels as one frame, or as several when its payload is longer than CHUNK_BYTES: the
-first carries the header and the first chunk, the others a chunk each. The prefix of a frame:
+A message travels as one frame, or as several if its payload is longer than CHUNK_BYTES. The first
+frame carries the header and the first chunk, each later frame one more chunk. The prefix of a
+frame:
 
     bytes   0- 3  magic "ENTP"
             4     version
             5     tag of the message
-            6     1 for a message's first frame, 0 for a later one
-            7     0 to the coordinator, 1 from it: no end accepts its own frames
+            6     1 in a message's first frame, 0 in a later one
+            7     0 to the coordinator, 1 from it: neither end accepts its own frames
             8-15  number of this frame in its direction, from 0
            16-19  bytes of the header, 0 in a later frame
            20-23  bytes of the chunk
            24-31  bytes of the message's whole payload
            32-47  checksum: GMAC of bytes 0-31, the header and the chunk; its nonce is bytes 4-15
 
-All integers are little-endian. The number reveals a frame that was lost, repeated or reordered. The
-key is the session's (`handshake`), so nobody else can write a frame of the session.
+All integers are little-endian. The frame number reveals a frame that was lost, repeated or
+reordered. The key belongs to the session (`terms.session_key`), so nobody else can write a frame of
+the session.
 
 The checksum is GMAC (NIST SP 800-38D), which is AES-256-GCM without a text to encrypt. Processors
-have instructions for it: 64 MB take 5 ms, against 11 ms with keyed BLAKE3. XXH3 would take 2.5 ms,
-but anyone could forge it. GMAC is insecure if a key is ever used with the same nonce twice. Here
-the nonce holds direction and number, which no two frames of a session share, and a session's key is
-derived from two fresh nonces. Unkeyed frames use a key of zeros, which still reveals damage.
+have instructions for it: 64 MB take 5 ms, compared with 11 ms for keyed BLAKE3. XXH3 would take 2.5
+ms, but anyone could forge it. GMAC is insecure if a key is ever used with the same nonce twice.
+Here the nonce contains direction and frame number, which no two frames of a session share, and a
+session's key is derived from two fresh nonces. Unkeyed frames use a key of zeros, which still
+reveals accidental damage.
 """
 
 from __future__ import annotations
@@ -60,9 +63,9 @@ def dump_header(message: Message) -> bytes:
 
 
 def parse_header(tag: int, header: bytes) -> Message:
-    """Return the message of kind `tag` with the fields in `header`.
+    """Return the message with type `tag` and the fields in `header`.
 
-    Raises ProtocolError for anything but what `dump` writes; it names a field that is wrong.
+    Raises ProtocolError for anything that `dump_header` wouldn't write; it names the wrong field.
     """
     schema = _SCHEMAS.get(tag)
     if schema is None:
@@ -84,8 +87,8 @@ def parse_header(tag: int, header: bytes) -> Message:
 
 def _require_few(kind: type[Message], header: bytes) -> None:
     """Raise ProtocolError for a header with too many values, before JSON spends memory on them."""
-    num_fields = len(fields(kind)) + 1  # one unknown field gets a better message later
-    in_texts = TEXT_CHARS_MAX * num_fields  # marks inside of strings
+    num_fields = len(fields(kind)) + 1  # a single unknown field gets a better message later
+    in_texts = TEXT_CHARS_MAX * num_fields  # punctuation inside strings
     if len(header) <= in_texts:
         return
     for mark, most in ((b",", LIST_MAX), (b":", num_fields), (b"[", num_fields), (b"{", 1)):
@@ -96,7 +99,7 @@ def _require_few(kind: type[Message], header: bytes) -> None:
             )
 
 
-# Made once: `json.dumps` with options would make a new one on each call.
+# Created once: `json.dumps` with options would create a new encoder on each call.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -145,19 +148,19 @@ _SCHEMAS: dict[int, Schema[Message]] = {
 
 MAGIC = b"ENTP"
 CHUNK_BYTES = 2**22
-JOINED_BYTES_MAX = 2**17  # up to this size copying a frame costs less than three calls
+JOINED_BYTES_MAX = 2**17  # up to this size, copying a frame costs less than three calls
 HEADER_BYTES_MAX = 2**21  # room for the longest list of the longest numbers
-UNKEYED_HEADER_BYTES_MAX = 2**12  # the most that a stranger can make this end allocate
+UNKEYED_HEADER_BYTES_MAX = 2**12  # the most memory that a stranger can make this end allocate
 
 FIELDS = struct.Struct("<4sBBBBQIIQ")
-_NONCE = slice(4, 16)  # of the fields: version, tag, first, direction, number
+_NONCE = slice(4, 16)  # fields of the nonce: version, tag, first, direction, number
 _CHECKSUM_BYTES = 16
 PREFIX_BYTES = FIELDS.size + _CHECKSUM_BYTES
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-# Returns the most payload bytes that a message of this kind may have now; 0 for none.
+# Returns the most payload bytes that a message of this type may have now; 0 if none are allowed.
 Limit = Callable[[type[Message]], int]
-# Returns memory of exactly this many bytes for a message's payload: see Decoder.
+# Returns memory of exactly this many bytes for a message's payload (see Decoder).
 Room = Callable[[Message, int], memoryview]
 
 
@@ -169,19 +172,19 @@ UNKEYED = (Challenge, Hello, Refuse)
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A whole message; `payload` is the memory from a decoder's `room`, or empty."""
+    """A whole message; `payload` is the memory that a decoder's `room` returned, or empty."""
 
     message: Message
     payload: memoryview
 
 
 def new_room(message: Message, num_bytes: int) -> memoryview:
-    """Return new memory for a payload, not zeroed: zeroing would cost more than receiving."""
+    """Return new memory for a payload, not zeroed: zeroing would take longer than receiving."""
     return np.empty(num_bytes, np.uint8).data
 
 
 class Encoder:
-    """Encodes one direction of a connection; `key` is the session's."""
+    """Encodes one direction of a connection; `key` is the session key."""
 
     def __init__(self, key: bytes = NO_KEY, *, direction: int = TO_COORDINATOR) -> None:
         self.key = key
@@ -189,7 +192,7 @@ class Encoder:
         self._number = 0
 
     def encode(self, message: Message, payload: Buffer = b"") -> Iterator[bytes | memoryview]:
-        """Yield each frame of `message`: its prefix with the header, then a view of its chunk."""
+        """Yield the bytes of each frame of `message`: prefix and header, then a view of a chunk."""
         whole = memoryview(payload).cast("B")
         assert message.carries or not whole.nbytes, f"{message} carries nothing"
         header = dump_header(message)
@@ -209,14 +212,14 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes one direction of a connection; `key` is the session's.
+    """Decodes one direction of a connection; `key` is the session key.
 
     Write received bytes into `buffer()`, and call `filled` with their number.
 
-    `room` returns the memory for a payload. It is called once the size is known to be within
+    `room` returns the memory for a payload. It is called after the size was found to be within
     `limit`, and never for an empty payload; it may raise ProtocolError. The decoder owns the memory
-    until `filled` returns the message; then the caller does. Before that the message that `room`
-    gets and the bytes in the memory are unverified, and may be damaged.
+    until `filled` returns the message; after that the caller owns it. Until then, the message
+    passed to `room` and the bytes in the memory are unverified and may be damaged.
     """
 
     def __init__(
@@ -231,33 +234,33 @@ class Decoder:
         self._direction = direction
         self._limit, self._room = limit, room
         self._number = 0
-        self._received: Received | None = None  # the message in work, until its last frame
-        self._at = 0  # number of its payload bytes that came
+        self._received: Received | None = None  # being received, until its last frame
+        self._at = 0  # number of its payload bytes received
         self._prefix = bytearray(PREFIX_BYTES)
         self._header = bytearray()
         self._chunk = memoryview(b"")
-        self._rest = memoryview(self._prefix)  # unfilled rest of the prefix, header or chunk
+        self._rest = memoryview(self._prefix)  # of the prefix, header or chunk
         self._advance: Callable[[], Received | None] = self._end_prefix
 
     @property
     def num_frames(self) -> int:
-        """Return the number of complete frames with a right checksum."""
+        """Return the number of complete frames with a correct checksum so far."""
         return self._number
 
     @property
     def in_work(self) -> type[Message] | None:
-        """Return the kind of the message that is still coming, None between messages."""
+        """Return the type of the message that is being received; None between messages."""
         return None if self._received is None else type(self._received.message)
 
     def buffer(self) -> memoryview:
-        """Return the memory for the next bytes; it is never empty."""
+        """Return the memory for the next received bytes; it is never empty."""
         return self._rest
 
     def filled(self, num_bytes: int) -> Received | None:
-        """Take `num_bytes` written to `buffer()`; return the message that they complete, or None.
+        """Return the message that the `num_bytes` bytes written to `buffer()` complete, or None.
 
-        Raises ProtocolError for a frame that is malformed, damaged, out of turn or too long.
-        Nothing more can be read from this peer then.
+        Raises ProtocolError for a frame that is malformed, damaged, out of turn or too long. After
+        that, nothing more can be read from this peer.
         """
         self._rest = self._rest[num_bytes:]
         done = None
@@ -266,7 +269,7 @@ class Decoder:
         return done
 
     def feed(self, data: Buffer) -> Iterator[Received]:
-        """Take all of `data`, and yield each message as soon as it is complete."""
+        """Yield each message in `data` as soon as it is complete."""
         left = memoryview(data)
         while left.nbytes:
             num_bytes = min(self._rest.nbytes, left.nbytes)
@@ -296,7 +299,7 @@ class Decoder:
         self._advance = self._end_header
 
     def _due_first(self, kind: type[Message], header_bytes: int, whole_bytes: int) -> int:
-        """Check a message's first frame; return how many payload bytes are still to come."""
+        """Check the first frame of a message; return how many payload bytes follow it."""
         name, longest = kind.__name__, header_bytes_max(kind)
         keyed = kind in UNKEYED or self.key != NO_KEY
         _require(keyed, f"{name} from a stranger: prove yourself first")
@@ -313,7 +316,7 @@ class Decoder:
     def _due_later(
         self, received: Received, kind: type[Message], header_bytes: int, whole_bytes: int
     ) -> int:
-        """Check a later frame of a message; return how many payload bytes are still to come."""
+        """Check a later frame of a message; return how many payload bytes follow it."""
         known = type(received.message) is kind and header_bytes == 0
         _require(known, "a frame of another message came in between")
         whole = len(received.payload)
@@ -354,7 +357,7 @@ class Decoder:
 
 
 def header_bytes_max(kind: type[Message]) -> int:
-    """Return the most bytes that the header of a message of this kind may have."""
+    """Return the most bytes that the header of a message of this type may have."""
     return UNKEYED_HEADER_BYTES_MAX if kind in UNKEYED else HEADER_BYTES_MAX
 
 

@@ -1,10 +1,10 @@
-"""The coordinator of a mesh: it directs the workers, which send each other the blocks.
+"""The coordinator of a mesh: it directs workers that send blocks directly to each other.
 
-As in a star a step is computed, staged by every worker, and then made. All results of a lost worker
-are lost, however: others compute its shards again, and the exchange starts again in a new round.
-The current state is with the workers. The coordinator requests it from one of them to save it, or
-to admit a worker. If all connections break at once, it asks those that come back, one at a time,
-whether they still hold the state.
+As in a star, a step is computed, staged by every worker, and then applied. However, all results of
+a lost worker are lost with it: other workers compute its shards again, and the exchange restarts in
+a new round. Only the workers hold the current state. The coordinator requests it from one of them
+to write a checkpoint or to admit a worker. If all connections break at once, it asks the workers
+that reconnect, one at a time, whether they still hold the state.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from entrenar_py.train.wire.phases import MEMBERS, MESH_PEER_MAY_SAY, Stage
 from entrenar_py.train.wire.phases import PeerPhase as Phase
 from entrenar_py.train.wire.terms import Run, Timing
 
-ROUNDS_MAX = 3  # complaints in one step, at which the worker with the most of them is thrown out
+ROUNDS_MAX = 3  # complaints in a step at which a worker is expelled
 
 
 class Grouping(Coordinator):
-    """The state machine of what meshes, rings and pipelines share.
+    """The part of a coordinator's state machine that meshes, rings and pipelines share.
 
-    What workers send each other belongs to a round, which ends when one of them leaves or joins, or
-    a link between two breaks.
+    All messages between workers belong to a round. A round ends when a worker leaves or joins, or
+    when a link between two workers breaks.
     """
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
         super().__init__(run, secret=secret, timing=timing, now=now)
         self._round = 0
         self._group: list[Peer] = []  # the workers of this round
-        self._complaints: Counter[Peer] = Counter()  # by and about each worker, in this step
-        self._num_rounds = 0  # complaints in this step, those of both ends of a link as one
+        self._complaints: Counter[Peer] = Counter()  # by and about each worker, this step
+        self._num_rounds = 0  # complaints in this step; those from both ends of a link count as one
         self._told: tuple[int, int] | None = None  # the last complaint: its sender and its subject
 
     def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
@@ -54,10 +54,10 @@ class Grouping(Coordinator):
     def _unreachable(
         self, peer: Peer, member: Member, said: say.Unreachable, now: float
     ) -> list[Effect]:
-        """Begin another round; at the third complaint throw out the worker that most involve.
+        """Begin another round; at the third complaint, expel the worker that most of them involve.
 
-        Both ends may complain about one broken connection, the second end in the round that began
-        with the first end's complaint. Such a pair counts once.
+        Both ends may complain about the same broken connection: the second complaint then arrives
+        in the round that the first one started. Such a pair counts once.
         """
         if said.round != self._round:
             return []
@@ -87,7 +87,7 @@ class Grouping(Coordinator):
         raise NotImplementedError
 
     def _begin_round(self, members: Mapping[Peer, Member], holders: list[int]) -> list[Effect]:
-        """Begin a new round with `members`, and tell them; `holders` are those of `Group`."""
+        """Return the messages that begin a new round with `members`; `holders` is as in `Group`."""
         self._round += 1
         self._group = list(members)
         addresses = {member.in_rank(): member.address for member in members.values()}
@@ -102,7 +102,7 @@ class Grouping(Coordinator):
         return [do.Send(peer, group) for peer in members]
 
     def _gather(self, step: int, now: float) -> list[Effect]:
-        if step > self.step or not self._members():  # else the same workers may complain again
+        if step > self.step or not self._members():  # otherwise the same workers may complain again
             self._forget_complaints()
         return super()._gather(step, now)
 
@@ -112,16 +112,16 @@ class Grouping(Coordinator):
 
 
 class MeshCoordinator(Grouping):
-    """The state machine. Times are seconds on a monotonic clock."""
+    """The state machine of a mesh's coordinator. Times are seconds on a monotonic clock."""
 
     may_say = MESH_PEER_MAY_SAY
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
         super().__init__(run, secret=secret, timing=timing, now=now)
-        self._holders: dict[int, int] = {}  # shard -> rank, as the workers were told
-        self._held = run.first_step  # the state before this step is here
+        self._holders: dict[int, int] = {}  # shard -> rank, as in the last Group
+        self._held = run.first_step  # the step before which the coordinator has the state
         self._may_hold: set[int] = set()  # ranks lost since the step was handed out
-        self._committed = False  # all were told to make the current step, then all were lost
+        self._committed = False  # all were told to apply the current step, then all were lost
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class MeshCoordinator(Grouping):
 
     def _staged(self, peer: Peer, member: Member, said: say.Staged, now: float) -> list[Effect]:
         self._require_step(said.step)
-        if said.round == self._round:  # and not on its way when the round ended
+        if said.round == self._round:  # and was not sent before the round ended
             if member.assigned:
                 raise ProtocolError(f"Staged: its shards {member.assigned[0]} are not computed")
             member.phase = Phase.STAGED
@@ -151,7 +151,7 @@ class MeshCoordinator(Grouping):
         return [do.Keep(member.in_rank(), said), *self._settle(now)]
 
     def _made_before(self, member: Member, said: say.Applied, now: float) -> list[Effect]:
-        """Continue with the next step: a returning worker made this one, as the Commit asked."""
+        """Continue with the next step: a returning worker has applied this one, as committed."""
         if not self._committed:
             raise ProtocolError(f"Applied step={said.step}: nobody was told to make it")
         member.phase = Phase.WAITING
@@ -170,7 +170,7 @@ class MeshCoordinator(Grouping):
         return [do.Keep(member.in_rank(), said), *self._settle(now)]
 
     def _leave(self, peer: Peer, member: Member, said: say.Leave, now: float) -> list[Effect]:
-        if member.phase is Phase.ASKED:  # it does not hold the state
+        if member.phase is Phase.ASKED:  # that worker does not hold the state
             self._may_hold.discard(member.in_rank())
             if not self._may_hold:
                 return self._lost_state()

@@ -1,7 +1,8 @@
-"""A worker of a mesh: averages the blocks that it owns, and gets the others from their owners.
+"""A worker of a mesh: it averages the blocks that it owns, and gets the others from their owners.
 
-To the coordinator it is a worker as in a star, but it sends its gradients to the other workers. An
-exchange belongs to a step and a round. Messages of a later one wait until it begins here.
+It talks to the coordinator like a worker of a star, but sends its gradients to the other workers.
+An exchange belongs to a step and a round. Messages of a later exchange are postponed until that
+exchange begins here.
 """
 
 from __future__ import annotations
@@ -34,37 +35,43 @@ from entrenar_py.train.wire.phases import WorkerPhase as Phase
 from entrenar_py.train.wire.terms import Terms, Timing, proof_of_coordinator, session_key
 from entrenar_py.train.wire.worker import Worker
 
-# A worker's links to the other workers of a mesh: connections, handshakes and timeouts.
+# Links from a worker to the other workers of a mesh: connections, handshakes and timeouts.
 #
-# Of two workers the one of lower rank connects. The handshake is as with the coordinator: the
-# worker that accepts sends a challenge, the one that connects sends a hello, and both prove that
-# they know the secret. Messages for a worker wait until its link is ready.
+# Of two workers, the one with the lower rank connects. The handshake is the same as with the
+# coordinator: the accepting worker sends a challenge, the connecting worker sends a hello, and both
+# prove that they know the secret. Messages for a worker wait until its link is ready.
 
 AGAIN = "it has connected again"
 
 
 @dataclass(slots=True)
 class Link:
-    """One connection. `rank` is the other worker's, or None; `proof` is expected in its Accept."""
+    """One connection to another worker.
+
+    `rank` is the other worker's, None if unknown; `proof` is the one expected in its Accept.
+    """
 
     nonce: str
     heard: float
     said: float
     rank: int | None = None
     proof: str = ""
-    dial: do.Dial | None = None  # the effect that made it, if made by this worker
+    dial: do.Dial | None = None  # its request; None if the other end connected
     ready: bool = False
 
 
 @dataclass(slots=True)
 class Links:
-    """All links of one worker. `own` is its rank in the group; `addresses` are the others'."""
+    """All links of one worker.
+
+    `own` is its rank in the group; `addresses` has the addresses of the other workers.
+    """
 
     terms: Terms
     secret: bytes
     backend: str
     timing: Timing
-    num_ranks: int | None = None  # of the run, if they are known beforehand
+    num_ranks: int | None = None  # addresses of the run's workers, if known beforehand
     own: int | None = None
     addresses: Mapping[int, str] = field(default_factory=dict)
     _links: dict[Peer, Link] = field(default_factory=dict)
@@ -72,13 +79,13 @@ class Links:
     _waiting: dict[int, list[Message]] = field(default_factory=dict)
 
     def group(self, own: int, addresses: Mapping[int, str]) -> list[Effect]:
-        """Take up a new group, in which this worker's rank is `own`; connect where needed."""
+        """Return the connections to open for a new group, in which this worker has rank `own`."""
         self.own, self.addresses = own, addresses
         self._waiting.clear()
         dials = {do.Dial(rank, address) for rank, address in addresses.items() if rank > own}
         effects: list[Effect] = []
         for peer, link in list(self._links.items()):
-            # Links made by others stay: they may know of a later group than this worker does.
+            # Links that other workers opened stay: those workers may know of a later group.
             if link.dial is not None and link.dial not in dials:
                 effects += self._close(peer, "it is not in the group any more")
         there = {link.dial for link in self._links.values()} | self._dialing
@@ -87,7 +94,7 @@ class Links:
         return [*effects, *wanted]
 
     def say(self, rank: int, message: Message) -> list[Effect]:
-        """Send `message` to `rank`, now or once the link to it is ready."""
+        """Return the effects that send `message` to `rank`, now or when the link to it is ready."""
         for peer, link in self._links.items():
             if link.rank == rank and link.ready:
                 return [do.Send(peer, message)]
@@ -106,12 +113,12 @@ class Links:
     # --- events -----------------------------------------------------------------------------------
 
     def accepted(self, peer: Peer, nonce: str, now: float) -> list[Effect]:
-        """Send a challenge to a peer that has connected."""
+        """Return the challenge for a peer that has connected."""
         self._links[peer] = Link(nonce, now, now)
         return [do.Send(peer, Challenge(version=VERSION, nonce=nonce))]
 
     def dialed(self, peer: Peer, dial: do.Dial, nonce: str, now: float) -> list[Effect]:
-        """Take up the connection that `dial` requested."""
+        """Return the effects of a new connection, which `dial` requested."""
         self._dialing.discard(dial)
         if self.addresses.get(dial.rank) != dial.address:
             return [do.Close(peer, "it is not in the group any more")]
@@ -119,21 +126,21 @@ class Links:
         return []
 
     def undialable(self, dial: do.Dial) -> bool:
-        """Note that `dial` failed; return whether its connection is still wanted."""
+        """Return whether the connection of the failed `dial` is still wanted."""
         self._dialing.discard(dial)
         return self.addresses.get(dial.rank) == dial.address
 
     def heard(self, peer: Peer, now: float) -> None:
-        """Note that a whole frame of `peer` came."""
+        """Note that a whole frame of `peer` arrived."""
         link = self._links.get(peer)
         if link is not None and link.ready:
             link.heard = now
 
     def greet(self, peer: Peer, message: Message, now: float) -> tuple[list[Effect], int | None]:
-        """Take a message of a handshake; ProtocolError if it is not the one that comes next.
+        """Return the effects of a handshake's message, and the rank of a link that it replaces.
 
-        Return the effects, and the rank that had an older link, which was closed for this one, or
-        None. Messages on the older link may be lost.
+        The rank is None if no older link to that worker was closed. Messages on an older link may
+        be lost. Raises ProtocolError for a message that is not the next one of a handshake.
         """
         link = self._links[peer]
         match message:
@@ -148,7 +155,7 @@ class Links:
         raise ProtocolError(f"{type(message).__name__} from a worker that has proved nothing")
 
     def lost(self, peer: Peer, reason: str) -> tuple[list[Effect], int | None]:
-        """Close a link that broke or misbehaved; also return the other's rank if in the group."""
+        """Return the effects that close a broken link, and the other end's rank if in the group."""
         rank = self._links[peer].rank
         return self._close(peer, reason), rank if rank in self.addresses else None
 
@@ -166,7 +173,7 @@ class Links:
         return effects, silent
 
     def close(self) -> list[Effect]:
-        """Close all links and forget the group."""
+        """Return the effects that close all links; forget the group."""
         self.own, self.addresses = None, {}
         self._dialing.clear()
         self._waiting.clear()
@@ -222,13 +229,13 @@ IN_A_ROUND = (Phase.READY, Phase.COMPUTING, Phase.STAGED)
 
 
 class MeshWorker(Worker):
-    """The state machine of a worker. `port` is where the other workers connect to this one."""
+    """The state machine of a mesh's worker. Other workers connect to its `port`."""
 
     may_hear = MESH_WORKER_MAY_HEAR
     parts: tuple[type[say.Message], ...] = (
         say.TreeNode,
         say.Average,
-    )  # what workers say to each other
+    )  # the messages between workers
 
     def __init__(
         self,
@@ -244,23 +251,26 @@ class MeshWorker(Worker):
         self.links = Links(terms, secret, backend, timing)
         self._group: say.Group | None = None
         self._holders: Sequence[int] = ()  # for each shard of `step`, the rank that computes it
-        self._own: list[say.TreeNode] = []  # all nodes of `step` that were computed here
-        self._missing: dict[int, set[int]] = {}  # owned block -> shards that have not come
+        self._own: list[say.TreeNode] = []  # all nodes of `step` computed by this worker
+        self._missing: dict[int, set[int]] = {}  # owned block -> shards that have not arrived
         self._num_postponed = 0
-        self._holds_state = False  # whether the state before `step` is here, even if disconnected
-        self._made: int | None = None  # the last step made since the state was loaded
+        self._holds_state = False  # the state before `step`, even if disconnected
+        self._made: int | None = None  # the last step applied since the state was loaded
 
     # --- events -----------------------------------------------------------------------------------
 
     def undialable(self, dial: do.Dial, reason: str) -> list[Effect]:
-        """Complain to the coordinator that `dial` failed, if its connection is still wanted."""
+        """Return the complaint that `dial` failed, if its connection is still wanted."""
         wanted = self.links.undialable(dial)
         return self._complain(dial.rank, reason) if wanted else []
 
     def receive_from(self, peer: Peer, message: say.Message, now: float) -> list[Effect]:
-        """Return the effects of another worker's message; an illegal one ends link and round."""
+        """Return the effects of another worker's message.
+
+        An illegal message ends link and round.
+        """
         if not self.links.has(peer):
-            return []  # closed from here, while this was on its way
+            return []  # this end closed the link while the message was on its way
         rank = self.links.rank_of(peer)
         try:
             if rank is None:
@@ -273,27 +283,27 @@ class MeshWorker(Worker):
             return self.lost_link(peer, str(error))
 
     def lost_link(self, peer: Peer, reason: str) -> list[Effect]:
-        """Close a link that broke or misbehaved, and complain to the coordinator."""
+        """Return the effects that close a broken link and complain to the coordinator."""
         if not self.links.has(peer):
             return []
         effects, rank = self.links.lost(peer, reason)
         return effects if rank is None else [*effects, *self._complain(rank, reason)]
 
     def reduced(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
-        """Take the result of Reduce: an owned block is finite, and goes to the other workers."""
+        """Return the effects that send an owned block, which is finite, to the other workers."""
         group = self._group
         if group is None:
-            return []  # requested over a connection that has ended
+            return []  # requested on a connection that has ended
         average = say.Average(step=step, round=group.round, block=block, loss=loss, weight=weight)
         return [*self._spread(average), *self._has(block)]
 
     def overflowed(self, step: int, block: int) -> list[Effect]:
-        """Report that an owned block of the average is not finite: the coordinator will halt."""
+        """Return the report that an owned block's average is not finite, so that the run halts."""
         overflow = do.Send(self._peer, say.Overflow(step=step, block=block))
         return [] if self._group is None else [overflow]
 
     def tick(self, now: float) -> list[Effect]:
-        """Send the heartbeats that are due, and disconnect from peers that are silent too long."""
+        """Send the heartbeats that are due; disconnect from peers that are silent too long."""
         effects = super().tick(now)
         heartbeats, silent = self.links.tick(now)
         lost = [effect for peer, reason in silent for effect in self.lost_link(peer, reason)]
@@ -318,9 +328,9 @@ class MeshWorker(Worker):
                 return super()._turn(message)
 
     def _asked_back(self, fetch: say.Fetch) -> list[Effect]:
-        """Answer a coordinator that has lost every worker: send the state, if it is still here.
+        """Answer a coordinator that has lost every worker: send the state if it is still here.
 
-        If the step was made before the connection broke, report that first.
+        If the step was applied before the connection broke, report that first.
         """
         if self._holds_state and fetch.step == self.step:
             return [do.Send(self._peer, say.State(step=self.step))]
@@ -330,7 +340,10 @@ class MeshWorker(Worker):
         return [do.Send(self._peer, say.Leave(reason=reason)), *self._drop(reason)]
 
     def broken(self, reason: str) -> list[Effect]:
-        """End the connection after malformed bytes, which may have overwritten the state."""
+        """Return the effects that end the connection after malformed bytes.
+
+        These bytes may have overwritten the state.
+        """
         self._holds_state = False
         return super().broken(reason)
 
@@ -401,9 +414,9 @@ class MeshWorker(Worker):
         group = self._group
         if group is None or message.round > group.round or message.step > self.step:
             return self._postpone(peer)
-        # A step ends only with all its messages, so one of an earlier step is illegal now.
+        # A step ends only after all its messages, so a message of an earlier step is illegal now.
         if message.round < group.round and message.step == self.step:
-            return []  # was on its way when the round ended
+            return []  # was sent before the round ended
         self._require_step(message.step)
         if rank not in group.ranks or message.block >= self._num_blocks:
             raise ProtocolError(f"{type(message).__name__} block={message.block} of rank {rank}")
@@ -417,7 +430,10 @@ class MeshWorker(Worker):
         return [do.Hold(self.step, message.block), *self._has(message.block)]
 
     def _postpone(self, peer: Peer) -> list[Effect]:
-        """Postpone a message that came early; ProtocolError if more do than a round can have."""
+        """Postpone an early message.
+
+        Raises ProtocolError if there are more than a round can have.
+        """
         self._num_postponed += 1
         most = self._num_blocks * (len(self._holders) + 1)
         if self._group is not None and self._num_postponed > most:
@@ -425,7 +441,7 @@ class MeshWorker(Worker):
         return [do.Postpone(peer)]
 
     def _count(self, rank: int, node: say.TreeNode) -> list[Effect]:
-        """Count a node of an owned block, and average the block once all shards have come."""
+        """Count a node of an owned block; average the block when all shards have arrived."""
         under = reduction.shards_under(node.level, node.index, len(self._holders))
         missing = self._missing.get(node.block, set())
         theirs = all(self._holders[shard] == rank for shard in under)
@@ -466,22 +482,26 @@ class MeshWorker(Worker):
         return [*self.links.close(), *super()._end(finish)]
 
 
-# A worker of a ring: each block is summed on its way around, then its average goes around.
+# A worker of a ring: each block is summed on its way around the ring, then its average is passed
+# around.
 #
-# This is the classic ring all-reduce, coordinated as in a mesh. Each worker sends 2 (N - 1) / N
-# of the vector to the next one. Sums are added in ring order, so every worker and every run gets
-# the same bits. A different number of workers rounds differently.
+# This is the classic ring all-reduce, coordinated as in a mesh. Each of N workers sends 2 (N - 1) /
+# N times the size of the vector to the next one. Sums are added in ring order, so every worker and
+# every run gets the same bits. A different number of workers rounds differently.
 
 
 class RingWorker(MeshWorker):
-    """The state machine. The next worker is the next rank of the group, cyclically."""
+    """The state machine of a ring's worker.
+
+    The next worker has the next rank of the group, cyclically.
+    """
 
     parts: tuple[type[Message], ...] = (Partial, Average)
-    _is_computed = False  # whether all of this worker's shards are
+    _is_computed = False  # whether all of this worker's shards are computed
     _combined: frozenset[int] = frozenset()  # blocks to which this worker added its part
 
     def combined(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
-        """Average the sum of `block` if this worker owns it, else send the sum to the next one."""
+        """Return the effects of a new sum: average an owned block, or pass the sum on."""
         assert self._group is not None
         if self._owner(block) == self.rank:
             return [do.Reduce(step, block)]
@@ -496,7 +516,7 @@ class RingWorker(MeshWorker):
         return super()._start_round()
 
     def _send(self, nodes: Sequence[TreeNode]) -> list[Effect]:
-        """Start the blocks that begin here, once every shard of this worker is computed."""
+        """Start the blocks that begin at this worker, when all of its shards are computed."""
         under = [
             reduction.shards_under(node.level, node.index, len(self._holders)) for node in self._own
         ]
@@ -534,7 +554,7 @@ class RingWorker(MeshWorker):
         return [] if following == self._owner(average.block) else self.links.say(following, average)
 
     def _hops(self, block: int) -> int:
-        """Return how many workers add to `block` before this one; its owner adds last."""
+        """Return how many workers add to `block` before this worker; the owner adds last."""
         assert self._group is not None
         ranks = self._group.ranks
         return (self._place() - block - 1) % len(ranks)

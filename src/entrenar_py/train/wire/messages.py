@@ -1,4 +1,4 @@
-"""The messages that peers exchange: a record for each, and a table of all."""
+"""The messages that peers exchange: a record for each message, and a table of all messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import ClassVar, TypeAlias, dataclass_transform
 
 from entrenar_py.shared.untrusted import escaping
 
-# Lower-case hex digits: a nonce has 32 random ones, a proof the 64 of an HMAC-SHA256, a digest the
-# 64 of a SHA-256.
+# Lower-case hex digits: a nonce has 32 random digits, a proof has 64 (an HMAC-SHA256), a digest has
+# 64 (a SHA-256).
 Nonce: TypeAlias = str
 Proof: TypeAlias = str
 Digest: TypeAlias = str
@@ -17,9 +17,9 @@ Digest: TypeAlias = str
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True)
 class Message:
-    """A message. `tag` is its kind on the wire; `carries` names its payload, empty for none.
+    """A message. `tag` is its type on the wire; `carries` names its payload, "" if it has none.
 
-    Every subclass is a frozen dataclass. Its fields are the message's header.
+    Every subclass is a frozen dataclass. The fields are the message's header.
     """
 
     tag: ClassVar[int]
@@ -37,7 +37,7 @@ LIST_MAX = 2**16
 
 
 class Challenge(Message):
-    """Coordinator (or mesh worker), to whoever connects: prove with `nonce` that you may join."""
+    """Coordinator (or mesh worker), to every new connection: `nonce` is a challenge to answer."""
 
     tag: ClassVar[int] = 1
     version: int
@@ -47,10 +47,11 @@ class Challenge(Message):
 class Hello(Message):
     """Worker, to a coordinator or another worker: a request to join, with a proof.
 
-    `run` names the run; `manifest` is a digest of the tensors' names and shapes, `data` of the data
-    set; `backend` names what the worker computes on. `rank` is its rank until now, or None. `port`
-    is where it listens for other workers, or None. `proof` covers the secret, the challenge and all
-    other fields. If `run`, `manifest` and `data` are all empty, the worker asks which run this is.
+    `run` names the run. `manifest` is a digest of the tensors' names and shapes, and `data` is a
+    digest of the data set. `backend` names the backend that the worker computes on. `rank` is its
+    previous rank, or None. `port` is where it listens for other workers, or None. `proof` covers
+    the secret, the challenge and all other fields. If `run`, `manifest` and `data` are all empty,
+    the worker asks for the run's terms.
     """
 
     tag: ClassVar[int] = 2
@@ -68,9 +69,9 @@ class Hello(Message):
 class Welcome(Message):
     """Coordinator: the worker is admitted as `rank`; the payload is the whole state before `step`.
 
-    The reduced vector travels in `blocks` parts of nearly equal size. `resumed`: the run continues
-    from a checkpoint, with this step. If the coordinator makes the updates, the payload
-    lacks the optimizer's state.
+    The reduced vector is sent in `blocks` parts of nearly equal size. `resumed` is true if the run
+    continues from a checkpoint, with this step. If the coordinator applies the optimizer, the
+    payload lacks the optimizer's state.
     """
 
     tag: ClassVar[int] = 3
@@ -83,7 +84,10 @@ class Welcome(Message):
 
 
 class Refuse(Message):
-    """Coordinator (or mesh worker): you can't join or stay. `retry`: a later try may succeed."""
+    """Coordinator (or mesh worker): you can't join or stay.
+
+    `retry`: a later attempt may succeed.
+    """
 
     tag: ClassVar[int] = 4
     reason: str
@@ -91,7 +95,7 @@ class Refuse(Message):
 
 
 class Loaded(Message):
-    """Worker: it holds the state before `step`; the payload is the event that records it."""
+    """Worker: it has loaded the state before `step`; the payload is the event that records this."""
 
     tag: ClassVar[int] = 5
     carries: ClassVar[str] = "events"
@@ -99,11 +103,11 @@ class Loaded(Message):
 
 
 class Offer(Message):
-    """Coordinator, to a worker that asks: the run's plan in the payload, and its timeouts.
+    """Coordinator, to a worker that asks for the terms: the run's plan (payload) and timeouts.
 
     `heartbeat_s` and `dead_after_s` are in seconds. `package` is the digest of a file that lists
-    those of the run; None if workers build model and data themselves. With a package the worker may
-    stay, and want pieces of its files.
+    the files of the run; None if workers build model and data themselves. If there is a package,
+    the worker may stay connected and request pieces of its files.
     """
 
     tag: ClassVar[int] = 6
@@ -117,8 +121,8 @@ class Offer(Message):
 class Want(Message):
     """Worker, before it joins: request for a piece of `file`, from `offset` on.
 
-    `file` is the digest of its content. A piece has 1 MiB, the last one of a file the rest. At most
-    4 are wanted at a time.
+    `file` is the digest of the file's content. A piece has 1 MiB, and a file's last piece has the
+    rest. At most 4 requests are open at a time.
     """
 
     tag: ClassVar[int] = 24
@@ -136,7 +140,7 @@ class Piece(Message):
 
 
 class Accept(Message):
-    """Worker, to another that said hello: the proof that it knows the secret, too."""
+    """Worker, to another worker that sent a Hello: the proof that it knows the secret, too."""
 
     tag: ClassVar[int] = 9
     proof: Proof
@@ -169,7 +173,10 @@ class Assign(Message):
 
 
 class Computed(Message):
-    """Worker: `shards` of `step` are computed, the nodes follow; the payload records each shard."""
+    """Worker: `shards` of `step` are computed, and their nodes follow.
+
+    The payload has an event for each shard.
+    """
 
     tag: ClassVar[int] = 11
     carries: ClassVar[str] = "events"
@@ -180,10 +187,10 @@ class Computed(Message):
 class TreeNode(Message):
     """Worker: the payload is `block` of node (`level`, `index`) in the reduction tree of `step`.
 
-    `loss` is the summed loss of the shards under it, `weight` their number of samples (or tokens).
-    Sent to the process that averages the block: the coordinator, or in a mesh one of the workers.
-    `round` is that of `Group`; 0 in a star. In a pipeline the shards under the node have a loss in
-    the last stage only.
+    `loss` is the summed loss of the shards under the node, `weight` their number of samples (or
+    tokens). The message goes to the process that averages the block: the coordinator, or one of the
+    workers in a mesh. `round` is the round of the last `Group`; 0 in a star. In a pipeline, only
+    the last stage's nodes have a loss.
     """
 
     tag: ClassVar[int] = 12
@@ -200,7 +207,7 @@ class TreeNode(Message):
 class NonFinite(Message):
     """Worker: the gradient (or, without a tensor, the loss) of `shard` is NaN or Inf.
 
-    The payload records the shards up to this one.
+    The payload has the events of the shards up to this one.
     """
 
     tag: ClassVar[int] = 13
@@ -216,8 +223,8 @@ class NonFinite(Message):
 class Average(Message):
     """The process that averaged it: `block` of the averaged gradient of `step`, before clipping.
 
-    It is held, and not used before `Commit`. `loss` is summed over the samples (or tokens) that
-    `weight` counts.
+    The receiver holds it and doesn't use it before `Commit`. `loss` is summed over `weight` samples
+    (or tokens).
     """
 
     tag: ClassVar[int] = 14
@@ -230,10 +237,10 @@ class Average(Message):
 
 
 class Weights(Message):
-    """Coordinator, if it makes the updates: `block` of the weights and buffers after `step`.
+    """Coordinator, if it applies the optimizer: `block` of the weights and buffers after `step`.
 
-    It is held, and not used before `Commit`. `loss` is summed over the samples (or tokens) that
-    `weight` counts.
+    The receiver holds it and doesn't use it before `Commit`. `loss` is summed over `weight` samples
+    (or tokens).
     """
 
     tag: ClassVar[int] = 18
@@ -253,14 +260,17 @@ class Staged(Message):
 
 
 class Commit(Message):
-    """Coordinator: all hold the blocks of `step`; make the step, or use the weights received."""
+    """Coordinator: all workers hold the blocks of `step`.
+
+    Apply the step, or use the new weights.
+    """
 
     tag: ClassVar[int] = 16
     step: int
 
 
 class Applied(Message):
-    """Worker: `step` is made; the payload is the event that records the new state."""
+    """Worker: `step` is applied; the payload is the event that records the new state."""
 
     tag: ClassVar[int] = 17
     carries: ClassVar[str] = "events"
@@ -268,13 +278,13 @@ class Applied(Message):
 
 
 class Group(Message):
-    """Coordinator of a mesh: from `step` on `ranks` exchange blocks, at `addresses`.
+    """Coordinator of a mesh: from `step` on, `ranks` exchange blocks, at `addresses`.
 
-    A new `round` begins when a worker joins, leaves or loses a link: messages of earlier rounds are
-    void, and all workers send their nodes again. `holders` has the rank of each shard, in this step
-    and in later ones until the next Group. Worker number b mod n of the n `ranks` averages block b.
-    In a pipeline `holders` has the ranks of the first stage for all shards, then those of the next,
-    and a new round starts the step over.
+    A new `round` begins when a worker joins, leaves or loses a link. Messages of earlier rounds are
+    then void, and all workers send their nodes again. `holders` has the rank of each shard, until
+    the next Group. Of the n `ranks`, the one with index b mod n averages block b. In a pipeline,
+    `holders` has the ranks of all shards in the first stage, then those in the next stage and so
+    on, and a new round restarts the step.
     """
 
     tag: ClassVar[int] = 30
@@ -288,7 +298,8 @@ class Group(Message):
 class Partial(Message):
     """Worker of a ring, to the next: `block` summed over the `hops` + 1 workers so far.
 
-    `loss` is summed over the same shards, `weight` is their number of samples (or tokens).
+    `loss` is summed over the shards of these workers; `weight` is their number of samples (or
+    tokens).
     """
 
     tag: ClassVar[int] = 33
@@ -324,8 +335,8 @@ class Overflow(Message):
 class Activation(Message):
     """Worker of a pipeline, to the next stage: the hidden states of `shard` that it computed.
 
-    `dtype` is their format. The next stage draws random numbers from number `draws` on. `round` is
-    that of `Group`.
+    `dtype` is the dtype of the hidden states. The next stage draws random numbers from number
+    `draws` on. `round` is the round of the last `Group`.
     """
 
     tag: ClassVar[int] = 40
@@ -338,9 +349,9 @@ class Activation(Message):
 
 
 class ActivationGradient(Message):
-    """Worker of a pipeline, to the stage before: the gradient of the hidden states of `shard`.
+    """Worker of a pipeline, to the previous stage: the gradient of the hidden states of `shard`.
 
-    It has their shape and format.
+    It has the shape and dtype of the hidden states.
     """
 
     tag: ClassVar[int] = 41
@@ -353,9 +364,9 @@ class ActivationGradient(Message):
 class Summed(Message):
     """Worker of a pipeline: `shards` of `step` passed through its stage, and their nodes follow.
 
-    The payload records each shard. `round` is that of `Group`. `times_us` has three numbers for
-    each pass: twice the shard, and 1 more for a forward pass; when it began and when it ended, in
-    microseconds since the Assign.
+    The payload has an event for each shard. `round` is the round of the last `Group`. `times_us`
+    has three numbers for each pass: 2 * shard (+ 1 for a forward pass), then its begin and its end
+    in microseconds since the Assign.
     """
 
     tag: ClassVar[int] = 42
@@ -376,7 +387,7 @@ class Heartbeat(Message):
 
 
 class Leave(Message):
-    """Worker: it leaves; its shards go to others."""
+    """Worker: it leaves the run; its shards go to other workers."""
 
     tag: ClassVar[int] = 21
     reason: str
@@ -391,7 +402,7 @@ class Halt(Message):
 
 
 class Shutdown(Message):
-    """Coordinator: the run is over; `problem` says why it could not go on, None if it is done."""
+    """Coordinator: the run is over; `problem` says why it could not continue, None if complete."""
 
     tag: ClassVar[int] = 23
     problem: str | None

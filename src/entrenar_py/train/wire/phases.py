@@ -1,6 +1,7 @@
 """Tables of the protocol's phases: the messages legal in each, and the moves between them.
 
-State machines read which messages are legal; the docs' tables and diagrams are made from both.
+The state machines use the tables of legal messages. The docs' tables and diagrams are generated
+from both.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Stage(StrEnum):
     """The stage of a run."""
 
     GATHERING = "gathering"  # between two steps
-    COMPUTING = "computing"  # and reducing, a block at a time
+    COMPUTING = "computing"  # and averaging, one block at a time
     STAGING = "staging"
     APPLYING = "applying"
     OVER = "over"
@@ -53,17 +54,17 @@ class Stage(StrEnum):
 class PeerPhase(StrEnum):
     """The phase of one peer, as the coordinator sees it."""
 
-    CHALLENGED = "challenged"  # connected, and must say hello
-    FETCHING = "fetching"  # told what the run is, and may want files of it
+    CHALLENGED = "challenged"  # connected, and must send a Hello
+    FETCHING = "fetching"  # has the run's terms, and may request its files
     WAITING = "waiting"  # may join at the next boundary between steps
     LOADING = "loading"  # the state is on its way to it
     READY = "ready"  # has nothing to do
     COMPUTING = "computing"  # has shards to deliver
     STAGING = "staging"  # all of the average, or of the new weights, was sent to it
     STAGED = "staged"  # holds all of that
-    APPLYING = "applying"  # was told to make the step
+    APPLYING = "applying"  # was told to apply the step
     GIVING = "giving"  # was asked for its state
-    ASKED = "asked"  # waits, and was asked for a state that it may still hold
+    ASKED = "asked"  # waits, and was asked for the state that it may still hold
 
 
 # The messages that a peer may send in each phase; any other one ends the connection. An admitted
@@ -79,8 +80,8 @@ PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.STAGED: (),
     PeerPhase.APPLYING: (Applied,),
 }
-# In a mesh blocks go from worker to worker. Reports about the exchange may come in most phases, and
-# about a round that is over by then.
+# In a mesh, blocks go from worker to worker. Reports about the exchange may arrive in most phases,
+# even about a round that has ended.
 MESH_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.CHALLENGED: (Hello,),
     PeerPhase.FETCHING: (Want,),
@@ -93,7 +94,7 @@ MESH_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.GIVING: (State, Unreachable),
     PeerPhase.ASKED: (State, Applied),
 }
-# In a pipeline a step may start over while reports of its last round are on their way.
+# In a pipeline, a step may restart while reports about its last round are on their way.
 PIPELINE_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.CHALLENGED: (Hello,),
     PeerPhase.FETCHING: (Want,),
@@ -121,14 +122,14 @@ class WorkerPhase(StrEnum):
 
     AWAY = "away"  # not connected
     CONNECTED = "connected"  # waits to be challenged
-    GREETED = "greeted"  # said hello
+    GREETED = "greeted"  # sent a Hello
     READY = "ready"  # holds the state before `step`
     COMPUTING = "computing"
     STAGED = "staged"  # holds the average of `step`, or the new weights
     OVER = "over"
 
 
-# The phases of an admitted worker. In these, the end that breaks off tells the other one why.
+# The phases of an admitted worker. In these, the end that closes the connection sends the reason.
 TAKING_PART = (WorkerPhase.READY, WorkerPhase.COMPUTING, WorkerPhase.STAGED)
 
 WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
@@ -158,14 +159,14 @@ PIPELINE_WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
 
 
 class ApplicantPhase(StrEnum):
-    """The phase of an applicant, which asks what the run is before it can be a worker.
+    """The phase of an applicant, which asks for the run's terms before it can be a worker.
 
-    One that also fetches files is in the phase FETCHING before it is OVER.
+    An applicant that also fetches files is in the phase FETCHING before OVER.
     """
 
     CONNECTED = "connected"  # waits to be challenged
-    ASKING = "asking"  # said hello, without terms
-    FETCHING = "fetching"  # wants pieces of files
+    ASKING = "asking"  # sent a Hello without terms
+    FETCHING = "fetching"  # requests pieces of files
     OVER = "over"
 
 
@@ -177,9 +178,9 @@ APPLICANT_MAY_HEAR: Mapping[ApplicantPhase, tuple[type[Message], ...]] = {
 }
 
 
-# --- moves ------------------------------------------------------------------------------------
-# The state machines make only these moves, which tests/protocol checks. Each is named by a
-# message, whichever end sends it. A connection and a run may also end in any phase.
+# --- moves ------------------------------------------------------------------------------------ The
+# state machines make only these moves, as tests check. Each move is named by the message that
+# causes it, whichever end sends it. A connection and a run may also end in any phase.
 
 RUN_MOVES: tuple[tuple[Stage, str, Stage], ...] = (
     (Stage.GATHERING, "Assign", Stage.COMPUTING),
@@ -217,7 +218,7 @@ PEER_MOVES: tuple[tuple[PeerPhase, type[Message], PeerPhase], ...] = (
     (PeerPhase.APPLYING, Applied, PeerPhase.READY),
 )
 
-# Those of a peer that fetches files, and connects again as a worker.
+# The moves of a peer that fetches files and then reconnects as a worker.
 FETCHING_PEER_MOVES: tuple[tuple[PeerPhase, type[Message], PeerPhase], ...] = (
     (PeerPhase.CHALLENGED, Hello, PeerPhase.FETCHING),
     (PeerPhase.FETCHING, Want, PeerPhase.FETCHING),

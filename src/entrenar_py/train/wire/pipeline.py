@@ -1,4 +1,4 @@
-"""The places of workers in a layer pipeline, and the order in which a stage takes shards."""
+"""The places of workers in a layer pipeline, and the order in which a stage processes shards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from entrenar_py.train.arithmetic import sharding
 class Places:
     """The ranks of each stage, and the blocks of the reduced vector that belong to it.
 
-    `backends` are the kinds of backend that stages need, None for any; empty if all are None.
-    `names` has the worker of each rank by its name, "" for any; empty if all are "".
+    `backends` has the kind of backend that each stage needs, None for any; it is empty if all are
+    None. `names` has the name of the worker that each rank is reserved for, "" for any worker; it
+    is empty if all are "".
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -38,7 +39,10 @@ class Places:
         return next(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)
 
     def called(self, rank: int) -> str:
-        """Return the name of the worker that `rank` is kept for; "" for any worker."""
+        """Return the name of the worker that `rank` is reserved for.
+
+        The name is "" if any worker may have the rank.
+        """
         return self.names[rank] if self.names else ""
 
     def unsuited(self, backend: str) -> set[int]:
@@ -52,11 +56,14 @@ class Places:
         }
 
     def empty(self, there: Collection[int]) -> list[int]:
-        """Return the stages that none of the ranks `there` has."""
+        """Return the stages that have none of the ranks in `there`."""
         return [stage for stage, ranks in enumerate(self.ranks) if not set(ranks) & set(there)]
 
     def holders(self, there: Collection[int], num_shards: int) -> list[int]:
-        """Return for each stage, and in it for each shard, the rank of `there` that computes it."""
+        """Return the rank that computes each shard, first for stage 0, then for stage 1 and so on.
+
+        Only ranks in `there` get shards.
+        """
         holders: list[int] = []
         for ranks in self.ranks:
             present = [rank for rank in ranks if rank in there]
@@ -67,7 +74,7 @@ class Places:
 
 
 class Timed(NamedTuple):
-    """The times of a stage's pass, in microseconds since it was told to begin the step."""
+    """The times of one pass of a stage, in microseconds since the stage received the Assign."""
 
     shard: int
     is_forward: bool
@@ -76,7 +83,7 @@ class Timed(NamedTuple):
 
 
 def encode(passes: Iterable[Timed]) -> tuple[int, ...]:
-    """Return passes as `Summed` has them."""
+    """Return `passes` in the format of `Summed.times_us`."""
     return tuple(
         number
         for one in passes
@@ -85,7 +92,7 @@ def encode(passes: Iterable[Timed]) -> tuple[int, ...]:
 
 
 def decode(times_us: Sequence[int]) -> list[Timed]:
-    """Return the passes that `encode` wrote. Raises ProtocolError for anything else."""
+    """Return the passes that `encode` encoded. Raises ProtocolError for anything else."""
     triples = list(zip(*[iter(times_us)] * 3, strict=False))
     if len(times_us) % 3 or any(ended < began for _, began, ended in triples):
         raise ProtocolError(
@@ -95,10 +102,11 @@ def decode(times_us: Sequence[int]) -> list[Timed]:
 
 
 def idle_share(passes: Mapping[int, Sequence[Timed]]) -> float | None:
-    """Return the share of the time in which stages waited, while any of them computed.
+    """Return the fraction of time in which stages waited, from the first pass to the last.
 
-    `passes` are those of each rank in one step; None without any. Each rank's clock starts when it
-    gets the order to begin the step, so what its message takes is not seen.
+    `passes` has the passes of each rank in one step. The result is None without passes. Each rank's
+    clock starts when the rank receives the Assign, so the time that this message takes is not
+    included.
     """
     every = [timed for of_rank in passes.values() for timed in of_rank]
     window = max((timed.ended for timed in every), default=0) - min(
@@ -111,12 +119,12 @@ def idle_share(passes: Mapping[int, Sequence[Timed]]) -> float | None:
 
 
 def order(shards: Sequence[int], *, stage: int, num_stages: int) -> list[tuple[int, bool]]:
-    """Return the passes of a stage: pairs of a shard and whether its pass is the forward one.
+    """Return the passes of a stage in order: the shard, and True for a forward pass.
 
-    The schedule is 1F1B, with one shard more on its way than there are later stages, so that none
-    waits for the wire: so many forward passes, then one of each kind in turns. The last stage makes
-    both passes of a shard at once, in what counts as the forward one.
-    Backward passes come in the order of `shards`.
+    The schedule is 1F1B. A stage begins with one forward pass for each later stage and one more, so
+    that it doesn't wait for the network. Then backward and forward passes alternate. The last stage
+    runs both passes of a shard at once, as a single forward pass. Backward passes are in the order
+    of `shards`.
     """
     if stage == num_stages - 1:
         return [(shard, True) for shard in shards]

@@ -1,4 +1,4 @@
-"""The peers of a layer pipeline: each worker has a stage of the model, the coordinator has none."""
+"""The peers of a layer pipeline: each worker has a stage of the model, the coordinator none."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from entrenar_py.train.wire.terms import Run, Terms, Timing
 
 # The coordinator of a layer pipeline: each worker has a stage of the model.
 #
-# It has the state, makes the steps, and sends each stage its new weights, as in a star with
-# updates by the server. Shards pass through all stages, from worker to worker. If a worker is
-# lost or a link breaks before a step is committed, the step did not happen: once every stage has
-# a worker again, a new round computes all of its shards again, with the same bits.
+# The coordinator holds the state, applies the steps, and sends each stage its new weights, as in a
+# star with updates by the server. Shards pass through all stages, from worker to worker. If a
+# worker is lost or a link breaks before a step is committed, the step did not happen: as soon as
+# every stage has a worker again, a new round computes all shards of the step again, with the same
+# bits.
 
 
 class PipelineCoordinator(Grouping):
-    """The state machine. Times are seconds on a monotonic clock."""
+    """The coordinator's state machine. Times are seconds on a monotonic clock."""
 
     may_say = PIPELINE_PEER_MAY_SAY
 
@@ -43,7 +44,7 @@ class PipelineCoordinator(Grouping):
         assert run.places is not None, "a pipeline has places"
         assert run.server_updates, "its steps are made here"
         self.places: Places = run.places
-        self._is_void = False  # whether the step has to start over
+        self._is_void = False  # whether the step has to restart
         self._unsuited: set[int] = set()  # ranks that the worker being admitted can't have
 
     # --- joining ----------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ class PipelineCoordinator(Grouping):
         if hello.rank is None:
             unsuited = unsuited | self._named()
         ours, secret = self.run.terms, self.secret
-        # The secret comes first: a stranger is not told what the stages are planned for.
+        # The secret is checked first: a stranger doesn't learn the plan of the stages.
         if reason and terms.refusal(hello, member.challenge, ours, secret=secret) is None:
             del self.peers[peer]
             refuse = say.Refuse(reason=reason, retry=False)
@@ -65,7 +66,7 @@ class PipelineCoordinator(Grouping):
         return [self._with_name(effect, hello) for effect in effects]
 
     def _with_name(self, effect: Effect, hello: say.Hello) -> Effect:
-        """Return `effect`; one that refuses a place says for which name it is kept."""
+        """Return `effect`; if it refuses a place, add the name that the place is reserved for."""
         match effect:
             case do.Send(message=say.Refuse(retry=True) as refuse) if hello.rank is not None:
                 name = self.places.called(hello.rank)
@@ -75,7 +76,7 @@ class PipelineCoordinator(Grouping):
         return effect
 
     def _mismatch(self, hello: say.Hello, unsuited: set[int]) -> str:
-        """Return why no stage that the worker may have runs on its backend; "" if one does."""
+        """Return why no stage open to the worker runs on its backend; "" if one does."""
         if hello.rank in unsuited:
             stage = self.places.stage_of(hello.rank)
             kind = self.places.backends[stage]
@@ -135,7 +136,8 @@ class PipelineCoordinator(Grouping):
         self, peer: Peer, member: Member, said: say.NonFinite, now: float
     ) -> list[Effect]:
         if not any(said.shard in shards for shards in member.assigned):
-            return []  # of a round that is over: its step is computed again, and says so again
+            # from a round that has ended: its step is computed again, and this is reported again
+            return []
         return super()._non_finite(peer, member, said, now)
 
     _turns: ClassVar[Mapping[type[say.Message], Callable[..., list[Effect]]]] = {
@@ -195,15 +197,15 @@ class PipelineCoordinator(Grouping):
         return self._settle(now)
 
     def _replace(self, lost: Member, members: Mapping[Peer, Member], now: float) -> list[Effect]:
-        self._forget_complaints()  # it may have been the cause of them
+        self._forget_complaints()  # it may have caused the complaints
         self._start_over()
         return []
 
     def _start_over(self) -> None:
-        """End the round, and start its step over unless that is committed.
+        """End the round, and restart its step unless the step is committed.
 
-        No other round gets its number, so what is still on its way has no effect, even while the
-        run waits for a worker.
+        No other round gets the same number, so messages still on their way have no effect, even
+        while the run waits for a worker.
         """
         self._group = []
         self._round += 1
@@ -230,20 +232,20 @@ class PipelineCoordinator(Grouping):
 
 # A worker of a layer pipeline: passes shards through its stage, forward and backward.
 #
-# Hidden states come from the stage before, and their gradients from the one after it, straight
-# from worker to worker. The sum of this worker's gradients goes to the coordinator, which makes
-# the step and sends back the stage's new weights.
+# Hidden states come directly from a worker of the previous stage, and their gradients from a worker
+# of the next stage. The sum of this worker's gradients goes to the coordinator, which applies the
+# step and sends back the stage's new weights.
 
-ROUNDS_MAX = 32  # that may begin while a worker hears nothing of the coordinator
+ROUNDS_MAX = 32  # that may begin while a worker receives nothing from the coordinator
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
     """The result of a pass.
 
-    `dtype` is the format of hidden states that go on to the next stage, which draws random numbers
-    from number `draws` on. `nodes` are those of all blocks, after the last pass of the step. The
-    pass began and ended at these seconds of the driver's clock.
+    `dtype` is the dtype of the hidden states for the next stage, which draws random numbers from
+    number `draws` on. `nodes` has the nodes of all blocks, after the last pass of the step. `began`
+    and `ended` are seconds of the driver's clock.
     """
 
     dtype: str = ""
@@ -254,7 +256,7 @@ class Passed:
 
 
 class PipelineWorker(MeshWorker):
-    """The state machine of a worker at one of `places`; `stage` is known once it is welcomed."""
+    """The state machine of a worker at one of `places`; `stage` is known after the Welcome."""
 
     may_hear = PIPELINE_WORKER_MAY_HEAR
     parts = (say.Activation, say.ActivationGradient)
@@ -273,15 +275,16 @@ class PipelineWorker(MeshWorker):
         super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)
         self.places, self.stage = places, -1
         self.links.num_ranks = places.num_ranks
-        self._place = rank  # the one it was started for, None for any
+        self._place = rank  # the rank that it was started for, None for any
         self._refused_since: float | None = None  # when its last place was first refused
         self._loading: do.Load | None = None
-        self._passes: list[tuple[int, bool]] = []  # that are left: a shard, and whether forward
+        # the remaining passes: a shard, and whether forward
+        self._passes: list[tuple[int, bool]] = []
         self._shards: tuple[int, ...] = ()
         self._arrived: set[tuple[int, bool]] = set()  # the passes that have their input
         self._running: do.Pass | None = None
         self._assigned_s = 0.0  # when the step's shards were assigned
-        self._times: list[pipeline.Timed] = []  # of the step's passes so far
+        self._times: list[pipeline.Timed] = []  # times of the step's passes so far
 
     # --- joining ----------------------------------------------------------------------------------
 
@@ -298,10 +301,10 @@ class PipelineWorker(MeshWorker):
         return [load]
 
     def _refused(self, refuse: say.Refuse) -> list[Effect]:
-        """Ask for any place again if another worker keeps the last one.
+        """Ask for any place again if the previous place is taken by another worker.
 
-        Not at once: the coordinator may still count this worker's own last connection, and two
-        places of one worker would have one address.
+        This doesn't happen at once: the coordinator may still count this worker's own last
+        connection, and two places of one worker would have the same address.
         """
         if self.phase is WorkerPhase.GREETED:
             since = self._heard if self._refused_since is None else self._refused_since
@@ -311,7 +314,7 @@ class PipelineWorker(MeshWorker):
         return super()._refused(refuse)
 
     def loaded(self, load: do.Load) -> list[Effect]:
-        """Take part from now on: the stage and its state are here."""
+        """Return the effects of the loaded stage and state: the worker takes part from now on."""
         if load is not self._loading:
             return []  # for a connection that has ended
         self._loading, self.phase = None, WorkerPhase.READY
@@ -320,7 +323,10 @@ class PipelineWorker(MeshWorker):
     # --- passes -----------------------------------------------------------------------------------
 
     def passed(self, effect: do.Pass, outcome: Passed | say.NonFinite) -> list[Effect]:
-        """Take the result of `effect`, unless its round or its connection has ended."""
+        """Return the effects of the result of `effect`.
+
+        None if its round or connection has ended.
+        """
         if effect != self._running:
             return []
         self._running = None
@@ -330,7 +336,7 @@ class PipelineWorker(MeshWorker):
         self._note_time(effect, outcome)
         sends = self._forward(effect, outcome)
         if self._passes:
-            return [*self._go_on(), *sends]  # they are encoded during the next pass
+            return [*self._go_on(), *sends]  # the tensors are encoded during the next pass
         self.phase = WorkerPhase.READY
         assert self._group is not None, "passes belong to a round"
         number = self._group.round
@@ -344,7 +350,7 @@ class PipelineWorker(MeshWorker):
         return [*sends, do.Send(self._peer, summed), *(do.Send(self._peer, n) for n in nodes)]
 
     def wants(self, asked: do.Compute | do.Pass | do.Load) -> bool:
-        """Return whether `asked` is still to be done; after its round or connection it is not."""
+        """Return whether `asked` is still needed: its round and connection have not ended."""
         return asked is self._loading or asked == self._running
 
     def _note_time(self, effect: do.Pass, outcome: Passed) -> None:
@@ -356,7 +362,7 @@ class PipelineWorker(MeshWorker):
             self._times.append(pipeline.Timed(effect.shard, effect.is_forward, began, ended))
 
     def _forward(self, effect: do.Pass, outcome: Passed) -> list[Effect]:
-        """Send what a pass made to the worker that needs it."""
+        """Send the result of a pass to the worker that needs it."""
         assert self._group is not None, "passes belong to a round"
         is_last = self.stage == self.places.num_stages - 1
         about = {"step": effect.step, "round": self._group.round, "shard": effect.shard}
@@ -369,7 +375,7 @@ class PipelineWorker(MeshWorker):
         return self.links.say(self._holder(self.stage - 1, effect.shard), gradient)
 
     def _go_on(self) -> list[Effect]:
-        """Begin the next pass, if its input is here and no other one is running."""
+        """Begin the next pass if its input is here and no other pass is running."""
         if self._running is not None or not self._passes:
             return []
         shard, is_forward = self._passes[0]
@@ -442,7 +448,8 @@ class PipelineWorker(MeshWorker):
     def _postpone(self, peer: Peer) -> list[Effect]:
         self._num_postponed += 1
         most = 2 * len(self._holders)
-        if self._group is None:  # a stage sends that much before it needs an answer, in each round
+        # a stage sends at most this many messages in a round before it needs an answer
+        if self._group is None:
             most = ROUNDS_MAX * (self.places.num_stages + 1) * self.places.num_ranks
         if self._num_postponed > most:
             raise ProtocolError("more early messages than a round can have")

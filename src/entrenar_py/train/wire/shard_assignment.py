@@ -1,8 +1,8 @@
-"""Assigns the shards of the current step to workers, and counts what they deliver.
+"""The assignment of a step's shards to workers, and the account of their deliveries.
 
-An audited shard is assigned to two workers, and counts when two agree on it. Nothing is averaged
-until every audit of the step is over. If a worker leaves before that, all that it delivered for the
-step is void: an audit might have shown that it was wrong.
+An audited shard is assigned to two workers, and counts when two workers agree on its result.
+Nothing is averaged until every audit of the step is over. If a worker leaves before that, all its
+deliveries for the step are void, because an audit might have shown that they were wrong.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from entrenar_py.train.wire.terms import Run, Timing
 
 # Audits: several workers compute copies of one shard, which are compared bit for bit.
 #
-# A copy counts when two workers agree on it. This module picks workers, and finds one that is
-# wrong.
+# A copy counts when two workers agree on it. The functions below select the workers, and identify a
+# worker that is wrong.
 
 
 @dataclass(slots=True)
 class Audit:
     """The audit of one shard. `asked` holds the ranks that are computing a copy.
 
-    `copies` holds the rank of each complete copy, in the order of completion; a rank that had to
-    compute it again is in it twice. `disputed` holds all ranks that disagreed, even if they have
-    left. `alike` gives for each compared copy the index of the first copy with the same bits.
+    `copies` has the rank of each complete copy, in the order of completion; a rank that computed
+    the shard twice appears twice. `disputed` has all ranks that disagreed, even if they have left.
+    For each compared copy, `alike` has the index of the first copy with the same bits.
     """
 
     asked: list[int] = field(default_factory=list)
@@ -56,31 +56,36 @@ class Audit:
         return True
 
     def is_one_word(self) -> bool:
-        """Return whether all copies came from one worker that took part in a dispute."""
+        """Return whether all copies come from one worker that took part in a dispute."""
         return len(set(self.copies)) == 1 and self.disputed.issuperset(self.copies)
 
     def second(self, present: Collection[int], turn: int) -> int | None:
-        """Return a rank that was not asked yet; None if every rank in `present` was.
+        """Return a rank in `present` that was not asked yet; None if all were asked.
 
-        `turn` varies with the shard and the step, so over time every worker audits every other.
+        `turn` varies with the shard and the step, so over time every worker audits every other
+        worker.
         """
         others = sorted(set(present).difference(self.asked, self.copies))
         return others[turn % len(others)] if others else None
 
     def another(self, present: Collection[int], turn: int) -> int | None:
-        """Return the rank for one more copy: a third one, else one of the two again, else None."""
+        """Return the rank for one more copy: a third rank, or one of the two again, or None."""
         if len(set(self.copies)) > 2:
             return None
         third = self.second(present, turn)
         once = [rank for rank in self.copies if self.copies.count(rank) == 1 and rank in present]
         if len(set(self.copies)) < 2:
-            once = []  # no second worker is left that could agree
+            once = []  # no second worker remains that could agree
         return third if third is not None else next(iter(once), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`copy` is the index of the copy that counts, `culprit` the rank that differs, or None."""
+    """The outcome of an audit.
+
+    `copy` is the index of the copy that counts; `culprit` is the rank that differs, None if no rank
+    does.
+    """
 
     copy: int
     culprit: int | None
@@ -89,8 +94,8 @@ class Verdict:
 def verdict(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
     """Return the copy that two workers agree on, and the rank that differs; None if undecided.
 
-    `copies` holds the rank of each copy, `alike` the index of the first copy with the same bits.
-    Equal copies of a single worker count, too.
+    `copies` has the rank of each copy, `alike` the index of the first copy with the same bits.
+    Identical copies of a single worker count, too.
     """
     if len(set(copies)) == len(set(alike)) == 1:
         return Verdict(0, None)
@@ -102,15 +107,16 @@ def verdict(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
     return None
 
 
-# Measures how fast each worker computes, and decides how many shards of a step it gets.
+# The code below measures how fast each worker computes, and decides how many shards it gets.
 #
-# Shards are logical and the tree over them is fixed, so any worker computes one with the same bits.
+# Shards are logical and the tree over them is fixed, so every worker computes a shard with the same
+# bits.
 
-MEASURED = 9  # steps; the median of the last ones counts
-NEEDED = 3  # fewer say nothing: the first step of a worker may compile its kernels
-GAIN = 0.1  # a new deal has to shorten the step by this share, so noise changes none
-# A worker that is too slow for any shard gets one again once the steps without it took this many
-# times longer than its shard does. A worker that stays slow costs 5 % of the time.
+MEASURED = 9  # steps; the median of this many last ones counts
+NEEDED = 3  # fewer are not enough: a worker's first step may compile its kernels
+GAIN = 0.1  # a new deal has to shorten the step by this fraction, so noise doesn't change the deal
+# A worker that is too slow for any shard gets a shard again when the steps without it took this
+# many times longer than its shard takes. A worker that stays slow costs 5 % of the time.
 RETRY = 20.0
 
 LEAST_S = 1e-6  # a clock may be too coarse for a small shard
@@ -123,9 +129,9 @@ class Pace:
 
     def __init__(self) -> None:
         self.counts: Counts = {}
-        self._measured: dict[int, deque[float]] = {}  # rank -> seconds a shard, a step each
+        self._measured: dict[int, deque[float]] = {}  # rank -> seconds per shard, for each step
         self._in_step: dict[int, tuple[int, float]] = {}  # rank -> shards computed, and seconds
-        self._idle_s: dict[int, float] = {}  # rank -> length of the steps in which it had no shard
+        self._idle_s: dict[int, float] = {}  # rank -> seconds of the steps in which it had no shard
 
     def computed(self, rank: int, num_shards: int, seconds: float) -> None:
         """Note that `rank` took `seconds` for some shards of this step."""
@@ -133,14 +139,14 @@ class Pace:
         self._in_step[rank] = shards_before + num_shards, seconds_before + max(seconds, LEAST_S)
 
     def forget(self, rank: int) -> None:
-        """Forget `rank`, which has left; the next one of that rank may be another machine."""
+        """Forget `rank`, which has left; the next worker with that rank may be another machine."""
         for known in (self._measured, self._in_step, self._idle_s):
             known.pop(rank, None)
 
     def costs(self, ranks: Collection[int]) -> dict[int, float]:
         """Return the seconds that each of `ranks` takes for a shard.
 
-        A rank that is not measured yet counts as the median of the others, without others as 1.
+        A rank without measurements gets the median of the measured ranks, or 1.0 if there are none.
         """
         known = {
             rank: median(self._measured[rank])
@@ -163,13 +169,13 @@ class Pace:
     def _end_step(self) -> None:
         for rank, (num_shards, seconds) in self._in_step.items():
             times = self._measured.setdefault(rank, deque(maxlen=MEASURED))
-            # After a retry the times from long ago count no more.
+            # After a retry, the old times no longer count.
             is_retry = self._idle_s.pop(rank, 0.0) > 0 and len(times) >= NEEDED
             times.extend([seconds / num_shards] * (MEASURED if is_retry else 1))
         self._in_step.clear()
 
     def _with_retry(self, costs: Mapping[int, float]) -> Counts:
-        """Return the deal, with one shard for each idle rank that is due for another try."""
+        """Return the deal, with one shard for each idle rank that is due for another attempt."""
         counts, step_s = dict(self.counts), makespan(self.counts, costs)
         for rank in [rank for rank, count in self.counts.items() if not count]:
             self._idle_s[rank] = self._idle_s.get(rank, 0.0) + step_s
@@ -181,12 +187,13 @@ class Pace:
 
 
 def proportional(num_shards: int, costs: Mapping[int, float]) -> Counts:
-    """Return the deal of `num_shards` after which the last rank is done as early as possible.
+    """Return the deal of `num_shards` with which the last rank finishes as early as possible.
 
-    `costs` gives the seconds that each rank takes for a shard. Of equal ranks the first ones get
-    more.
+    `costs` has the seconds that each rank takes for a shard. Among equally fast ranks, the first
+    ones get more.
     """
-    # All that fits into the time that divisible shards would take, then the rest one by one.
+    # First all whole shards that fit into the time that divisible shards would take, then the rest
+    # one by one.
     ideal_s = num_shards / sum(1 / cost for cost in costs.values())
     counts = {rank: int(ideal_s / cost) for rank, cost in costs.items()}
     while sum(counts.values()) > num_shards:  # by rounding
@@ -202,25 +209,25 @@ def proportional(num_shards: int, costs: Mapping[int, float]) -> Counts:
 
 
 def makespan(counts: Counts, costs: Mapping[int, float]) -> float:
-    """Return the seconds after which the last rank is done."""
+    """Return the seconds until the last rank finishes."""
     return max(count * costs[rank] for rank, count in counts.items())
 
 
 class Dealing(Attendance):
-    """Assigns the shards of one step at a time to the workers that take part."""
+    """Assigns the shards of one step at a time to the participating workers."""
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing) -> None:
         super().__init__(run, secret=secret, timing=timing)
         self.step = run.first_step
         self._missing: dict[int, set[int]] = {}  # block -> shards not yet delivered
-        self._reducing: set[int] = set()  # blocks that are delivered, and not yet averaged
-        self._audits: dict[int, Audit] = {}  # shard -> its audit, while that is open
+        self._reducing: set[int] = set()  # blocks that are delivered but not yet averaged
+        self._audits: dict[int, Audit] = {}  # shard -> its open audit
         self._pace = Pace()
 
     # --- assignment -------------------------------------------------------------------------------
 
     def _deal(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
-        """Assign all shards of the step, the audited ones to two workers each."""
+        """Assign all shards of the step; assign each audited shard to two workers."""
         shards = range(self.run.num_shards)
         self._missing = {block: set(shards) for block in range(self.run.num_blocks)}
         self._audits = {shard: Audit() for shard in sorted(self.run.audited(self.step))}
@@ -242,9 +249,9 @@ class Dealing(Attendance):
         now: float,
         counts: Counts | None = None,
     ) -> list[Effect]:
-        """Divide `shards` among `members`, adjacent ones to each, after what each has already.
+        """Divide `shards` among `members`: each gets adjacent shards, added to its present ones.
 
-        Each gets as many as `counts` says, by default after its speed.
+        `counts` says how many shards each gets; by default that depends on its measured speed.
         """
         peer_of = {member.in_rank(): peer for peer, member in members.items()}
         if counts is None and self.run.by_speed:
@@ -267,7 +274,7 @@ class Dealing(Attendance):
         return [do.Send(peer, Assign(step=self.step, shards=shards))]
 
     def _replace(self, lost: Member, members: Mapping[Peer, Member], now: float) -> list[Effect]:
-        """Assign to `members` the shards that `lost` had not delivered, or that are void now."""
+        """Assign to `members` the shards that `lost` had not delivered or that are void now."""
         for block, missing in self._missing.items():
             missing.update(lost.covered.get(block, ()), lost.delivered)
         orphaned = [shard for shard in lost.to_send() if shard not in self._audits]
@@ -293,13 +300,16 @@ class Dealing(Attendance):
         return effects if audit.asked else [*effects, do.Compare(self.step, shard)]
 
     def _witnesses(self, audit: Audit) -> list[int]:
-        """Return the ranks with the backend of earlier copies, if any; others round differently."""
+        """Return the ranks with the backend of earlier copies, if any.
+
+        Different backends round differently.
+        """
         members = {member.in_rank(): member for member in self._members().values()}
         used = {members[rank].backend for rank in (*audit.asked, *audit.copies)}
         return [rank for rank, member in members.items() if not used or member.backend in used]
 
     def _count_copy(self, shard: int, verdict: Verdict) -> list[Effect]:
-        """End the audit of `shard`: the copy that `verdict` names counts."""
+        """End the audit of `shard`: the copy named by `verdict` counts."""
         for missing in self._missing.values():
             missing.discard(shard)
         return [self._end_audit(shard, verdict.copy, verdict.culprit)]
@@ -312,7 +322,7 @@ class Dealing(Attendance):
         return do.Conclude(self.step, shard, audit.alike, copy, culprit, disputed)
 
     def _release(self) -> list[Effect]:
-        """Once all audits are over, keep what was delivered, and average every complete block."""
+        """When all audits are over, keep all deliveries and average every complete block."""
         if self._audits:
             return []
         kept = [keep for member in self._members().values() for keep in self._keep_whole(member)]
@@ -369,7 +379,7 @@ class Dealing(Attendance):
         return [do.Reduce(self.step, block)]
 
     def _keep_whole(self, member: Member) -> list[Effect]:
-        """Keep what `member` delivered even if it leaves, unless an audit or delivery is open."""
+        """Keep the deliveries of `member` even if it leaves, unless an audit or delivery is open"""
         if self._audits or member.delivering or not member.delivered:
             return []
         member.delivered.clear()

@@ -12,17 +12,20 @@ from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.messages import VERSION, Challenge, Hello, Offer, Refuse
 from entrenar_py.train.wire.pipeline import Places
 
-# The files of a run, which workers fetch from the coordinator: named by their SHA-256, in pieces.
+# The files of a run: workers fetch them from the coordinator in pieces, by their SHA-256.
 #
-# A package is a set of files. Its own digest is that of one of them, which lists the others.
+# A package is a set of files. One of them lists the others, and its digest is the package's digest.
 
-PIECE_BYTES = 2**20  # a late worker's pieces come between the messages of a step
-WANTED_MAX = 4  # pieces that a worker wants before the first of them has come
+PIECE_BYTES = 2**20  # pieces for a late worker travel between the messages of a step
+WANTED_MAX = 4  # requests that a worker may have open
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """The files by digest: `sizes` in bytes. `digest` is that of the list."""
+    """The files of a run.
+
+    `sizes` has bytes by file digest; `digest` is the digest of their list.
+    """
 
     digest: str
     sizes: Mapping[str, int]
@@ -30,14 +33,14 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a file of `num_bytes` that a worker lacks: all from `start` on."""
+    """The missing part of a file of `num_bytes`: all bytes from `start` on."""
 
     file: str
     num_bytes: int
     start: int
 
     def offsets(self) -> Iterator[int]:
-        """Yield where each piece begins."""
+        """Yield the offset of each piece."""
         return iter(range(self.start, self.num_bytes, PIECE_BYTES))
 
 
@@ -49,19 +52,22 @@ def piece_bytes(num_bytes: int, offset: int) -> int:
 # Both ends prove that they know a secret without sending it, and derive the session's key.
 #
 # Proofs and key are HMAC-SHA256 over a purpose label, the challenge and the hello. Both messages
-# hold fresh nonces, so no proof can be used twice. With an empty secret the proofs still bind a
+# contain fresh nonces, so no proof can be reused. With an empty secret the proofs still bind a
 # session to its nonces, but anyone can compute them.
 
 NONCE_BYTES = 16
 
 
 def proof_of_worker(secret: bytes, challenge: Challenge, hello: Hello) -> str:
-    """Return 64 hex digits that prove the worker knows `secret`; `hello.proof` is not covered."""
+    """Return 64 hex digits that prove that the worker knows `secret`.
+
+    `hello.proof` is not covered.
+    """
     return _mac(secret, b"worker", challenge, hello).hex()
 
 
 def proof_of_coordinator(secret: bytes, challenge: Challenge, hello: Hello) -> str:
-    """Return 64 hex digits that prove the sender of `challenge` knows `secret`, too."""
+    """Return 64 hex digits that prove that the sender of `challenge` knows `secret`, too."""
     return _mac(secret, b"coordinator", challenge, hello).hex()
 
 
@@ -75,21 +81,21 @@ def _mac(secret: bytes, use: bytes, challenge: Challenge, hello: Hello) -> bytes
     return hmac.digest(secret, b"\n".join(lines), "sha256")
 
 
-# Shows a digest in full, and shortens longer texts: they may be a stranger's.
+# Shows a digest in full, and shortens longer texts, because they may come from a stranger.
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = 70
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The identity of a run: name and digests, which must be the same for every participant."""
+    """The identity of a run: name and digests, which must be the same for all participants."""
 
     run: str
     manifest: str
     data: str
 
 
-# Sent by an applicant, which asks which run this is.
+# The terms that an applicant sends to ask for the real ones.
 UNKNOWN = Terms(run="", manifest="", data="")
 
 
@@ -101,14 +107,14 @@ def _none(step: int) -> Collection[int]:
 class Run:
     """One run from `first_step` to `num_steps`, by at most `world_size` workers at a time.
 
-    It waits for `num_awaited` workers before its first step, later for at least one; before a step
-    in `awaited` it also waits for the ranks listed there. The reduced vector travels in
-    `num_blocks` parts. A checkpoint is written before each step in `saves`. `resumed`: the run
-    started from a checkpoint. `audited(step)` returns shards that a second worker computes, too.
-    `server_updates`: the coordinator makes the steps and sends new weights in place of averages.
-    `by_speed`: a worker gets shards in proportion to its measured speed, else all get equally many.
-    `package` has the files that workers may fetch, if there are any. `places` are those of a layer
-    pipeline.
+    The run waits for `num_awaited` workers before its first step, and later for at least one
+    worker; before a step in `awaited` it also waits for the ranks listed there. The reduced vector
+    is sent in `num_blocks` parts. A checkpoint is written before each step in `saves`. `resumed`:
+    the run started from a checkpoint. `audited(step)` returns the shards that a second worker
+    computes, too. `server_updates`: the coordinator applies the optimizer, and sends new weights
+    instead of averages. `by_speed`: workers get shards in proportion to their measured speed; if
+    false, all get the same number. `package` has the files that workers may fetch, or None.
+    `places` has the places of a layer pipeline, or None.
     """
 
     terms: Terms
@@ -132,10 +138,10 @@ class Run:
 class Timing:
     """The timeouts, in seconds.
 
-    Either end sends something at least every `heartbeat_s`, and counts as dead after `dead_after_s`
-    of silence. A connection must be made within `hello_s`, and pass the handshake within as long
-    again. A run with too few workers fails after `gather_s`. A worker has `gather_s` to load the
-    state.
+    Each end sends something at least every `heartbeat_s`, and counts as dead after `dead_after_s`
+    of silence. A connection must be opened within `hello_s`, and its handshake must succeed within
+    another `hello_s`. A run with too few workers fails after `gather_s`. A worker has `gather_s` to
+    load the state.
     """
 
     heartbeat_s: float = 5.0
@@ -166,7 +172,7 @@ def offer(timing: Timing, proof: str, package: Package | None) -> Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """A hello with its proof, the proof expected in answer, and the session's key."""
+    """A hello with its proof, the proof expected in the answer, and the session's key."""
 
     hello: Hello
     expected: str
@@ -224,10 +230,10 @@ def admit(
     taken: Collection[int | None],
     barred: Collection[int] = (),
 ) -> Admission | Refuse:
-    """Return the answer to `hello`. The secret is checked first, so a stranger learns nothing else.
+    """Return the answer to `hello`. The secret is checked first, so strangers learn nothing else.
 
-    `taken` are the ranks in use, `barred` those that nobody may have. A hello without a rank gets
-    the lowest free one.
+    `taken` has the ranks in use, `barred` the ranks that nobody may have. A hello without a rank
+    gets the lowest free rank.
     """
     asks = Terms(run=hello.run, manifest=hello.manifest, data=hello.data) == UNKNOWN
     refused = refusal(hello, challenge, UNKNOWN if asks else terms, secret=secret)
@@ -265,7 +271,7 @@ def refusal(hello: Hello, challenge: Challenge, terms: Terms, *, secret: bytes) 
     ):
         if ours != theirs:
             reason = f"{name}={_SHOWN.repr(theirs)}: this run has {_SHOWN.repr(ours)}"
-            if name == "manifest":  # such as a layer pipeline that is cut again
+            if name == "manifest":  # such as a layer pipeline that was cut again
                 reason += ": it trains something else now; start this worker again"
             return Refuse(reason=reason, retry=False)
     return None

@@ -1,7 +1,7 @@
-"""A worker of a star: proves itself, loads the state, computes its shards, makes committed steps.
+"""A worker of a star: it joins, loads the state, computes its shards and applies committed steps.
 
 It is a state machine like the coordinator, which is its only peer. Its driver connects it, and
-reconnects when the connection is lost.
+reconnects it when the connection is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from entrenar_py.train.wire.terms import Terms, Timing, greet
 
 
 class Worker:
-    """The state machine. Times are seconds on a monotonic clock."""
+    """The worker's state machine. Times are seconds on a monotonic clock."""
 
     may_hear = WORKER_MAY_HEAR
 
@@ -45,16 +45,19 @@ class Worker:
         self._nonce = ""
         self._heard = self._said = 0.0
         self._expected = ""  # the coordinator's proof
-        self._work: deque[do.Compute] = deque()  # the first one is being computed
+        self._work: deque[do.Compute] = deque()  # the first is being computed
         self._tickets = count()
         self._num_blocks = 0
-        self._thrown_out = Expulsions()  # since the last step that it made
-        self._held: set[int] = set()  # received blocks of the average or weights of `step`
+        self._thrown_out = Expulsions()  # since the last step that this worker applied
+        self._held: set[int] = set()  # received blocks of the average or the new weights of `step`
 
     # --- events -----------------------------------------------------------------------------------
 
     def connected(self, peer: Peer, nonce: str, now: float) -> list[Effect]:
-        """Take a new connection to the coordinator; `nonce` is 32 random hex digits."""
+        """Return the effects of a new connection to the coordinator.
+
+        `nonce` has 32 random hex digits.
+        """
         self._peer, self._nonce = peer, nonce
         self._heard = self._said = now
         self._work.clear()
@@ -62,11 +65,11 @@ class Worker:
         return []
 
     def heard(self, now: float) -> None:
-        """Note that a whole frame came."""
+        """Note that a whole frame arrived."""
         self._heard = now
 
     def receive(self, message: say.Message, now: float) -> list[Effect]:
-        """Return the effects of a whole message. One that is illegal now ends the connection."""
+        """Return the effects of a whole message. An illegal message ends the connection."""
         self._heard = now
         try:
             if not isinstance(message, self.may_hear[self.phase]):
@@ -76,11 +79,11 @@ class Worker:
             return self._object(str(error))
 
     def lost(self, reason: str) -> list[Effect]:
-        """Note that the connection is lost."""
+        """Return the effects of a lost connection."""
         return [] if self.phase in (Phase.AWAY, Phase.OVER) else self._drop(reason)
 
     def broken(self, reason: str) -> list[Effect]:
-        """End the connection, because malformed bytes came over it."""
+        """Return the effects that end a connection over which malformed bytes arrived."""
         if self.phase in (Phase.AWAY, Phase.OVER):
             return []
         return self._object(reason)
@@ -91,7 +94,10 @@ class Worker:
         return [do.Send(self._peer, say.Leave(reason=say.brief(reason))), *self._depart(reason)]
 
     def leave(self, reason: str) -> list[Effect]:
-        """Leave for good, and tell the coordinator why if it is connected."""
+        """Return the effects that leave the run for good.
+
+        A connected coordinator gets the reason.
+        """
         if self.phase in (Phase.AWAY, Phase.OVER):
             self.phase = Phase.OVER
             return [do.Finish("failed", f"left: {reason}")]
@@ -100,13 +106,13 @@ class Worker:
         return [*said, *self._end(do.Finish("failed", f"left: {reason}"))]
 
     def wants(self, asked: do.Compute) -> bool:
-        """Return whether `asked` is still to be done; once the connection has ended it is not."""
+        """Return whether `asked` is still needed, because its connection has not ended."""
         return bool(self._work) and self._work[0] == asked
 
     def computed(
         self, effect: do.Compute, outcome: Sequence[say.TreeNode] | say.NonFinite
     ) -> list[Effect]:
-        """Take the result of `effect`: tree nodes of all blocks, or a shard that isn't finite."""
+        """Return the effects of a result of `effect`: tree nodes, or a shard that isn't finite."""
         if not self.wants(effect):
             return []
         self._work.popleft()
@@ -191,7 +197,7 @@ class Worker:
         return self._end(do.Finish("failed", f"refused: {refuse.reason}"))
 
     def _depart(self, reason: str) -> list[Effect]:
-        """End the connection after a breach of protocol; for good after three of the same kind."""
+        """End the connection after a breach of protocol; leave for good after three equal ones."""
         times = self._thrown_out.count(self.rank, reason)
         if times < THROWN_OUT_MAX:
             return self._drop(reason)

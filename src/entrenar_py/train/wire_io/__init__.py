@@ -1,1 +1,1 @@
-"""Drivers carry out the effects of the protocol's state machines: in virtual time, or over TCP."""
+"""Drivers for the effects of the protocol's state machines, in virtual time or over TCP."""

@@ -1,6 +1,6 @@
-"""Accepts connections for a coordinator or a mesh worker, and does the TLS handshake.
+"""The acceptance of connections for a coordinator or a mesh worker, with the TLS handshake.
 
-An error of one connection ends that connection, and is noted. Any other error is raised.
+An error of one connection ends that connection and is logged. Any other error is raised.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any, Generic, TypeVar
 
 from entrenar_py.train.wire_io import sockets
 
-# Places for connections that have proved nothing yet: how many there are, and which of them is
-# closed when one more comes.
+# Places for connections that have proved nothing yet: how many places exist, and which connection
+# is closed when one more arrives.
 #
-# A connection that proves itself frees its place. So whoever takes all places can only delay
-# others, and the delay is bounded: no place is kept for long while a connection waits for it.
+# A connection that proves itself frees its place. An attacker that takes all places can therefore
+# only delay others, and the delay is bounded: nobody keeps a place for long while a connection
+# waits for it.
 
 Guest = TypeVar("Guest", bound=Hashable)
 
@@ -31,22 +32,22 @@ Guest = TypeVar("Guest", bound=Hashable)
 class Places(Generic[Guest]):
     """Places for `most` connections, called guests. Times are seconds on a monotonic clock.
 
-    If all places are taken when a new guest comes, the one that loses its place is
+    If all places are taken when a new guest arrives, a guest loses its place as follows:
 
-    1. the oldest that was told to go, and is still connected;
-    2. else the oldest guest of the address with the most guests, counting the new one: at once if
-       that address has more guests than the new one's, else only if that oldest guest has been here
-       for `grace_s`, which is enough for a proof;
-    3. else none: the new guest has to wait, for `grace_s` at most.
+    1. The oldest guest that was told to go and is still connected.
+    2. Otherwise the oldest guest of the address with the most guests, the new guest included. It
+       goes at once if that address has more guests than the new guest's address, and otherwise only
+       if it has been here for `grace_s`, which is long enough for a proof.
+    3. Otherwise no guest: the new guest has to wait, for at most `grace_s`.
 
-    So one address can't keep all places from the others. Among guests of one address each has
-    `grace_s` for its proof, however many come after it.
+    So one address can't keep all places from other addresses. Each guest of an address has
+    `grace_s` for its proof, however many guests arrive after it.
     """
 
     def __init__(self, most: int, *, grace_s: float) -> None:
         assert most > 0, "there must be a place"
         self.most, self.grace_s = most, grace_s
-        self._waiting: dict[str, dict[Guest, float]] = {}  # address -> when each came
+        self._waiting: dict[str, dict[Guest, float]] = {}  # address -> arrival of each guest
         self._lingering: dict[Guest, None] = {}
         self._addresses: dict[Guest, str] = {}  # of the guests in `_waiting`
 
@@ -54,8 +55,10 @@ class Places(Generic[Guest]):
         return len(self._addresses) + len(self._lingering)
 
     def enter(self, guest: Guest, host: str, now: float) -> Guest | None:
-        """Give `guest`, from `host`, a place. Return the guest that has lost its place for that, or
-        None; `guest` itself if it has to wait.
+        """Give `guest`, which comes from `host`, a place.
+
+        Returns the guest that loses its place for it, None if no guest does, or `guest` itself if
+        it has to wait.
         """
         address = shared_address(host)
         goes = None if len(self) < self.most else self._first_to_go(address, now)
@@ -68,7 +71,7 @@ class Places(Generic[Guest]):
         return goes
 
     def release(self, guest: Guest) -> None:
-        """Free the place of `guest`, if it has one: it has disconnected or proved itself."""
+        """Free the place of `guest`, if it has one, because it disconnected or proved itself."""
         self._lingering.pop(guest, None)
         address = self._addresses.pop(guest, None)
         if address is not None:
@@ -78,12 +81,12 @@ class Places(Generic[Guest]):
                 del self._waiting[address]
 
     def linger(self, guest: Guest) -> None:
-        """Note that `guest` was told to go: it takes a place until it has disconnected."""
+        """Note that `guest` was told to go; it takes a place until it has disconnected."""
         self.release(guest)
         self._lingering[guest] = None
 
     def _first_to_go(self, address: str, now: float) -> Guest | None:
-        """Return the guest that makes room for one from `address`; None if all have to wait."""
+        """Return the guest that makes room for one from `address`; None if that one has to wait."""
         if self._lingering:
             return next(iter(self._lingering))
         counts = {host: len(there) for host, there in self._waiting.items()}
@@ -97,7 +100,7 @@ class Places(Generic[Guest]):
 
 
 def shared_address(host: str) -> str:
-    """Return what counts as the address of `host`: an IPv4 address, or the /64 of an IPv6 one."""
+    """Return the address under which `host` counts: IPv4 in full, of IPv6 only the /64."""
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:
@@ -106,9 +109,11 @@ def shared_address(host: str) -> str:
 
 
 class Attention:
-    """A clock for graces. It counts at most `most_s` of a pause in which the process reads nothing.
+    """A clock for `grace_s`.
 
-    A proof that came in such a pause is still unread, so a guest's grace must not run out in it.
+    It counts at most `most_s` of a pause in which the process reads nothing.
+
+    A proof that arrives in such a pause is still unread, so a guest's grace must not expire in it.
     """
 
     def __init__(self, now: float, *, most_s: float) -> None:
@@ -116,7 +121,7 @@ class Attention:
         self._most_s, self._last = most_s, now
 
     def look(self, now: float) -> float:
-        """Note that this process reads now; return the seconds counted so far."""
+        """Return the seconds counted so far, and note that this process reads now."""
         self.seconds += min(now - self._last, self._most_s)
         self._last = now
         return self.seconds
@@ -125,8 +130,8 @@ class Attention:
 TAKEN_UP_MAX = 16  # in one turn of the loop: a burst of strangers must not delay the workers
 # The process, or the machine, has run out of files or memory.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
-REST_S = 1.0  # from that error to the next try
-# Errors of accept(2) about one connection, which is lost or which a firewall forbids.
+REST_S = 1.0  # from that error to the next attempt
+# Errors of accept(2) about a single connection, which is lost or forbidden by a firewall.
 _OF_ONE = {
     getattr(errno, name)
     for name in (
@@ -145,7 +150,7 @@ NO_PLACE = "no place for one more"
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """One accepted connection from `host`. `end` closes it at once, for a given reason."""
+    """One accepted connection from `host`. `end` closes it at once, with a reason."""
 
     host: str
     end: Callable[[str], Any]
@@ -155,13 +160,13 @@ class Visit:
 class Door:
     """Accepts connections from `listeners`, which it owns, until it is closed.
 
-    `opened` is called with every socket that is ready for use, and its visit. The callee sets the
-    visit's `end`, and calls the methods `proved`, `sent_away` and `left` as each happens.
-    `patience_s` limits the TLS handshake, if there is a `context`.
+    `opened` is called with every socket that is ready for use, and with its visit. The callee sets
+    the visit's `end`, and calls the methods `proved`, `sent_away` and `left` when these things
+    happen. `patience_s` limits the TLS handshake if a `context` is given.
 
-    There are `strangers_max` `Places` for connections that have proved nothing, and for those that
-    were sent away but are not closed yet. While no place is free, others wait in the kernel.
-    `num_ended` counts the connections that ended without a proof; `ended` holds host and reason of
+    Connections without a proof, and connections that were sent away but are not closed yet, take
+    one of `strangers_max` `Places`. While no place is free, further connections wait in the kernel.
+    `num_ended` counts the connections that ended without a proof; `ended` has host and reason of
     the last ones.
     """
 
@@ -192,7 +197,7 @@ class Door:
             self._await(listener)
 
     def close(self) -> None:
-        """Stop accepting; close the connections that wait or are in the handshake."""
+        """Stop accepting, and close the connections that wait or are in the handshake."""
         for listener in self._listeners:
             self._loop.remove_reader(listener)
             listener.close()
@@ -206,7 +211,7 @@ class Door:
             self._looking.cancel()
 
     def proved(self, visit: Visit) -> None:
-        """Note that the peer proved itself: it needs no place any more."""
+        """Note that the peer proved itself; it no longer needs a place."""
         visit.has_proved = True
         self._places.release(visit)
 
@@ -227,7 +232,7 @@ class Door:
     # --- accepting --------------------------------------------------------------------------------
 
     def _await(self, listener: socket.socket) -> None:
-        if listener not in self._listeners:  # closed while it rested
+        if listener not in self._listeners:  # closed while it paused
             return
         try:
             self._loop.add_reader(listener, self._take_up, listener)
@@ -244,7 +249,8 @@ class Door:
     def _take_up(self, listener: socket.socket) -> None:
         for _ in range(TAKEN_UP_MAX):
             try:
-                # Only `accept` is sure to return the address: a connection reset later has none.
+                # Only `accept` reliably returns the address: a connection that was reset later has
+                # none.
                 sock, place = listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
@@ -290,7 +296,7 @@ class Door:
 
     def _secured(self, sock: socket.socket, visit: Visit, task: asyncio.Task[None]) -> None:
         self._securing.discard(task)
-        sock.close()  # open only if the task was cancelled before it began
+        sock.close()  # still open only if the task was cancelled before it began
         if task.cancelled():
             self._places.release(visit)
             self._note(visit.host, f"TLS: {NO_PLACE if self._listeners else 'the run is over'}")
@@ -300,8 +306,10 @@ class Door:
     # --- time -------------------------------------------------------------------------------------
 
     def _seconds(self) -> float:
-        """Return the clock of the graces. While any connection lacks its proof, only `_look`
-        advances it, a timer that runs after the loop has read what came.
+        """Return the time of the clock for `grace_s`.
+
+        While any connection lacks its proof, only the timer `_look` advances this clock. It runs
+        after the loop has read the received bytes.
         """
         if self._looking is None:
             self._attention.look(self._loop.time())
@@ -322,7 +330,7 @@ class Door:
 
 
 def _affordable(strangers_max: int) -> int:
-    """Return `strangers_max`, or less: at most a quarter of the files that a process may open."""
+    """Return `strangers_max`, limited to a quarter of the files that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
     return strangers_max if unlimited else max(1, min(strangers_max, soft // SHARE_OF_FILES))

@@ -1,7 +1,8 @@
-"""An end of the protocol: a state machine, its codecs and its hands, without the network.
+"""One end of the protocol: a state machine, its codecs and its hands, without the network.
 
-A driver passes received bytes and the time to an end. The end carries out the effects of its state
-machine, and writes to the driver's `Wire`. Hands do the arithmetic and record the run's events.
+A driver passes received bytes and clock ticks to an end. The end carries out the effects of its
+state machine, and writes to the driver's `Wire`. The *hands* of an end are the object that does the
+arithmetic and records the run's events.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from entrenar_py.train.wire_io.injections import Speak, truthfully
 
 @dataclass(slots=True)
 class Count:
-    """Counts for one kind of message; `bytes` includes prefixes, headers and payloads."""
+    """Counts for one type of message; `bytes` includes prefixes, headers and payloads."""
 
     messages: int = 0
     payload_bytes: int = 0
@@ -50,10 +51,10 @@ class Count:
 
 
 class Meter:
-    """Counts what went over connections, by the kind of message.
+    """Counts the messages and bytes of connections, by type of message.
 
-    Sent bytes count when they are taken for writing, perhaps in a connection's thread. A message
-    that was sent in part counts in `bytes` only.
+    Sent bytes count when they are taken for writing, which may happen in a connection's thread. A
+    partly sent message counts in `bytes` only.
     """
 
     def __init__(self) -> None:
@@ -88,8 +89,9 @@ class Stream:
     def __init__(
         self, sizes: Mapping[type[Message], int], room: Room, direction: int, meter: Meter
     ) -> None:
-        """`sizes` gives the most payload bytes of a kind of message, 0 for kinds not in it;
-        `direction` is that of the frames to send.
+        """Start both codecs; frames are sent with `direction`.
+
+        `sizes` has the most payload bytes of each message type, 0 for types that it lacks.
         """
         self.decoder = Decoder(lambda kind: sizes.get(kind, 0), direction=1 - direction, room=room)
         self.encoder, self._meter = Encoder(direction=direction), meter
@@ -100,14 +102,17 @@ class Stream:
         self.decoder.key = self.encoder.key = key
 
     def encode(self, message: Message, payload: Buffer) -> Iterator[Buffer]:
-        """Yield the bytes of `message` in pieces; take each one when it can be sent."""
+        """Yield the bytes of `message` in pieces.
+
+        The caller takes each piece when it can be sent.
+        """
         for buffer in self.encoder.encode(message, payload):
             self._meter.write(message, memoryview(buffer).nbytes)
             yield buffer
         self._meter.wrote(message, memoryview(payload).nbytes)
 
     def filled(self, num_bytes: int) -> Received | None:
-        """Take `num_bytes` as `Decoder.filled` does, and count the message that they complete."""
+        """Return the message that `num_bytes` more complete, or None; see `Decoder.filled`."""
         self._came_bytes += num_bytes
         received = self.decoder.filled(num_bytes)
         if received is not None:
@@ -116,30 +121,33 @@ class Stream:
         return received
 
 
-# Returns the bytes of a piece, or why they can't be read.
+# Returns the bytes of a piece, or the reason why they can't be read.
 ReadPiece = Callable[[Piece], bytes | str]
 
 
 def no_piece(piece: Piece) -> bytes | str:
-    """Return why a run without a package has no piece."""
+    """Return the reason why a run without a package has no pieces."""
     return f"file {piece.file}: this run has no files"
 
 
 @dataclass(slots=True)
 class ServedPieces:
-    """The pieces that were wanted over one connection, and are not sent yet."""
+    """The pieces that were requested over one connection and are not sent yet."""
 
     _due: deque[Piece] = field(default_factory=deque)
 
     def add(self, piece: Piece) -> None:
-        """Note that `piece` is wanted; ProtocolError if too many are, so memory stays bounded."""
-        # A piece is taken from the list a moment after its last byte went.
+        """Note a request for `piece`.
+
+        Raises ProtocolError if too many requests are open, so that memory stays bounded.
+        """
+        # A piece leaves the list a moment after its last byte was sent.
         if len(self._due) >= 2 * WANTED_MAX:
             raise ProtocolError(f"Want: more than {WANTED_MAX} pieces at a time")
         self._due.append(piece)
 
     def encode(self, stream: Stream, piece: Piece, content: bytes) -> Iterator[Buffer]:
-        """Yield the bytes of `piece`, each when it can be sent, maybe in a connection's thread."""
+        """Yield the bytes of `piece` in parts, perhaps in a connection's thread."""
         yield from stream.encode(piece, content)
         self._due.popleft()
 
@@ -184,11 +192,11 @@ class MemberHands(Protocol):
 
 Outcome = TypeVar("Outcome")
 
-# An effect, and the message that it follows from.
+# An effect, and the message that caused it, if any.
 Follow: TypeAlias = tuple[Effect, Received | None]
 
 
-# Called with each effect after it was carried out.
+# Is called with each effect after the effect was carried out.
 Notify = Callable[[Effect], None]
 
 
@@ -197,7 +205,7 @@ def unnoticed(effect: Effect) -> None:
 
 
 def payload_of(received: Received | None) -> Buffer:
-    """Return the payload of the message that an effect follows from."""
+    """Return the payload of the message that caused an effect."""
     assert received is not None, "what is kept was received"
     return received.payload
 
@@ -206,11 +214,11 @@ class Wire(Protocol):
     """The place to which an end writes its messages."""
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        """Send `message`, which is encoded in `buffers`, after all earlier messages."""
+        """Send `message`, encoded in `buffers`, after all earlier messages."""
         ...
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Close the connection once everything is sent; the end gets no more events of it."""
+        """Close the connection after everything is sent; the end gets no more of its events."""
         ...
 
 
@@ -218,17 +226,17 @@ class Background(Protocol):
     """A thread, or a simulated one, for an end's longer work."""
 
     def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
-        """Call `work` there, then `done` with its result; work is done in the order of calls."""
+        """Call `work` in this thread, then `done` with its result, in the order of calls."""
         ...
 
     def forget(self) -> None:
-        """Stop all work and wait for its end; `done` is not called for it."""
+        """Stop all work and wait until it has ended; `done` is not called for it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The codecs of one connection, and the methods of the state machine that take its events."""
+    """The codecs of one connection, and the state machine's methods that receive its events."""
 
     stream: Stream
     heard: Callable[[float], None]
@@ -255,7 +263,10 @@ class End:
         proved: Callable[[Peer], None],
         notify: Notify,
     ) -> None:
-        """`proved` is called with each peer that has proved that it knows the secret."""
+        """Start without connections.
+
+        `proved` is called with each peer that has proved that it knows the secret.
+        """
         self._wire, self._clock = wire, clock
         self._proved, self._notify = proved, notify
         self._sizes = self.hands.sizes()
@@ -264,12 +275,12 @@ class End:
         self._connections: dict[Peer, Connection] = {}
 
     def buffer(self, peer: Peer) -> memoryview | None:
-        """Return the memory for the next bytes of `peer`; None if its connection is closed."""
+        """Return the memory for the next bytes from `peer`; None if its connection is closed."""
         connection = self._connections.get(peer)
         return None if connection is None else connection.stream.decoder.buffer()
 
     def filled(self, peer: Peer, num_bytes: int) -> None:
-        """Take the `num_bytes` that were written to `buffer(peer)`."""
+        """Process the `num_bytes` bytes that were written to `buffer(peer)`."""
         now, connection = self._clock(), self._connections[peer]
         decoder = connection.stream.decoder
         num_frames = decoder.num_frames
@@ -284,12 +295,12 @@ class End:
             self._do(connection.broken(str(error)))
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Tell the state machine that the connection is lost."""
+        """Report to the state machine that the connection is lost."""
         if peer in self._connections:
             self._do(self._connections[peer].lost(reason))
 
     def tick(self) -> None:
-        """Tell the state machine the time."""
+        """Pass the current time to the state machine."""
         self._do(self.machine.tick(self._clock()))
 
     def _stream(self, direction: int, meter: Meter) -> Stream:
@@ -299,7 +310,7 @@ class End:
         raise NotImplementedError
 
     def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:
-        """Carry out the `wanted` effects, and those that follow from them, in order.
+        """Carry out the `wanted` effects and all effects that they cause, in order.
 
         `received` is the message that caused the `wanted` effects, if any.
         """
@@ -331,7 +342,7 @@ class End:
 
 
 class CoordinatorEnd(End):
-    """The coordinator's end."""
+    """The coordinator's end of the protocol."""
 
     machine: Coordinator
     hands: ServerHands
@@ -348,7 +359,7 @@ class CoordinatorEnd(End):
         proved: Callable[[Peer], None] = lambda peer: None,
         notify: Notify = unnoticed,
     ) -> None:
-        """Blocks are reduced, copies compared and steps prepared in `background`.
+        """Reduce blocks, compare copies and prepare steps in `background`.
 
         Files are read in `reading`, so that no step waits for a disk.
         """
@@ -357,7 +368,7 @@ class CoordinatorEnd(End):
         super().__init__(wire, clock, proved=proved, notify=notify)
 
     def connected(self, peer: Peer, nonce: str, host: str = "") -> None:
-        """Take a connection from `host`; `nonce` is 32 random hex digits."""
+        """Start a connection from `host`; `nonce` has 32 random hex digits."""
         machine, clock = self.machine, self._clock
         self._connections[peer] = Connection(
             self._stream(FROM_COORDINATOR, self.meter),
@@ -391,7 +402,7 @@ class CoordinatorEnd(End):
             case do.Serve(peer, piece):
                 return [(one, None) for one in self._serve(peer, piece)]
             case do.Gather(step):
-                self._background.forget()  # its work is for a step that is over, or did not happen
+                self._background.forget()  # its work is for a step that is over or did not happen
                 hands.gather(step)
             case do.Copy(rank, message):
                 hands.copy(rank, message, payload_of(received))
@@ -417,7 +428,7 @@ class CoordinatorEnd(End):
         return []
 
     def _serve(self, peer: Peer, piece: Piece) -> list[Effect]:
-        """Read a piece aside, and send it."""
+        """Read a piece in the background, and send it."""
         connection = self._connections[peer]
         try:
             connection.pieces.add(piece)
@@ -437,7 +448,7 @@ class CoordinatorEnd(End):
         return []
 
     def _work(self, effect: do.Compare | do.Reduce | do.Prepare) -> None:
-        """Do the work of `effect` in `background`, then tell the state machine its result."""
+        """Do the work of `effect` in `background`, then pass its result to the state machine."""
         work: Callable[[], Any]
         took: Callable[..., list[Effect]]
         match effect:
@@ -460,8 +471,10 @@ class CoordinatorEnd(End):
 
 
 class WorkerEnd(End):
-    """A worker's end. The driver's `compute` does a Compute, then calls the method `computed`.
-    `speak` may change messages into lies. `meter` counts messages from and to the coordinator.
+    """A worker's end of the protocol.
+
+    The driver's `compute` carries out a Compute, then calls the method `computed`. `speak` may
+    falsify messages. `meter` counts messages from and to the coordinator.
     """
 
     machine: Worker
@@ -481,11 +494,11 @@ class WorkerEnd(End):
     ) -> None:
         self.machine, self.hands = machine, hands
         self._compute, self._speak = compute, speak
-        self.num_stays = 0  # how often it was admitted
+        self.num_stays = 0  # how often the worker was admitted
         super().__init__(wire, clock, proved=proved, notify=notify)
 
     def connected(self, peer: Peer, nonce: str) -> None:
-        """Take a connection to the coordinator; `nonce` is 32 random hex digits."""
+        """Start a connection to the coordinator; `nonce` has 32 random hex digits."""
         machine, stream = self.machine, self._stream(TO_COORDINATOR, self.meter)
         self._connections[peer] = Connection(
             stream, machine.heard, machine.receive, machine.broken, machine.lost
@@ -493,19 +506,19 @@ class WorkerEnd(End):
         self._do(machine.connected(peer, nonce, self._clock()))
 
     def work(self, asked: Any) -> Any:
-        """Do what the effect `asked` requests, in any thread, and return its outcome."""
+        """Return the outcome of the effect `asked`; runs in any thread."""
         return self.hands.work(asked.step, asked.shards)
 
     def computed(self, asked: Any, outcome: Any) -> None:
-        """Take the `outcome` of the effect `asked`."""
+        """Report the `outcome` of the effect `asked`."""
         self._do(self.machine.computed(asked, outcome))
 
     def wants(self, asked: Any) -> bool:
-        """Return whether the effect `asked` is still to be done."""
+        """Return whether the work of the effect `asked` is still needed."""
         return self.machine.wants(asked)
 
     def leave(self, reason: str) -> None:
-        """Leave for good, and tell the coordinator why if it is connected."""
+        """Leave the run for good; a connected coordinator gets the reason."""
         self._do(self.machine.leave(reason))
 
     def _require(self, peer: Peer, received: Received) -> None:

@@ -1,6 +1,6 @@
-"""Imported first by a fork server, which then seldom searches for garbage while it loads the rest.
+"""Garbage collection in a fork server: importing this first makes collections rare while it loads.
 
-What it loads stays, and each process that it forks searches only among its own objects (`_run` in
+The loaded modules stay, and each forked process collects only its own objects (`_run` in
 `processes.py`).
 """
 

@@ -1,4 +1,4 @@
-"""Injected faults of workers and messages, and a client that takes no part in the run."""
+"""Injected faults of workers and messages, and a client that doesn't take part in the run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from entrenar_py.train.wire.messages import Challenge, Message, Refuse
 
 
 class Fate(StrEnum):
-    """The faults that a message can meet on its way."""
+    """The faults that can happen while a message is on its way."""
 
-    KILL = "kill"  # the worker dies: half of what it sends has left, none of what it gets arrives
-    CUT = "cut"  # the connection breaks in the middle of it, and both ends hear of it
-    HALF_OPEN = "half_open"  # nothing more passes, and neither end hears of it
+    # the worker dies: half of a message that it sends has left, none of one sent to it arrives
+    KILL = "kill"
+    CUT = "cut"  # the connection breaks in the middle of the message, and both ends notice
+    HALF_OPEN = "half_open"  # nothing more passes, and neither end notices
     FREEZE = "freeze"  # the worker stops for `seconds`
-    DELAY = "delay"  # it takes `seconds` longer, and so does all that follows
-    DUPLICATE = "duplicate"  # it comes twice
-    REORDER = "reorder"  # it comes after the next one
-    TRUNCATE = "truncate"  # its second half is lost, what follows is not
-    FLIP = "flip"  # one bit of it is inverted
+    DELAY = "delay"  # the message, and all after it, take `seconds` longer
+    DUPLICATE = "duplicate"  # the message arrives twice
+    REORDER = "reorder"  # the message arrives after the next one
+    TRUNCATE = "truncate"  # its second half is lost; later messages are not
+    FLIP = "flip"  # one of its bits is inverted
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,11 @@ class Meddling:
     seconds: float = 0.0
 
 
-# (rank or None before it has one, whether it goes to the coordinator, message) -> its fault
+# (rank, None before the Welcome; whether sent to the coordinator; message) -> its fault
 Meddle = Callable[[int | None, bool, Message], Meddling | None]
 
 
-# A message and its payload; and a function that returns what the worker sends in place of them.
+# A message and its payload; and a function that returns the messages that the worker sends instead.
 Said: TypeAlias = tuple[Message, Buffer]
 Speak = Callable[[Message, Buffer], Iterable[Said]]
 
@@ -55,7 +56,7 @@ def unmeddled(rank: int | None, up: bool, message: Message) -> None:
 
 
 def bent(meddling: Meddling, data: bytes, rng: random.Random) -> bytes:
-    """Return the bytes to send in place of `data`, changed if the fault changes bytes."""
+    """Return the bytes to send instead of `data`; they differ if the fault changes bytes."""
     match meddling.fate:
         case Fate.DUPLICATE:
             return data + data
@@ -71,15 +72,15 @@ def bent(meddling: Meddling, data: bytes, rng: random.Random) -> bytes:
 
 # A client that connects to a coordinator once, sends some bytes, and reads until disconnected.
 #
-# It is no worker: it takes no part even if it is admitted, but it records that it was.
+# It never takes part in the run, even if it is admitted as a worker, but it records the admission.
 
 CHUNK_BYTES = 2**16
 
 
 class Guest:
-    """One client, which answers the challenge all at once, or with a byte every `pace_s` seconds.
+    """One client, which answers the challenge at once, or with a byte every `pace_s` seconds.
 
-    `let_in` is whether it was admitted as a worker, `answer` the coordinator's answer.
+    `let_in` says whether it was admitted as a worker; `answer` is the coordinator's answer.
     """
 
     def __init__(self, says: Callable[[Challenge], bytes], *, pace_s: float | None = None) -> None:
@@ -89,7 +90,7 @@ class Guest:
         self._decoder = Decoder(lambda kind: 0, direction=FROM_COORDINATOR)
 
     def heard(self, data: bytes) -> list[bytes]:
-        """Take bytes from the coordinator; return the pieces to send in answer."""
+        """Return the pieces to send in answer to the received bytes."""
         if self.let_in:
             return []
         try:
@@ -111,7 +112,7 @@ class Guest:
 
 
 async def visit(guest: Guest, host: str, port: int) -> None:
-    """Connect `guest` to the coordinator; return when the connection has ended."""
+    """Connect `guest` to the coordinator, and wait until the connection has ended."""
     try:
         reader, writer = await asyncio.open_connection(host, port)
     except OSError:  # the run is over

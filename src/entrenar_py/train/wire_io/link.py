@@ -1,4 +1,4 @@
-"""One connection, on a non-blocking socket. It copies no bytes outside of the kernel.
+"""One connection on a non-blocking socket. It copies no bytes outside the kernel.
 
 Threads do large transfers, one in each direction, so that receiving, sending and computing overlap.
 OpenSSL allows one thread at a time on a connection, so over TLS the threads take turns, one
@@ -24,15 +24,15 @@ from entrenar_py.train.wire_io.injections import Fate, Meddling, bent
 from entrenar_py.train.wire_io.processes import Task
 
 FAREWELL_S = 2.0  # how long the last messages may take
-# The bytes that one connection may read or write before the others have their turn.
+# The bytes that one connection may read or write before other connections have their turn.
 TURN_BYTES = 2**22
 # Small messages are sent together, up to this size. A chunk is sent as soon as it is taken from the
 # queue, so that it is on its way while the next one's checksum is computed.
 GATHERED_BYTES = 2**16
 PIECES_MAX = 2**9  # a kernel takes 2**10 in one call, and returns an error for more
-# From this size on a thread moves the bytes; to wake it and get its result takes about 0.1 ms.
+# From this size on, a thread moves the bytes; waking it and getting its result takes about 0.1 ms.
 BULK_BYTES = 2**20
-PATIENCE_MS = 2  # how long a thread waits for the socket before it leaves that to the loop
+PATIENCE_MS = 2  # how long a thread waits for the socket before the loop waits instead
 
 # TLS may have to read before it can write, and to write before it can read.
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -40,12 +40,12 @@ _WASTE = memoryview(bytearray(2**16))  # for received bytes that are discarded
 
 
 class Link:
-    """Owns `sock`, which is connected and non-blocking, plain or TLS, until the connection ends.
+    """The owner of `sock` until the connection ends; `sock` is non-blocking, plain or TLS.
 
     Bytes are received into the memory that `buffer` returns, then `filled` is called; if `buffer`
-    returns None they are discarded. `lost` is called once with the reason why the connection ended,
-    never before the call that ended it has returned. Exceptions of these functions go to the loop's
-    exception handler.
+    returns None, the bytes are discarded. `lost` is called once with the reason why the connection
+    ended, and never before the call that ended it has returned. Exceptions of these functions go to
+    the loop's exception handler.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Link:
     ) -> None:
         self._buffer, self._filled, self._lost = buffer, filled, lost
         self._socket: socket.socket | None = sock
-        self._fd = sock.fileno()  # for a socket object the loop would make more system calls
+        self._fd = sock.fileno()  # given a socket object, the loop would make more system calls
         self._queue: deque[Iterator[Buffer]] = deque()
-        self._pieces: deque[memoryview] = deque()  # taken from the queue, and not yet sent
+        self._pieces: deque[memoryview] = deque()  # taken from the queue but not yet sent
         self._held = b""  # a message that is to be sent after the next one
         self._paused = self._closing = False
         self._mute = self._deaf = False  # nothing more is written; nothing more is read
@@ -75,11 +75,11 @@ class Link:
         self._await_reading(True)
 
     def write(self, buffers: Iterable[Buffer], befalls: Meddling | None = None) -> None:
-        """Queue `buffers`, in order. Each is taken when it can be sent, and is not copied: it must
-        not change until the other end has received it.
+        """Queue `buffers` for sending, in order.
 
-        `befalls` is a fault to inject into the bytes or the connection. Faults of the process are
-        left to the driver.
+        Each buffer is taken when it can be sent. It is not copied, so it must not change until the
+        other end has received it. `befalls` is a fault to inject into the bytes or the connection.
+        The driver injects faults of the process.
         """
         if self._socket is None:
             return
@@ -90,9 +90,10 @@ class Link:
         self._pump()
 
     def close(self, *, patience_s: float = FAREWELL_S) -> None:
-        """Send what is queued, for `patience_s` at most. Then end the connection when the other end
-        has closed it, too, or after FAREWELL_S. Nothing more is written to memory that `buffer`
-        returned.
+        """Send the queue, for at most `patience_s`, then close.
+
+        The connection ends when the other end has closed it, too, or after FAREWELL_S. Nothing more
+        is written to memory that `buffer` returned.
         """
         self._closing = True
         if self._filling is not None:
@@ -106,7 +107,7 @@ class Link:
     # --- reading ----------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Read what has come, up to TURN_BYTES."""
+        """Read the received bytes, up to TURN_BYTES."""
         left = TURN_BYTES
         while left > 0 and self._socket is not None and not self._deaf:
             place = self._buffer(self)
@@ -126,7 +127,7 @@ class Link:
                 self.abort("closed by the other end")
                 return
             if place is None:
-                break  # one piece a turn is enough for bytes that are discarded
+                break  # one piece per turn is enough for bytes that are discarded
             self._filled(self, num_bytes)
             left -= num_bytes
         if self._is_pending():
@@ -191,7 +192,7 @@ class Link:
     # --- writing ----------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Send what is queued, up to TURN_BYTES or what the socket takes now."""
+        """Send queued bytes, up to TURN_BYTES or until the socket takes no more."""
         left = TURN_BYTES
         if self._sending is not None:
             return  # the thread's end calls this again
@@ -213,7 +214,7 @@ class Link:
         self._say_farewell()
 
     def _send_beside(self, sock: socket.socket) -> None:
-        """In a thread, send what is queued, and what is added to the queue meanwhile."""
+        """In a thread, send the queue, including later additions."""
 
         def work(task: Task[tuple[bool, str | None]]) -> tuple[bool, str | None]:
             stalled = True
@@ -281,11 +282,11 @@ class Link:
             self.abort(str(error))
 
     def _say_farewell(self) -> None:
-        """Shut the socket down for writing, if it is to close and everything is sent.
+        """Shut the socket down for writing if it is to close and everything is sent.
 
-        It is not closed at once: with unread bytes that would reset the connection, and the last
-        messages could be lost. The other end closes when it has read them. TLS's own closing alert
-        is left out, because it needs an answer and says no more than the last messages.
+        The socket isn't closed at once: if it had unread bytes, that would reset the connection,
+        and the last messages could be lost. The other end closes when it has read them. TLS's
+        closing alert is left out, because it needs an answer and adds nothing to the last messages.
         """
         if self._socket is not None and self._closing and not (self._queue or self._pieces):
             self._closing = False
@@ -318,8 +319,8 @@ class Link:
         self._loop.call_soon(self._tell, reason)
 
     def _tell(self, reason: str) -> None:
-        if not self.ended.done():  # it is if a task that awaited it was cancelled
-            self.ended.set_result(None)  # waiters go on after this call, even if `lost` raises
+        if not self.ended.done():  # done if a task that awaited it was cancelled
+            self.ended.set_result(None)  # waiters resume after this call, even if `lost` raises
         self._lost(self, reason)
 
     def _bend(self, buffers: Iterable[Buffer], befalls: Meddling) -> None:

@@ -1,4 +1,4 @@
-"""The ends of workers that talk to each other: in a mesh, in a ring, and in a layer pipeline."""
+"""The ends of workers that talk to each other, in a mesh, a ring or a layer pipeline."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TreeExchange(Exchange, Protocol):
 
 
 class RingExchange(Exchange, Protocol):
-    """The arithmetic of a ring: each worker adds its own part to a block, and passes it on."""
+    """The arithmetic of a ring: each worker adds its own part to a block and passes it on."""
 
     def combine(
         self, block: int, message: Partial | None, payload: Buffer
@@ -59,8 +59,10 @@ class MeshHands(MemberHands, Protocol):
 
 
 class MeshEnd(WorkerEnd):
-    """A mesh worker's end. The driver's `dial` connects, then calls the method `dialed` or
-    `undialable`. `links_meter` counts the messages from and to other workers.
+    """A mesh worker's end of the protocol.
+
+    The driver's `dial` connects, then calls the method `dialed` or `undialable`. `links_meter`
+    counts the messages from and to other workers.
     """
 
     machine: MeshWorker
@@ -80,24 +82,24 @@ class MeshEnd(WorkerEnd):
         proved: Callable[[Peer], None] = lambda peer: None,
         notify: Notify = unnoticed,
     ) -> None:
-        """Blocks are reduced in `background`."""
+        """Reduce blocks in `background`."""
         super().__init__(machine, hands, wire, clock, compute, speak, proved=proved, notify=notify)
         self.links_meter = Meter()
         self._dial, self._background = dial, background
         self._postponed: list[tuple[Peer, Received]] = []
 
     def accepted(self, peer: Peer, nonce: str) -> None:
-        """Take a connection from another worker; `nonce` is 32 random hex digits."""
+        """Start a connection from another worker; `nonce` has 32 random hex digits."""
         self._link(peer, FROM_COORDINATOR)
         self._do(self.machine.links.accepted(peer, nonce, self._clock()))
 
     def dialed(self, peer: Peer, dial: do.Dial, nonce: str) -> None:
-        """Take the connection that `dial` requested; `nonce` is 32 random hex digits."""
+        """Start the connection that `dial` requested; `nonce` has 32 random hex digits."""
         self._link(peer, TO_COORDINATOR)
         self._do(self.machine.links.dialed(peer, dial, nonce, self._clock()))
 
     def undialable(self, dial: do.Dial, reason: str) -> None:
-        """Tell the state machine that `dial` failed."""
+        """Report to the state machine that `dial` failed."""
         self._do(self.machine.undialable(dial, reason))
 
     def _link(self, peer: Peer, direction: int) -> None:
@@ -159,8 +161,9 @@ class MeshEnd(WorkerEnd):
         return self.machine.combined(step, block, *total)
 
     def _again(self) -> list[Follow]:
-        """Take up what was postponed; a message that is wrong, now that its time is known, ends the
-        link that it came by.
+        """Process the postponed messages again.
+
+        A message that turns out to be illegal ends the link over which it arrived.
         """
         postponed, self._postponed = self._postponed, []
         follows, now = list[Follow](), self._clock()
@@ -176,7 +179,7 @@ class MeshEnd(WorkerEnd):
 
 
 class PipelineHands(MeshHands, Protocol):
-    """The arithmetic of one stage (`pipeline.member`)."""
+    """The arithmetic of one stage (`stages.member`)."""
 
     def receive(self, message: Message, payload: Buffer) -> None: ...
     def take(self, welcome: Welcome, payload: Buffer) -> None: ...
@@ -186,17 +189,17 @@ class PipelineHands(MeshHands, Protocol):
 
 
 class PipelineEnd(MeshEnd):
-    """A stage's end; its work is passes."""
+    """A stage's end of the protocol; its work is passes."""
 
     machine: PipelineWorker
     hands: PipelineHands
 
     def work(self, asked: Any) -> Any:
-        """Make the pass `asked`, or load the stage, in any thread; return the outcome."""
+        """Return the outcome of the pass `asked`, or load the stage; may run in any thread."""
         return self.hands.load_taken() if isinstance(asked, do.Load) else self.hands.run(asked)
 
     def computed(self, effect: Any, outcome: Any) -> None:
-        """Take the `outcome` of `effect`."""
+        """Report the `outcome` of `effect`."""
         if isinstance(effect, do.Load):
             self._do(self.machine.loaded(effect))
         else:

@@ -1,4 +1,4 @@
-"""Work outside of the event loop: in a thread, and in worker processes from a fork server."""
+"""Work outside the event loop: in a thread, and in worker processes from a fork server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Task(Generic[Outcome]):
     """Calls `work` in a thread of `executor`, then `done` with its result in the running loop.
 
     An exception of `work` goes to the loop's exception handler. `work` gets the task as its
-    argument, and should return soon once the task is `stopped`.
+    argument, and should return soon after the task is `stopped`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Task(Generic[Outcome]):
         self._future = executor.submit(self._run)
 
     def stop(self) -> None:
-        """Stop the work and wait for its end; `done` will not be called."""
+        """Stop the work and wait until it has ended; `done` will not be called."""
         self.stopped = True
         if not self._future.cancel():
             wait([self._future])
@@ -64,7 +64,7 @@ class Task(Generic[Outcome]):
 
 
 class Thread:
-    """One thread, which runs tasks in the order in which they were given."""
+    """One thread, which runs tasks in the order of submission."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -80,13 +80,13 @@ class Thread:
         self._tasks.append(Task(self._thread, lambda _: work(), finish))
 
     def forget(self) -> None:
-        """Stop all tasks and wait for their end; `done` is not called for any of them."""
+        """Stop all tasks and wait until they have ended; `done` is not called for any of them."""
         for task in reversed(self._tasks):  # the last ones first: they are not begun
             task.stop()
         self._tasks.clear()
 
     def close(self) -> None:
-        """Stop all tasks and end the thread; it takes no more tasks."""
+        """Stop all tasks and end the thread, which accepts no more tasks."""
         self.forget()
         self._thread.shutdown()
 
@@ -105,7 +105,7 @@ class Job:
         self.fileno = pipe.fileno
 
     def next(self) -> bytes | None:
-        """Return the next job; None when there will be no more."""
+        """Return the next job; None if no more jobs follow."""
         try:
             return self._pipe.recv_bytes()
         except EOFError:
@@ -126,14 +126,14 @@ class Job:
 
 @dataclass(eq=False)
 class Hand:
-    """One worker process. `answer` is the result of its job, None until it comes."""
+    """One worker process. `answer` is the result of its job, None until it arrives."""
 
     process: BaseProcess
     pipe: Connection
     answer: bytes | None = None
 
     def heard(self) -> bytes | None:
-        """Read a message of the process. Return a note; None for the answer or a closed pipe."""
+        """Return the note that the process sent; None for its answer or a closed pipe."""
         try:
             message = self.pipe.recv_bytes()
         except (EOFError, OSError):
@@ -145,7 +145,7 @@ class Hand:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The process ID."""
         assert self.process.pid is not None, "it was started"
         return self.process.pid
 
@@ -157,7 +157,7 @@ class Hand:
 
 
 class Crew:
-    """Processes that run `main`. With `one_job` each ends after its job, else it gets more jobs."""
+    """Processes that run `main`. With `one_job`, each process ends after its job."""
 
     def __init__(
         self, main: Callable[[Connection], None], *, preload: Sequence[str], one_job: bool = False
@@ -169,7 +169,10 @@ class Crew:
         self._busy: list[Hand] = []
 
     def give(self, job: bytes) -> Hand:
-        """Give `job` to an idle process, or to a new one. Raises SystemFailure if none starts."""
+        """Return the process that gets `job`, an idle or a new one.
+
+        Raises SystemFailure if a new process can't be started.
+        """
         alive = [hand for hand in self._idle if hand.process.is_alive()]
         hand = alive[0] if alive else self._new()
         self._idle = alive[1:]
@@ -182,7 +185,10 @@ class Crew:
         return hand
 
     def gather(self, timeout_s: float) -> None:
-        """Wait until all busy processes answered or died; kill those that do neither in time."""
+        """Wait until all busy processes have answered or died.
+
+        Kill those that do neither in time.
+        """
         deadline = time.monotonic() + timeout_s
         for hand in self._busy:
             while hand.answer is None and hand.process.is_alive():
@@ -222,10 +228,10 @@ class Crew:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server if it does not run, and leave no name of its socket.
+    """Start the fork server if it doesn't run, and remove the name of its socket.
 
-    multiprocessing gives the socket a name in a temporary folder of its own, which outlives a
-    process that is killed. On Linux an open handle of the socket is enough to connect to it.
+    `multiprocessing` gives the socket a name in a temporary folder, which would remain if this
+    process were killed. On Linux, an open handle of the socket is enough to connect to it.
     """
     if sys.platform != "linux":
         _forkserver.ensure_running()
@@ -245,9 +251,10 @@ def _start_fork_server() -> None:
 
 
 def load_ahead(preload: Sequence[str]) -> None:
-    """Start the fork server, which loads the modules `preload` while this process goes on.
+    """Start the fork server, which loads the modules `preload` while this process continues.
 
-    A crew that is made later has the same ones: there is one fork server, and it loads once.
+    A crew created later has the same modules, because there is only one fork server and it loads
+    modules only once.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([_FIRST, *preload])
     with _signals_wait():
@@ -256,7 +263,7 @@ def load_ahead(preload: Sequence[str]) -> None:
 
 
 def _end_fork_server() -> None:
-    """End the fork server, which else would load to the end for a run that was refused."""
+    """End the fork server, which otherwise would finish loading for a run that was refused."""
     pid = _forkserver._forkserver_pid  # type: ignore[attr-defined]
     if pid is not None:
         with suppress(ProcessLookupError):
@@ -265,11 +272,11 @@ def _end_fork_server() -> None:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Let signals to the whole group wait, for a fork server that is started now, too.
+    """Block signals to the whole process group, also for a fork server started during the body.
 
-    As a terminal or a service manager sends them, they would end one that is just loading modules.
-    It inherits that they wait. So does the tracker of resources, which knows of the first two
-    alone, and lets them come again.
+    A terminal or a service manager sends such signals, and they would end a fork server that is
+    loading modules. It inherits the blocked signals. So does the resource tracker, which unblocks
+    only the first two.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
     try:
@@ -281,9 +288,9 @@ def _signals_wait() -> Iterator[None]:
 
 
 def _run(main: Callable[[Connection], None], pipe: Connection) -> None:
-    """Run `main` in a worker process. It ends with the process that started it, even if stopped.
+    """Run `main` in a worker process, which ends with the process that started it, even if stopped.
 
-    A stopped process does not notice the end of its pipe, but the kernel kills it together with its
+    A stopped process doesn't notice the end of its pipe, but the kernel kills it together with its
     parent, the fork server. The fork server ends when the last writer of its own pipe is closed.
     Every child inherits such a writer, and has to close it here.
     """
@@ -294,5 +301,5 @@ def _run(main: Callable[[Connection], None], pipe: Connection) -> None:
     _forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    gc.freeze()  # of modules nothing is garbage; looking at their objects would copy their pages
+    gc.freeze()  # loaded modules are never garbage; scanning their objects would copy their pages
     main(pipe)

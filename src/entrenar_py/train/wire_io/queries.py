@@ -1,4 +1,4 @@
-"""Asks a coordinator over TCP which run it has, and fetches the files of its package."""
+"""Requests to a coordinator over TCP: the terms of its run, and the files of its package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCENARIO_BYTES_MAX = 2**16
 class Told:
     """The answer of a coordinator that knows the secret. `plan` is a JSON object.
 
-    `package` is the digest of the run's files; None if there are none to fetch.
+    `package` is the digest of the list of the run's files; None if the run has no files to fetch.
     """
 
     plan: bytes
@@ -58,7 +58,8 @@ async def ask(
 ) -> Told | do.Finish:
     """Return the coordinator's answer; a `failed` Finish if it refuses, or after `patience_s`.
 
-    A `context` is for TLS. `alone` is called with the problem before each new try.
+    `context` is for TLS; None for plain TCP. `alone` is called with the problem before each new
+    attempt.
     """
     since = time.monotonic()
     wait_s = sockets.BACKOFF_S[0]
@@ -83,7 +84,7 @@ async def ask(
 
 
 def reason(error: Exception, host: str) -> str:
-    """Return why `host` could not be asked; an unknown host is named."""
+    """Return the reason why `host` could not be reached; an unknown host is named."""
     if isinstance(error, socket.gaierror):
         return f"unknown host {host!r} ({error.strerror})"
     return str(error) or "closed by the other end"  # asyncio may give no text
@@ -93,20 +94,21 @@ def reason(error: Exception, host: str) -> str:
 async def _connected(
     host: str, port: int, context: ssl.SSLContext | None
 ) -> AsyncIterator[tuple[StreamReader, StreamWriter]]:
-    """Connect within ANSWER_S, and at the end disconnect without sending what is left."""
+    """Connect within ANSWER_S; at the end, disconnect without sending the rest."""
     async with asyncio.timeout(ANSWER_S):
         reader, writer = await asyncio.open_connection(host, port, ssl=context)
     try:
         yield reader, writer
     finally:
         writer.transport.abort()
-        with contextlib.suppress(OSError):  # why it ended, which asyncio would log otherwise
+        # the reason why it ended, which asyncio would log otherwise
+        with contextlib.suppress(OSError):
             async with asyncio.timeout(CLOSE_S):
                 await writer.wait_closed()
 
 
 async def _talk(reader: StreamReader, writer: StreamWriter, machine: Applicant) -> Told | do.Finish:
-    """Carry out the effects of `machine` until it is finished; return the answer."""
+    """Return the answer, after carrying out the effects of `machine` until it is finished."""
     decoder = Decoder(
         lambda kind: SCENARIO_BYTES_MAX if kind is Offer else 0, direction=FROM_COORDINATOR
     )
@@ -138,7 +140,7 @@ LOOKS_A_HEARTBEAT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A coordinator, and what a worker needs to ask it. `alone` gets the reason why it can't."""
+    """A coordinator's address and credentials. `alone` is called if it can't be reached."""
 
     host: str
     port: int
@@ -154,10 +156,11 @@ class Source:
 async def fetch(
     source: Source, missing: Callable[[], Sequence[Part]], store: Callable[[str, int, Buffer], None]
 ) -> do.Finish:
-    """Fetch what is `missing`, which is called before each connection, and `store` each piece.
+    """Fetch the parts that `missing` returns, which is called before each connection.
 
-    `store` is given the file, the offset and the bytes; what it raises ends the fetching. Returns
-    `failed` if the coordinator refuses, or after `patience_s` without a byte of a piece.
+    `store` is called with the file, the offset and the bytes of each piece; its exceptions end the
+    fetching. Returns a `failed` Finish if the coordinator refuses, or after `patience_s` without a
+    byte of a piece.
     """
     since, wait_s = time.monotonic(), sockets.BACKOFF_S[0]
     while True:
@@ -215,7 +218,10 @@ class _Talk:
         self._finish: do.Finish | None = None
 
     async def to_the_end(self) -> do.Finish:
-        """Talk until the machine is finished. Raises OSError and ProtocolError."""
+        """Return the Finish of the machine, after talking until then.
+
+        Raises OSError, ProtocolError.
+        """
         look_s = self._machine.timing.heartbeat_s / LOOKS_A_HEARTBEAT
         reading = asyncio.ensure_future(self._reader.read(READ_BYTES))
         try:
@@ -260,7 +266,7 @@ class _Talk:
 
     def _keep(self, file: str, offset: int, payload: memoryview) -> None:
         due = piece_bytes(self._sizes[file], offset)
-        # How long the list of the files is nobody knows beforehand; it is one piece.
+        # The length of the list of files isn't known beforehand; the list is one piece.
         if payload.nbytes != due and file != self._list:
             raise ProtocolError(f"Piece of {payload.nbytes} bytes: {due} are due at {offset}")
         self._store(file, offset, payload)

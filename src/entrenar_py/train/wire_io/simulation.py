@@ -51,7 +51,7 @@ Outcome = TypeVar("Outcome")
 
 
 class Timeline:
-    """A queue of scheduled actions. `now` is the virtual time in seconds from the beginning."""
+    """A queue of scheduled actions. `now` is the virtual time, in seconds since the start."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -63,7 +63,7 @@ class Timeline:
         return self.now
 
     def at(self, when: float, action: Action) -> None:
-        """Schedule `action` for the time `when`, after those scheduled before for the same time."""
+        """Schedule `action` for the time `when`, after actions already scheduled for that time."""
         heapq.heappush(self._queue, (when, next(self._numbers), action))
 
     def later(self, seconds: float, action: Action) -> None:
@@ -71,7 +71,7 @@ class Timeline:
         self.at(self.now + seconds, action)
 
     def next(self) -> None:
-        """Advance to the next scheduled action, and do it."""
+        """Advance to the next scheduled action, and run it."""
         self.now, _, action = heapq.heappop(self._queue)
         patience.mark()
         action()
@@ -82,8 +82,11 @@ class Timeline:
 
 
 class Later:
-    """A simulated background thread: it does one piece of work after the other, and each takes
-    a random time from `takes_s`. `process(action)` does it in the process that owns the thread."""
+    """A simulated background thread.
+
+    It does one piece of work after the other. Each takes a random time from `takes_s`.
+    `process(action)` runs an action in the process that owns the thread.
+    """
 
     def __init__(
         self,
@@ -125,7 +128,9 @@ class Direction:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A worker's process. `connection` is that to the coordinator. The process does nothing until
+    """A worker's process.
+
+    `connection` is its connection to the coordinator. The process does nothing until
     `frozen_until`; if `calling`, it will connect soon.
     """
 
@@ -137,7 +142,7 @@ class Node:
     calling: bool = False
 
     def lose(self, connection: Connection, reason: str) -> None:
-        """Tell the worker that `connection` is lost."""
+        """Report to the worker that `connection` is lost."""
         if self.connection is connection:
             self.connection = None
         self.end.lost(connection.peer, reason)
@@ -145,9 +150,9 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A connection of `node` to the coordinator, or to worker `to`; both ends know it as `peer`.
+    """A connection from `node` to the coordinator or to worker `to`; `peer` names it at both ends.
 
-    `dead`: all bytes are lost. `ended`: nothing more is sent on it.
+    If `dead`, all bytes are lost. If `ended`, nothing more is sent.
     """
 
     peer: int
@@ -159,13 +164,13 @@ class Connection:
     ended: bool = False
 
     def end(self, up: bool) -> Node | None:
-        """Return the worker at which bytes sent `up`, or down, arrive; None for the coordinator."""
+        """Return the worker that receives bytes sent `up` or down; None for the coordinator."""
         return self.to if up else self.node
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWire:
-    """A simulated end's wire: `send` gets each message with its bytes in one piece."""
+    """The wire of a simulated end: `send` gets each message with its bytes in one piece."""
 
     send: Callable[[Peer, Message, bytes], None]
     close: Callable[[Peer, str], None]
@@ -176,7 +181,7 @@ class SimulatedWire:
 
 
 def feed(end: End, peer: Peer, data: bytes) -> None:
-    """Deliver `data` from `peer`, as much at a time as `end` takes; drop what it does not take."""
+    """Deliver `data` from `peer`, in the portions that `end` takes; drop bytes that it rejects."""
     left = memoryview(data)
     while left.nbytes and (place := end.buffer(peer)) is not None:
         num_bytes = min(place.nbytes, left.nbytes)
@@ -195,7 +200,7 @@ FAREWELL_S = 1.0  # how long the last messages may take
 
 
 class Simulation:
-    """One run. `start` starts a worker, `run` advances time until the coordinator is finished."""
+    """One run. `start` starts a worker; `run` advances time until the coordinator is finished."""
 
     def __init__(
         self,
@@ -226,7 +231,7 @@ class Simulation:
         self._tick(lambda: self.coordinator.tick(), lambda: True)
 
     def start(self, rank: int | None, backend: str, speak: Speak = truthfully) -> Node:
-        """Start a worker process, which connects at once and requests `rank`, if not None."""
+        """Return a new worker process; it connects at once, and requests `rank` unless None."""
         node = Node(self._num_started)
         node.end = self._new_end(node, rank, backend, speak)
         self._num_started += 1
@@ -254,7 +259,7 @@ class Simulation:
         return MeshEnd(self._worker(terms, **kept), cast(MeshHands, member), *driven)
 
     def visit(self, guest: Guest) -> None:
-        """Connect a client that is no worker."""
+        """Connect a client that is not a worker."""
         peer = next(self._numbers)
         self._guests[peer] = guest
         self.coordinator.connected(peer, self._nonce())
@@ -281,7 +286,7 @@ class Simulation:
             run, secret=self._secret, timing=self._timing, now=self.now
         )
         for background in (self._reducing, self._reading):
-            background.forget()  # work of the previous process
+            background.forget()  # the previous process's work
         down, clock = SimulatedWire(self._tell, self._sent_away), self._time.clock
         return CoordinatorEnd(
             machine, hands, down, clock, self._reducing, self._reading, notify=self._notify
@@ -315,7 +320,7 @@ class Simulation:
         self.later(self._random.uniform(0, TICK_S), again)
 
     def _to(self, node: Node, action: Callable[[], None]) -> None:
-        """Do `action` in a worker: not if it is dead, and later if it is frozen."""
+        """Run `action` in a worker: later if the worker is frozen, not at all if it is dead."""
         if node.alive and node.frozen_until > self.now:
             self._time.at(node.frozen_until, lambda: self._to(node, action))
         elif node.alive:
@@ -323,7 +328,10 @@ class Simulation:
             self._settle(node)
 
     def _settle(self, node: Node) -> None:
-        """End a worker's process if its state machine is finished; reconnect it if disconnected."""
+        """End a worker's process if its state machine is finished.
+
+        Reconnect a disconnected worker.
+        """
         if node.end.finished is not None:
             node.alive = False
         elif node.connection is None and not node.calling:
@@ -334,7 +342,7 @@ class Simulation:
         """Compute in a worker, which takes a random time."""
 
         def done() -> None:
-            # A pass in a thread ends, whether or not its round is over.
+            # A pass in a thread runs to its end, even if its round is over.
             is_wanted = node.end.wants(effect)
             outcome = node.end.work(effect) if is_wanted or isinstance(effect, do.Pass) else None
             if is_wanted:
@@ -345,8 +353,10 @@ class Simulation:
         self.later(takes_s, lambda: self._to(node, done))
 
     def _background(self, process: Callable[[Action], None]) -> Later:
-        """Return the simulated thread in which a process reduces blocks. It has its own random
-        generator, so that no other random value depends on the number of blocks.
+        """Return the simulated thread in which a process reduces blocks.
+
+        It has its own random generator, so that no other random value depends on the number of
+        blocks.
         """
         drawn = random.Random(f"{self._seed} {self._num_started}")
         return Later(self._time, drawn, REDUCING_S, process)
@@ -402,14 +412,14 @@ class Simulation:
         end = self.coordinator
 
         def arrive(piece: bytes) -> None:
-            if end is self.coordinator:  # else it was restarted
+            if end is self.coordinator:  # otherwise it was restarted
                 feed(end, peer, piece)
 
         for place, piece in enumerate(pieces, start=1):
             self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
 
     def _send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
-        """Send a message, with any fault of `meddle`: it hits the worker (of two, the sender)."""
+        """Send a message, with the fault from `meddle`; it hits the worker (of two, the sender)."""
         if connection.dead or connection.ended:
             return
         sender = connection.end(not up)
@@ -434,7 +444,7 @@ class Simulation:
             case Fate.REORDER:
                 way.held += data
                 return
-            case Fate.FREEZE if node.frozen_until <= self.now:  # else it would wake in between
+            case Fate.FREEZE if node.frozen_until <= self.now:  # otherwise it would wake in between
                 node.frozen_until = self.now + befalls.seconds
             case Fate.DELAY:
                 delay += befalls.seconds
@@ -463,7 +473,7 @@ class Simulation:
         self._time.at(way.arrives, arrive)
 
     def _break(self, connection: Connection, reason: str) -> None:
-        """Break a connection; each end notices after all that was sent to it has arrived."""
+        """Break a connection; each end notices after all bytes sent to it have arrived."""
         connection.ended = True
         self._end(connection, reason, up=True)
         self._end(connection, reason, up=False)

@@ -1,4 +1,4 @@
-"""Sockets that connect and listen by host name, and TLS over them, version 1.3 only."""
+"""Sockets that connect and listen by host name, and TLS 1.3 over them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import files
 
-# The default size of the kernel's buffers: with its usual 128 KiB a large tensor costs hundreds of
-# wake-ups. A connection without traffic uses none of it.
+# The default size of the kernel's buffers: with the usual 128 KiB, a large tensor would cost
+# hundreds of wake-ups. A connection without traffic doesn't use this memory.
 BUFFER_BYTES = 2**22
-# Seconds from one try to the next, at first and at most. Both are short because a worker may be
-# sent away several times before it gets one of the `Places`.
+# Seconds between attempts, at first and at most. Both are short because a worker may be sent away
+# several times before it gets one of the `Places`.
 BACKOFF_S = (0.05, 0.5)
 # Connections that wait in the kernel: a burst of strangers must not keep a worker out. The kernel
 # may allow fewer (net.core.somaxconn).
@@ -32,7 +32,7 @@ Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
 async def resolve(host: str, port: int) -> list[Address]:
-    """Return every address of `host`, each once. OSError if there is none."""
+    """Return every distinct address of `host`. Raises OSError if it has none."""
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys((family, place) for family, _, _, _, place in infos))
 
@@ -43,7 +43,10 @@ def is_loopback(address: Address) -> bool:
 
 
 async def connect(host: str, port: int, *, buffer_bytes: int = BUFFER_BYTES) -> socket.socket:
-    """Return a connection to the first address of `host` that accepts it; OSError if none does."""
+    """Return a connection to the first address of `host` that accepts.
+
+    Raises OSError if none does.
+    """
     loop, problems = asyncio.get_running_loop(), []
     for family, place in await resolve(host, port):
         with ExitStack() as failing:
@@ -59,10 +62,10 @@ async def connect(host: str, port: int, *, buffer_bytes: int = BUFFER_BYTES) -> 
 
 
 async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
-    """Return when the other end has sent something, and leave it unread; a TLS record counts.
+    """Wait until the other end has sent something, even a TLS record; leave it unread.
 
-    Otherwise close `sock` and raise an OSError: ConnectionResetError if the other end closed it
-    without sending anything, TimeoutError if it sends nothing for `patience_s`.
+    Closes `sock` and raises ConnectionResetError if the other end disconnects before that, or
+    TimeoutError if it sends nothing for `patience_s`.
     """
     loop = asyncio.get_running_loop()
     with ExitStack() as failing:
@@ -77,7 +80,7 @@ async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
 async def ready(
     sock: socket.socket, watch: Callable[..., None], unwatch: Callable[..., bool]
 ) -> None:
-    """Wait for `sock` with the loop's add_reader and remove_reader, or with those for writers."""
+    """Wait for `sock`, with the loop's add_reader and remove_reader or the same for writers."""
     event = asyncio.Event()
     watch(sock, event.set)
     try:
@@ -89,12 +92,12 @@ async def ready(
 def listen(
     addresses: Sequence[Address], *, buffer_bytes: int = BUFFER_BYTES
 ) -> list[socket.socket]:
-    """Return sockets that listen at `addresses`, all at one port: a free one if their port is 0.
+    """Return sockets that listen at `addresses`, all on the same port; 0 selects a free port.
 
-    `buffer_bytes` is the size of the kernel's buffers of a connection, in each direction. An
-    address that this machine does not have is left out (`localhost` may have one).
+    `buffer_bytes` is the size of the kernel's buffers of a connection, in each direction. Addresses
+    that this machine doesn't have are skipped (`localhost` may resolve to one).
 
-    Raises OSError if none is left, or one is in use.
+    Raises OSError if no address remains, or if one is in use.
     """
     listeners: list[socket.socket] = []
     problems = []
@@ -140,17 +143,18 @@ def _new(family: socket.AddressFamily, buffer_bytes: int) -> socket.socket:
     return sock
 
 
-BYTES_MAX = 2**24  # a bundle of all public CAs has a quarter of a MiB
+BYTES_MAX = 2**24  # a bundle of all public CAs takes a quarter of a MiB
 
 
 def server_context(*, cert: Path, key: Path, ca: Path | None = None) -> ssl.SSLContext:
-    """Return a coordinator's context; with `ca` workers must show a certificate that it signed.
+    """Return a coordinator's TLS context. With a `ca`, workers need a certificate signed by it.
 
-    All are PEM files. `cert` holds a certificate and any intermediate ones, `key` its private key
-    without a passphrase. UsageError, naming the file, if one is missing or unfit.
+    All are PEM files. `cert` holds a certificate and any intermediate certificates, `key` the
+    private key without a passphrase. Raises UsageError, which names the file, if one is missing or
+    unusable.
     """
     context = _context(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # no session is taken up again
+    context.num_tickets = 0  # no session is resumed
     _show(context, cert, key)
     if ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -161,12 +165,12 @@ def server_context(*, cert: Path, key: Path, ca: Path | None = None) -> ssl.SSLC
 def client_context(
     *, ca: Path, cert: Path | None = None, key: Path | None = None
 ) -> ssl.SSLContext:
-    """Return a worker's context: it trusts coordinators signed by `ca`, and shows `cert` if given.
+    """Return a worker's TLS context. It trusts coordinators signed by `ca`; `cert` is its own.
 
     All are PEM files, as for a coordinator. The coordinator's certificate must name the host or
     address that the worker connects to.
 
-    Raises UsageError for an unfit file, or if only one of `cert` and `key` is given.
+    Raises UsageError for an unusable file, or if only one of `cert` and `key` is given.
     """
     if (cert is None) != (key is None):
         given, missing = ("key", "cert") if cert is None else ("cert", "key")
@@ -191,10 +195,10 @@ async def secured(
     host: str | None = None,
     patience_s: float,
 ) -> ssl.SSLSocket:
-    """Return `sock` wrapped in TLS, after the handshake. A worker gives the coordinator's name as
-    `host`.
+    """Return `sock` wrapped in TLS, after the handshake.
 
-    Raises OSError (ssl.SSLError, TimeoutError), and closes `sock` then.
+    A worker passes the coordinator's name as `host`. If the handshake fails, closes `sock` and
+    raises OSError (ssl.SSLError, TimeoutError).
     """
     with ExitStack() as failing:
         failing.callback(sock.close)

@@ -1,7 +1,7 @@
-"""The protocol over TCP: state machines connected within a process or between processes.
+"""The protocol over TCP, within a process or between processes.
 
-A payload is received into its final memory and sent from it, a chunk at a time, so nothing is held
-twice.
+A payload is received into its final memory and sent from there, a chunk at a time, so nothing is in
+memory twice.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CoordinatorServer:
         self._tick_s = timing.heartbeat_s / TICKS_A_HEARTBEAT
         self._meddle = meddle
         self._visits: dict[Link, Visit] = {}
-        self.bytes_in = self.bytes_out = 0  # of the protocol, with all peers
+        self.bytes_in = self.bytes_out = 0  # protocol traffic with all peers
         self.over_s = math.inf  # when the run was over, by `time.monotonic`
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
         self._door: Door  # once it listens
@@ -86,13 +86,14 @@ class CoordinatorServer:
         context: ssl.SSLContext | None = None,
         buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> tuple[str, int]:
-        """Listen at all addresses of `host`, and return the first one and its port.
+        """Listen at all addresses of `host`; return the first address and the port.
 
-        `port` 0 is any free one. A `context` is for TLS. `buffer_bytes` is the size of the kernel's
-        buffers of a connection.
+        Port 0 selects a free port. `context` is for TLS; None for plain TCP. `buffer_bytes` is the
+        size of the kernel's buffers of a connection.
 
-        UsageError if other machines can connect, and neither a long secret nor a TLS certificate is
-        required of them. OSError if an address is in use, or `host` has none.
+        Raises UsageError if other machines can connect and neither a long secret nor a TLS
+        certificate is required of them. Raises OSError if an address is in use, or if `host` has no
+        address.
         """
         addresses = await sockets.resolve(host, port)
         if not all(map(sockets.is_loopback, addresses)):
@@ -105,16 +106,16 @@ class CoordinatorServer:
         return name[0], name[1]
 
     async def finish(self) -> do.Finish:
-        """Return the Finish of the run, once the last messages are sent.
+        """Return the Finish of the run, after the last messages are sent.
 
-        Raises what the hands or the state machine raised at any time.
+        Raises any exception that the hands or the state machine raised during the run.
         """
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
         try:
             finish = await self._finished
             self._door.close()
-            # Do not wait for strangers, which need not disconnect.
+            # Don't wait for strangers: they may never disconnect.
             leaving = [link.ended for link, visit in self._visits.items() if visit.has_proved]
             if leaving:
                 await asyncio.wait(leaving, timeout=FAREWELL_S)
@@ -128,12 +129,15 @@ class CoordinatorServer:
             self._reading.close()
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
-        """End the run when the current step is made, or `at_once`."""
+        """End the run when the current step is applied, or at once if `at_once`."""
         self.end.stop(reason, at_once=at_once)
         self._look()
 
     def die(self) -> None:
-        """End at once and without messages, as if the process had died: `finish` returns DIED."""
+        """End at once and without messages, as if the process had died.
+
+        `finish` then returns DIED.
+        """
         self._dead = True
         self._ticking.cancel()
         self._background.forget()
@@ -229,7 +233,9 @@ class WorkerClient:
         notify: Notify = unnoticed,
         buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> None:
-        """`alone` is called before each new try with the reason why there is no connection.
+        """Start without a connection.
+
+        `alone` is called before each new attempt with the reason why the worker isn't connected.
         `buffer_bytes` is the size of the kernel's buffers of a connection.
         """
         self._alone = alone
@@ -237,7 +243,7 @@ class WorkerClient:
         self.end = self.new_end(machine, hands, speak, notify)
         self._meddle = meddle
         self._link: Link | None = None
-        self._reason = ""  # why the last connection ended
+        self._reason = ""  # reason why the last connection ended
         self._error: BaseException | None = None
         self._computing: asyncio.Future[Any] | None = None
         self._thread = ThreadPoolExecutor(1)
@@ -247,7 +253,8 @@ class WorkerClient:
     ) -> do.Finish:
         """Take part until the run is over; return `failed` after `patience_s` without admission.
 
-        A `context` is for TLS. Raises what the hands or the state machine raised at any time.
+        `context` is for TLS; None for plain TCP. Raises any exception that the hands or the state
+        machine raised during the run.
         """
         since = time.monotonic()
         wait_s = sockets.BACKOFF_S[0]
@@ -281,12 +288,13 @@ class WorkerClient:
         return WorkerEnd(machine, hands, self, clock, self.compute, speak, notify=notify)
 
     def prepare(self, sock: socket.socket) -> None:
-        """Hook for subclasses, called with each `sock` that is connected to the coordinator. If it
-        fails, it closes `sock` and raises OSError.
+        """Prepare `sock`, which has just connected to the coordinator; a hook for subclasses.
+
+        If it fails, it closes `sock` and raises OSError.
         """
 
     def leave(self, reason: str) -> None:
-        """Leave for good, and tell the coordinator why if it is connected."""
+        """Leave the run for good; a connected coordinator gets the reason."""
         self.end.leave(reason)
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
@@ -301,7 +309,10 @@ class WorkerClient:
         peer.close()
 
     async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
-        """Make one connection, and wait for its end; return why there was no admission, or None."""
+        """Return why one connection was not admitted, after it has ended.
+
+        The result is None if it was admitted.
+        """
         stays = self.end.num_stays
         try:
             sock = await self.connect(host, port, context)
@@ -321,7 +332,7 @@ class WorkerClient:
         return self._reason if self.end.num_stays == stays else None
 
     async def connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
-        """Return a connection, over TLS with a `context`; OSError or TimeoutError if it fails."""
+        """Return a connection, over TLS if `context` is given; raises OSError or TimeoutError."""
         patience_s = self.end.machine.timing.hello_s
         async with asyncio.timeout(patience_s):
             sock = await sockets.connect(host, port, buffer_bytes=self.buffer_bytes)
@@ -350,9 +361,9 @@ class WorkerClient:
         self.end.tick()
 
     def _broke(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End this worker after an exception in the loop; `run` raises it.
+        """End this worker after an exception in the loop, which `run` raises again.
 
-        Its stack is printed, unless its message was written for users.
+        The stack is printed unless the message was written for users.
         """
         if not isinstance(context.get("exception"), EntrenarError):
             loop.default_exception_handler(context)
@@ -361,17 +372,17 @@ class WorkerClient:
             self._link.abort()
 
 
-# A worker of a mesh over TCP: other workers connect to it, and it connects to others.
+# A worker of a mesh over TCP: other workers connect to it, and it connects to other workers.
 #
-# Others reach a worker at the local address of its connection to the coordinator. Over TLS it is
-# a server there, and its certificate must name that address.
+# Other workers reach it at the local address of its connection to the coordinator. Over TLS it is a
+# server at that address, which its certificate must name.
 
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
-AGAIN_S = 0.05  # from being sent away to the next try
+AGAIN_S = 0.05  # from being sent away to the next attempt
 
 
 class MeshClient(WorkerClient):
-    """A worker that exchanges blocks with the others directly."""
+    """A worker that exchanges blocks directly with the other workers."""
 
     end: MeshEnd
 
@@ -388,8 +399,10 @@ class MeshClient(WorkerClient):
         listen_port: int = 0,
         buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> None:
-        """`door_context` is the TLS context for workers that connect to this one at `listen_port`
-        (0: any free one). The other arguments are those of WorkerClient.
+        """Start without a connection.
+
+        `door_context` is the TLS context for workers that connect to this one at `listen_port` (0:
+        any free port). The other arguments are those of WorkerClient.
         """
         super().__init__(
             *(machine, hands),
@@ -408,7 +421,7 @@ class MeshClient(WorkerClient):
         self._dialing: set[asyncio.Task[None]] = set()
 
     def new_end(self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify) -> MeshEnd:
-        """Return the end that this client drives; `machine` and `hands` are those of a mesh."""
+        """Return the end that this client drives; `machine` and `hands` must be for a mesh."""
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
         clock, self._background = time.monotonic, Thread()
@@ -421,9 +434,9 @@ class MeshClient(WorkerClient):
     async def run(
         self, host: str, port: int, *, patience_s: float, context: ssl.SSLContext | None = None
     ) -> do.Finish:
-        """Take part until the run is over; see WorkerClient.
+        """Return how the run ended, after taking part in it; see WorkerClient.
 
-        UsageError if only one of `context` and `door_context` is given.
+        Raises UsageError if only one of `context` and `door_context` is given.
         """
         if (context is None) != (self._door_context is None):
             raise UsageError("TLS in a mesh: give each worker a certificate and its key")
@@ -442,7 +455,8 @@ class MeshClient(WorkerClient):
     def prepare(self, sock: socket.socket) -> None:
         """Listen at the local address of `sock`, which is connected to the coordinator.
 
-        If that fails, close `sock` and raise OSError, or UsageError if `listen_port` can't be had.
+        If that fails, closes `sock` and raises OSError, or UsageError if `listen_port` is
+        unavailable.
         """
         with ExitStack() as failing:
             failing.callback(sock.close)
@@ -483,7 +497,7 @@ class MeshClient(WorkerClient):
             super().close(peer, reason)
 
     def dial(self, dial: do.Dial) -> None:
-        """Connect to another worker, in a task of its own."""
+        """Connect to another worker, in a separate task."""
         task = asyncio.get_running_loop().create_task(self._dial(dial))
         self._dialing.add(task)
         task.add_done_callback(self._dialed)
@@ -491,7 +505,7 @@ class MeshClient(WorkerClient):
     def _dialed(self, task: asyncio.Task[None]) -> None:
         self._dialing.discard(task)
         if not task.cancelled():
-            task.result()  # raises what it raised, for the loop's exception handler
+            task.result()  # raises the task's exception, for the loop's exception handler
 
     async def _dial(self, dial: do.Dial) -> None:
         host, _, port = dial.address.rpartition(":")
@@ -505,8 +519,8 @@ class MeshClient(WorkerClient):
     async def _reach(self, host: str, port: int) -> socket.socket:
         """Return a connection on which the other worker has sent something, or raise OSError.
 
-        A worker with too many strangers may close the connection before it sends anything. Then
-        try again, for `hello_s` in all, before the coordinator hears a complaint.
+        A worker with too many strangers may close the connection before it sends anything. Then try
+        again, for `hello_s` in total, before complaining to the coordinator.
         """
         patience_s = self.end.machine.timing.hello_s
         until = time.monotonic() + patience_s
@@ -544,12 +558,12 @@ class MeshClient(WorkerClient):
 
 
 class PipelineClient(MeshClient):
-    """A worker that exchanges hidden states and gradients with the stages next to its own."""
+    """A worker that exchanges hidden states and gradients with the neighbouring stages."""
 
     def new_end(
         self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify
     ) -> PipelineEnd:
-        """Return the end that this client drives; `machine` and `hands` are those of a pipeline."""
+        """Return the end that this client drives; `machine` and `hands` must be for a pipeline."""
         assert isinstance(machine, PipelineWorker)
         clock, self._background = time.monotonic, Thread()
         return PipelineEnd(

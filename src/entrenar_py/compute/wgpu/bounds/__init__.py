@@ -2,11 +2,10 @@
 
 `bound` computes three numbers for each element: its value in float64, and the smallest and the
 largest float32 that a conforming device may hold. If the intervals of a comparison's operands
-overlap, the comparison is undecided, and values that depend on it cover both outcomes.
-`intervals` has the arithmetic, `rules` a rule for each operation, `accuracies` the accuracy of each
-function in WGSL, `chains` what a device may make of sums and products by computing them in another
-order. `sensitivity` has first-order bounds for whole steps, for which intervals grow too
-wide.
+overlap, the comparison is undecided, and values that depend on it cover both outcomes. `intervals`
+has the arithmetic, `rules` a rule for each operation and the accuracy of each function in WGSL.
+`Chains` covers sums and products that a device computes in a different order. `sensitivity` has
+first-order bounds for whole steps, for which intervals become too wide.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from entrenar_py.compute.wgpu.bounds import intervals, rules
 from entrenar_py.compute.wgpu.bounds.intervals import Bounded, Interval
 from entrenar_py.shared.errors import UsageError
 
-# Sums of sums and products of products, which a device may compute in any order.
+# Chains of sums or products, which a device may compute in any order.
 #
 # WGSL allows it ("Reassociation and fusion"): `a * (b * 3.0)` may be computed as `(a * b) * 3.0`,
-# which Mesa's compiler does. The exact result is the same, and each order rounds as often.
+# which Mesa's compiler does. The exact result is the same, and the number of roundings, too.
 
 _ATEN = torch.ops.aten
 _SUMS = (_ATEN.add.Tensor, _ATEN.sub.Tensor)
 _PRODUCTS = (_ATEN.mul.Tensor, _ATEN.pow.Tensor_Scalar)
-_POWER_MAX = 8  # a larger one is computed by WGSL's pow
-_MOVES = (  # they change no size, and kernels read through them
+_POWER_MAX = 8  # larger exponents are computed by WGSL's pow
+_MOVES = (  # they don't change absolute values, and kernels read through them
     _ATEN.neg.default,
     _ATEN.clone.default,
     _ATEN.expand.default,
@@ -52,18 +51,18 @@ _MOVES = (  # they change no size, and kernels read through them
 class Chains:
     """The terms and factors of the sums and products of one graph, by node.
 
-    `_terms` has for a sum the number of its terms and the sum of their absolute values. `_factors`
-    has for a product the number of its multiplications.
+    `_terms` has, for each sum, the number of its terms and the sum of their absolute values.
+    `_factors` has, for each product, the number of its multiplications.
     """
 
     _terms: dict[Node, tuple[int, Tensor]] = field(default_factory=dict)
     _factors: dict[Node, int] = field(default_factory=dict)
 
     def reordered(self, node: Node, interval: Interval, operands: Sequence[Bounded]) -> Interval:
-        """Return the interval of `node` widened by what another order of its chain makes of it.
+        """Return the interval of `node`, widened for every possible order of its chain.
 
-        A single sum or product has one order. Of three terms or more, each goes through all
-        additions but one at most (Higham, section 4.2).
+        A single sum or product has only one order. With three or more terms, each term goes through
+        at most all additions but one (Higham, section 4.2).
         """
         if node.target in _MOVES:
             self._move(node)
@@ -135,8 +134,8 @@ def _nodes(node: Node) -> list[Node]:
 def bound(graph: GraphModule, inputs: Sequence[Tensor]) -> list[Bounded]:
     """Return the bounds of every output of `graph` for these inputs, float32, integer or bool.
 
-    Raises UsageError for an operation without a rule in `rules`, and for an integer operand that
-    rounding leaves undecided.
+    Raises UsageError for an operation without a rule in `rules`, and for an integer operand with a
+    value that depends on rounding.
     """
     with torch.no_grad():
         return list(Walk(graph).run(*(given(one.detach()) for one in inputs)))
@@ -150,7 +149,10 @@ class Walk(Interpreter):
         self._chains = Chains()
 
     def run_node(self, n: Node) -> Any:
-        """Run node `n`; UsageError, with its operation and line, if the result has no bound."""
+        """Return the result of node `n`.
+
+        Raises UsageError, with operation and line, if unbounded.
+        """
         if n.op == "call_function":
             result = n.meta["val"]
             dtypes = {one.dtype for one in pytree.tree_leaves(result)}

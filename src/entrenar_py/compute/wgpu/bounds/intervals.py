@@ -1,4 +1,4 @@
-"""Intervals of the float32 values that a device may hold in place of an exact value.
+"""Intervals of the float32 values that a device may hold instead of an exact value.
 
 The result of an operation on intervals contains the result of every conforming device. Devices may
 round up or down, add in any order, contract `a * b + c`, and flush subnormal numbers. Endpoints are
@@ -25,7 +25,7 @@ _LARGEST = torch.finfo(torch.float32).max
 class Interval:
     """The values from `low` to `high` that a device may hold, float64 or bool.
 
-    [-inf, inf] means that nothing is known: the value may even be NaN.
+    [-inf, inf] means that nothing is known; the value may even be NaN.
     """
 
     low: Tensor
@@ -49,7 +49,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Bounded:
-    """A `value`, and the bounds `low` and `high` of what a device may hold; all of one shape.
+    """A `value`, and the bounds `low` and `high` of a device's values; all have the same shape.
 
     Floats are float64. Integers and bools keep their dtype.
     """
@@ -72,7 +72,7 @@ class Bounded:
 
 
 def exactly(x: Tensor) -> Interval:
-    """Return the interval of an exact `x`, with zero in it if `x` is subnormal."""
+    """Return the interval of an exact `x`; it includes zero if `x` is subnormal."""
     return flush(Interval(x, x))
 
 
@@ -140,7 +140,7 @@ def hull(*corners: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add(a: Interval, b: Interval) -> Interval:
-    """Add: correctly rounded by WGSL."""
+    """Return the interval of a + b, which WGSL rounds correctly."""
     return rounded(_sum_below(a.low, b.low), -_sum_below(-a.high, -b.high))
 
 
@@ -153,23 +153,26 @@ def _sum_below(a: Tensor, b: Tensor) -> Tensor:
 
 
 def negate(a: Interval) -> Interval:
-    """Negate, which is exact."""
+    """Return the interval of -a, which is exact."""
     return Interval(-a.high, -a.low)
 
 
 def multiply(a: Interval, b: Interval) -> Interval:
-    """Multiply: correctly rounded by WGSL. Products of float32 numbers are exact in float64."""
+    """Return the interval of a * b, which WGSL rounds correctly; float64 has it exactly."""
     return rounded(*hull(a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high))
 
 
 def square(a: Interval) -> Interval:
-    """Multiply a number by itself; the result is never negative."""
+    """Return the interval of a * a, which is never negative."""
     low, high = hull(a.low * a.low, a.high * a.high)
     return rounded(torch.where((a.low <= 0) & (a.high >= 0), 0.0, low), high)
 
 
 def divide(a: Interval, b: Interval) -> Interval:
-    """Divide: 2.5 ULP by WGSL for |b| in [2^-126, 2^126]. Larger b may give 0 (flushed 1 / b)."""
+    """Return the interval of a / b: 2.5 ULP in WGSL for |b| in [2^-126, 2^126].
+
+    A larger b may give 0, because 1 / b may be flushed.
+    """
     low, high = hull(a.low / b.low, a.low / b.high, a.high / b.low, a.high / b.high)
     crosses = (b.low <= 0) & (b.high >= 0)
     low = torch.where(crosses, torch.nan, low)
@@ -201,7 +204,7 @@ def total(low: Tensor, high: Tensor, size: Tensor, count: Tensor) -> Interval:
 
 
 def sum_over(a: Interval, dims: Sequence[int], *, keepdim: bool) -> Interval:
-    """Add along `dims`, or along all dims if empty."""
+    """Return the interval of the sum along `dims`, or along all dims if empty."""
     dims = list(dims) or list(range(a.low.ndim))
     if not dims:
         return a
@@ -209,7 +212,7 @@ def sum_over(a: Interval, dims: Sequence[int], *, keepdim: bool) -> Interval:
 
 
 def matmul(a: Interval, b: Interval) -> Interval:
-    """Multiply [..., m, k] and [..., k, n], in any order of summation (Higham, eq. 3.5)."""
+    """Return the interval of [..., m, k] @ [..., k, n], for any order of sums (Higham, eq. 3.5)."""
     middle_a, radius_a = _middle(a)
     middle_b, radius_b = _middle(b)
     middle = middle_a @ middle_b

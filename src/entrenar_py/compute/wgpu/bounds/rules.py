@@ -1,6 +1,6 @@
 """Rules that compute the interval of an operation's result from the intervals of its operands.
 
-Functions of one number are in `accuracies`, all other operations here.
+The rules for functions of one number come first, then those of all other operations.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def is_exact(operand: Bounded) -> bool:
 
 
 def evaluate(target: Any, args: Any, kwargs: Any, pick: Callable[[Bounded], Tensor]) -> Tensor:
-    """Run `target` with `pick(operand)` for each operand, and with float64 in place of float32."""
+    """Return `target` of `pick(operand)` for each operand, with float64 instead of float32."""
 
     def take(operand: Any) -> Any:
         if isinstance(operand, Bounded):
@@ -201,7 +201,7 @@ def _number(operand: Any) -> Interval:
 
 
 def _each_end(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Apply to each end an operation that only moves elements, or is exact and non-decreasing."""
+    """Return the interval of an operation that moves elements, or is exact and non-decreasing."""
     for one in pytree.tree_leaves(args):
         whole = isinstance(one, Bounded) and not one.value.is_floating_point()
         if whole and one.value.dtype != torch.bool and not is_exact(one):
@@ -236,7 +236,8 @@ def _multiply(target: Any, args: Any, kwargs: Any) -> Interval:
 def _whole_quotient(target: Any, args: Any, kwargs: Any) -> Interval:
     """Return the interval of a quotient rounded to an integer: exact below 2^21, else within 8 ULP.
 
-    Unknown if an operand is inexact: the quotient may be on either side of an integer.
+    The interval is unknown if an operand is inexact: the quotient may be on either side of an
+    integer.
     """
     value = evaluate(target, args, kwargs, lambda one: one.value)
     slack = torch.where(value.abs() < 2.0**21, 0.0, 8 * intervals.UNIT)
@@ -328,7 +329,7 @@ def _where(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _logical(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Apply the operation to each end: and, or, any are monotonic in their operands."""
+    """Return the interval of and, or, any, which are monotonic in their operands."""
     return Interval(
         evaluate(target, args, kwargs, lambda one: one.low.bool()),
         evaluate(target, args, kwargs, lambda one: one.high.bool()),

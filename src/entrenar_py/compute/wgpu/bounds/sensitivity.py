@@ -1,8 +1,8 @@
 """First-order bounds on the error of a whole training step's gradients.
 
 Each operation's own error is weighted by its effect on the result, a derivative of the graph in
-float64. Intervals (`bounds`) are rigorous, but ignore that errors are correlated: after some layers
-they are too wide to be of use.
+float64. Intervals (`bounds`) are rigorous, but ignore correlations between errors, so they are too
+wide to be useful after some layers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SAFETY = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """The error of one output of a device, and the largest error that rounding explains.
+    """The error of one output of a device, and the largest error that rounding can cause.
 
     `error` and `bound` are L1 norms over the output, `size` is the output's L1 norm. `element` is
-    the index, in C order, of the element with the largest error. `element_error` is that error, and
-    `element_bound` the largest that rounding explains there.
+    the index, in C order, of the element with the largest error. `element_error` is this element's
+    error, and `element_bound` the largest error that rounding can cause there.
     """
 
     output: int
@@ -43,14 +43,14 @@ class Deviation:
 
     @property
     def explained(self) -> bool:
-        """True if rounding explains the error of the whole output and that of `element`."""
+        """True if rounding can explain the error of the whole output and of `element`."""
         return self.error <= self.bound and self.element_error <= self.element_bound
 
 
 def deviations(
     outputs: Sequence[Tensor], graph: GraphModule, inputs: Sequence[Tensor]
 ) -> list[Deviation]:
-    """Compare each output of a device with float64, and bound its error to first order.
+    """Return each device output's error against float64, with a first-order bound.
 
     With s the signs of an output's error, the error's L1 norm is the error of s . output. To first
     order that is a sum over all operations: the operation's own error, times the derivative of
@@ -88,7 +88,7 @@ def _deviation(index: int, got: Tensor, exact: Tensor, walk: _Local) -> Deviatio
 
 
 def _explained(exact: Tensor, weights: Tensor, walk: _Local) -> float:
-    """Bound the error of weights . exact: the sum of each operation's error times its effect."""
+    """Return a bound on the error of weights . exact: the sum of all errors times their effects."""
     if not exact.requires_grad:
         return 0.0
     effects = torch.autograd.grad(
@@ -110,7 +110,7 @@ def _weighed(effect: Tensor, error: Tensor) -> float:
 
 
 class _Local(bounds.Walk):
-    """Runs a graph in float64, and bounds the error that each operation makes on exact operands."""
+    """Runs a graph in float64, and bounds each operation's own error for exact operands."""
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph)
@@ -119,7 +119,7 @@ class _Local(bounds.Walk):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> intervals.Bounded:
         """Return the exact result, and append the error of this operation to `errors`."""
-        with torch.no_grad():  # only for the error; `value` below has gradients
+        with torch.no_grad():  # only for the error; `value` below carries gradients
             result = super().call_function(target, args, kwargs)
         if not result.value.is_floating_point():
             return intervals.Bounded(result.value, result.value, result.value)
