@@ -92,7 +92,7 @@ def test_nothing_is_overwritten(
     [
         (("--contract", "no-such"), "contract='no-such': no such file, and no shipped contract"),
         (("--",), "no command after --; write the command that trains"),
-        (("torchrun", "a.py"), "behind --, as in: entrenar-check init -- torchrun a.py"),
+        (("torchrun", "a.py"), "after --, as in: entrenar-check init -- torchrun a.py"),
         (("--force",), "unrecognized arguments: --force; see entrenar-check"),
         (("--", "train\udcff"), "the command has bytes that are not UTF-8"),
     ],

@@ -240,11 +240,11 @@ def _stem(contract: str) -> str:
     return Path(contract).name.removesuffix(".yaml").removesuffix(".yml")
 
 
-# Only with a user's command behind --.
+# Only with a user's command after --.
 COMMANDED = ("steps", "epochs", "deadline", "auto", "in_place", "launcher")
 # Option that has an effect only in one mode -> description of that mode.
 ALONE = {
-    **dict.fromkeys(COMMANDED, "a command behind --"),
+    **dict.fromkeys(COMMANDED, "a command after --"),
     "suppress": "--validate",
 }
 
@@ -286,11 +286,11 @@ def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
             other = mode or _described(options.mode)
             raise UsageError(f"{option} has no effect with {other}; leave it out")
     if options.command and options.mode != "command":
-        raise UsageError(f"a command behind -- has no effect with --{options.mode}; leave it out")
+        raise UsageError(f"a command after -- has no effect with --{options.mode}; leave it out")
 
 
 def _described(mode: str) -> str:
-    return "a command behind --" if mode == "command" else f"--{mode}"
+    return "a command after --" if mode == "command" else f"--{mode}"
 
 
 def read(arguments: Sequence[str]) -> argparse.Namespace:
@@ -357,7 +357,7 @@ def _misplaced(arguments: Sequence[str], at: int, prog: str) -> str:
     if word.endswith((".yaml", ".yml")):
         return f"{word}: a contract is given as --contract {word}"
     meant = f"{prog} {shlex.join((*before, '--', *after))}"
-    return f"{word}: the command that trains stands behind --, as in: {meant}"
+    return f"{word}: the training command goes after --, as in: {meant}"
 
 
 # --- a configuration below the command line -------------------------------------------------------
