@@ -74,6 +74,25 @@ def test_a_sample_with_other_contents_is_named() -> None:
         assert random_draws.other_contents(compared(ALONE, events)) == ""
 
 
+def test_a_collator_may_sort_its_batch() -> None:
+    """The rows of a step are the same in another order, padded otherwise; or one is another."""
+    rows = {id_: (3.0, 1.0 + id_, 0.5 * id_) for id_ in range(4)}
+
+    def sorted_by_length(rank: int, ids: Sequence[int], *, size: float, moved: float) -> Shard:
+        contents = tuple((size, rows[id_][1] + moved, rows[id_][2]) for id_ in sorted(ids))
+        return replace(shard(rank, ids), contents=contents)
+
+    alone = [sorted_by_length(0, (3, 1, 0, 2), size=4.0, moved=0.0)]
+    for size in (3.0, 4.0):
+        first = sorted_by_length(0, (3, 0), size=size, moved=0.0)
+        second = sorted_by_length(1, (1, 2), size=4.0, moved=0.0)
+        assert random_draws.other_contents(compared(alone, [first, second])) == ""
+        noisy = sorted_by_length(1, (1, 2), size=4.0, moved=0.01)
+        assert "sample" in random_draws.other_contents(compared(alone, [first, noisy]))
+        fewer = [first, sorted_by_length(1, (2,), size=4.0, moved=0.0)]
+        assert "sample" in random_draws.other_contents(compared(alone, fewer)), "other samples"
+
+
 @pytest.mark.parametrize("where", ["forward", "loss", "backward", "gradient", "step"])
 def test_equal_states_are_not_enough_for_another_split(where: str) -> None:
     """Masks of half of a batch may leave a generator as masks of the whole of it do."""

@@ -220,6 +220,16 @@ def test_several_rows_a_sample(seen: Seen) -> None:
     assert seen.given(pairs) == [3, 1, 0, 2]
 
 
+def test_a_batch_with_what_a_model_made(seen: Seen) -> None:
+    """Rows next to a whole batch are no samples, also after a pass without training on noise."""
+    batch = seen.yields(3, 1, 0, 2)
+    seen.samples.given([torch.randn(4, 3)], trains=False)
+    assert seen.given(torch.cat([batch, torch.randn(4, 1)])) == [3, 1, 0, 2]
+    seen.samples.end_step()
+    first, second = seen.yields(7, 5, 4, 6), seen.yields(8, 9, 10, 11)
+    assert seen.given(torch.cat([first, second])) == [], "two batches in one tensor"
+
+
 def test_a_batch_of_another_thread(seen: Seen) -> None:
     """A batch that a thread has fetched may wait in a queue: it is known by content alone."""
     batches: list[torch.Tensor] = []

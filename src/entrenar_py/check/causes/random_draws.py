@@ -59,10 +59,14 @@ def other_contents(compared: Compared) -> str:
     expected = _contents(compared.model)
     unit = precision.unit(compared.model, compared.trace)
     coarse = _COARSE_UNITS * unit if unit > precision.FLOAT32 else 0.0
+    rearranged: set[int] = set()  # steps
     for (step, id_), got in _contents(compared.trace).items():
         due = expected.get((step, id_))
         bound = max(coarse, CONTENTS_BOUND_MOVED if step else CONTENTS_BOUND)
-        if due is None or are_alike(due, got, bound):
+        if due is None or are_alike(due, got, bound) or step in rearranged:
+            continue
+        if _are_rearranged(compared.model, compared.trace, step, bound):
+            rearranged.add(step)
             continue
         return (
             f"sample {id_} of step {step} reaches the model with other contents in "
@@ -157,6 +161,35 @@ def are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> b
         if abs(norm - others[0]) > allowed or abs(total - others[1]) > allowed:
             return False
     return True
+
+
+def _are_rearranged(model: Trace, trace: Trace, step: int, bound: float) -> bool:
+    """Return whether `step` has the same rows in both runs, with the same samples, in any order.
+
+    A collator may sort its batch, by length say: a row is then not the sample at its place in the
+    sampler's batch. Rows may be padded to another length, by zeros, which leave norm and sum alone.
+    """
+    shards = [[s for s in run.standing.of(Shard) if s.step == step] for run in (model, trace)]
+    ids = [Counter(id_ for shard in run for id_ in shard.ids) for run in shards]
+    rows = [[row for shard in run for row in shard.contents] for run in shards]
+    if ids[0] != ids[1] or not len(rows[0]) == len(rows[1]) == ids[0].total():
+        return False
+    left = [_without_sizes(row) for row in rows[0]]
+    for row in map(_without_sizes, rows[1]):
+        at = next((at for at, due in enumerate(left) if _is_same_row(due, row, bound)), None)
+        if at is None:
+            return False
+        del left[at]
+    return True
+
+
+def _without_sizes(row: tuple[float, ...]) -> tuple[float, ...]:
+    """Return a row with the size of each of its tensors as 1."""
+    return tuple(1.0 if at % 3 == 0 else number for at, number in enumerate(row))
+
+
+def _is_same_row(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> bool:
+    return len(due) == len(got) and are_alike(due, got, bound)
 
 
 def _all_known(trace: Trace) -> bool:

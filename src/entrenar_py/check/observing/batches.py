@@ -161,6 +161,13 @@ class Batch:
             return [places[row].popleft() for row in rows] if certain else None
         return None
 
+    def is_within(self, rows: list[Row]) -> bool:
+        """Return whether all unused positions have different contents, which are among `rows`."""
+        for column in self._rows()[:1]:
+            unused = {column[place] for place in self.left}
+            return bool(unused) and len(unused) == len(self.left) and unused.issubset(rows)
+        return False
+
     def _rows(self) -> list[list[Row]]:
         if self._columns is None:
             found = map(contents.rows_of, contents.tensors_in(self.content))

@@ -252,6 +252,12 @@ class SeenSamples(Samples):
             for batch, places in self._holding(rows):
                 self._use(self._batches.newest(batch), places)
                 return True
+            # A discriminator is given a batch and, in one tensor with it, what a generator made.
+            within = [b for b in self._batches.pending if b.ids is not None and b.is_within(rows)]
+            if len({batch.ids for batch in within}) == 1:
+                batch = self._batches.newest(within[0])
+                self._use(batch, batch.left)
+                return True
         others = [tensor for tensor in tensors if largest / 2 <= tensor[0].numel() < largest]
         for rows in filter(None, map(contents.telling_rows, others)):
             holding = [*self._holding(rows)]
