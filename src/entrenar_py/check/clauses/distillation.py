@@ -35,7 +35,7 @@ REFUSALS = {
     "shards of another tokenizer": "tokenizer",
     "half of a shard": "bytes, and the list says",
     "a shard with a bit turned": "digest",
-    "a shard that is missing": "not there",
+    "a shard that is missing": "but missing",
     "a shard in another's place": "another folder's or another run's",
     "rows of other samples": "are not those of sample",
 }
