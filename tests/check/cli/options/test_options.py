@@ -97,9 +97,9 @@ def test_no_mode() -> None:
         ("--contract c --judge t -x", "-x has no effect with --judge"),
         ("--contract c --judge t --trace-dir d", "--trace-dir has no effect with --judge"),
         ("--contract c --steps 4", "--steps has an effect only with a command after --"),
-        ("--contract c --deadline 4", "--deadline has an effect only with a command behind"),
+        ("--contract c --deadline 4", "--deadline has an effect only with a command after"),
         ("--contract c --list -- train", "a command after -- has no effect with --list"),
-        ("--contract c --backend cpu -- train", "--backend has no effect with a command behind"),
+        ("--contract c --backend cpu -- train", "--backend has no effect with a command after"),
         ("--contract c --", "no command after --; write the command that trains"),
         (
             "--contract c torchrun --nproc_per_node=2 train.py --steps 4",
