@@ -18,29 +18,29 @@ from tests.train.service.cluster import LONG, Cluster, cluster, weights
 Training: TypeAlias = dict[str, Any]
 
 STEP, RANK = 2, 1
-PROMISED_S = 1.0  # within which everyone is to know that the run halts
+PROMISED_S = 1.0  # within which every process must end after a halt
 REAL = ("parameter_server", "mesh", "ring")
 POISONS = [
     (kind, value) for kind in ("non_finite_gradient", "non_finite_loss") for value in ("nan", "inf")
 ]
-LARGE: Training = {**LONG, "workload": "mlp", "width": 64}  # whose checkpoint takes a while
+LARGE: Training = {**LONG, "workload": "mlp", "width": 64}  # its checkpoint takes a while to write
 
 
 def halts() -> str:
-    """Every value that is not finite, in every system with processes."""
+    """Return the table of runs with a value that is not finite, for each system with processes."""
     columns = (
         "system",
-        "in worker 1, step 2",
+        "planted in worker 1, step 2",
         "the error",
-        "who ends with it",
-        "steps made",
+        "processes that end with it",
+        "steps taken",
     )
     rows = [_halt(system, *poison) for system in REAL for poison in POISONS]
     return _table(columns, rows)
 
 
 def run_with(system: str, kind: str, value: str) -> ScenarioRun:
-    """Three workers, of which one is to compute `value`."""
+    """Return a run of three workers, in which one computes `value`."""
     scenario = Scenario(
         system=system,
         workload="linear",
@@ -71,7 +71,7 @@ def _halt(system: str, kind: str, value: str) -> tuple[str, ...]:
 
 
 def deaths() -> str:
-    """Return what strikes a coordinator in a process of its own, and what is left of the run."""
+    """Return the table of runs in which a coordinator is killed, or can't write a checkpoint."""
     rows = []
     for what, story in STORIES.items():
         with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as star:
@@ -79,7 +79,7 @@ def deaths() -> str:
             right = f"completed: step {training['num_steps']}, weights {weights(training)}"
             same = any(right in one.text for one in star.processes)
             rows.append((what, seen, "the same" if same else "DIFFERENT"))
-    return _table(("befalls the coordinator", "seen", "weights"), rows)
+    return _table(("what happens to the coordinator", "seen", "weights"), rows)
 
 
 def _killed(star: Cluster, training: Training, *, every_steps: int) -> tuple[str, Training]:
@@ -89,8 +89,9 @@ def _killed(star: Cluster, training: Training, *, every_steps: int) -> tuple[str
     first.until(r"checkpoint before step")
     first.kill()
     second = star.coordinator("--resume")
-    codes = {one.code() for one in (second, *workers)}
-    return f"`--resume` goes on; everyone's exit code: {codes}", training
+    codes = sorted({one.code() for one in (second, *workers)})
+    exits = ", ".join(map(str, codes))
+    return f"`--resume` continues; all processes exit with {exits}", training
 
 
 def _full(star: Cluster) -> tuple[str, Training]:
@@ -104,7 +105,8 @@ def _full(star: Cluster) -> tuple[str, Training]:
     full = star.coordinator("--resume", limit_bytes=len(kept) // 2)
     star.worker()
     code, whole = full.code(), (star.folder / "state").read_bytes() == kept
-    return f"trains to the end, exit code {code}; the old checkpoint is whole: {whole}", LARGE
+    kept_as_it_was = "unchanged" if whole else "DAMAGED"
+    return f"trains to the end, exit code {code}; the old checkpoint is {kept_as_it_was}", LARGE
 
 
 STORIES: dict[str, Callable[[Cluster], tuple[str, Training]]] = {

@@ -1,4 +1,4 @@
-"""Runs of real worker processes with each fault: the rows of docs/faults.md."""
+"""docs/faults.md: runs of real worker processes, one for each fault at each message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS
 
-# Three processes, momentum, five steps; a silence of a second is death.
+# Three processes, momentum, five steps; a peer that is silent for a second counts as dead.
 STAR = Scenario(
     system="parameter_server",
     workload="linear",
@@ -24,16 +24,16 @@ STAR = Scenario(
 )
 # Two blocks: workers 0 and 1 average one each.
 MESH = STAR.with_(system="mesh", options={**STAR.options, "block_bytes": 4})
-# Two blocks of an element, which pass all three workers; its weights are near those of the others.
+# Two blocks of one element, which pass all three workers. The weights are near the reference's.
 RING = MESH.with_(system="ring", detail="values")
-NEAR = 1e-5  # five steps, some roundings each
-SECONDS = (0.3, 3.0)  # shorter and longer than that silence
+NEAR = 1e-5  # five steps, a few roundings in each
+SECONDS = (0.3, 3.0)  # shorter and longer than `dead_after_s`
 STEP, RANK, SHARD = 2, 1, 3
-COLUMNS = ("what happens in step 2, to worker 1", "at message", "seen", "the run", "weights")
+COLUMNS = ("fault in step 2, at worker 1", "at message", "seen", "the run", "weights")
 
 
 def cases(scenario: Scenario) -> Iterator[Fault]:
-    """Yield every kind of fault at every place that the system of `scenario` has."""
+    """Yield each type of fault at each message at which the system of `scenario` can inject it."""
     places = SYSTEMS[scenario.system].places
     for kind in faults.ON_THE_WAY:
         for seconds in SECONDS if "seconds" in faults.NEEDED[kind] else (None,):
@@ -57,7 +57,7 @@ def cases(scenario: Scenario) -> Iterator[Fault]:
 
 def row(scenario: Scenario, fault: Fault, undisturbed: trace.Trace) -> str:
     """Return one line of a table: the run with `fault`, compared with the one without it."""
-    if fault.kind in faults.SILENT:  # nothing but an audit sees them
+    if fault.kind in faults.SILENT:  # only an audit detects them
         scenario = scenario.with_(options={**scenario.options, "audit_share": 1.0})
     run = systems.run(scenario.with_(faults=(fault,)))
     seen = [
@@ -65,7 +65,7 @@ def row(scenario: Scenario, fault: Fault, undisturbed: trace.Trace) -> str:
         for one in run.of(trace.Membership)
     ]
     for one in run.of(trace.Admission):
-        seen.append(f"{'LET IN' if one.let_in else 'not let in'} (it was told: {one.answer})")
+        seen.append(f"{'LET IN' if one.let_in else 'not let in'} (answer: {one.answer})")
     cells = (
         *(what(fault), place(fault), "; ".join(seen) or "nothing", run.end.status),
         compared(run, undisturbed),
@@ -74,7 +74,7 @@ def row(scenario: Scenario, fault: Fault, undisturbed: trace.Trace) -> str:
 
 
 def what(fault: Fault) -> str:
-    """Name the fault in a word or two."""
+    """Return the first cell of a row: the fault's kind, with its seconds or its value."""
     if fault.seconds is not None:
         return f"{fault.kind} for {fault.seconds} s"
     return fault.kind if fault.value is None else f"{fault.kind}: {fault.value}"
@@ -83,13 +83,14 @@ def what(fault: Fault) -> str:
 def place(fault: Fault) -> str:
     """Return the message at which a fault strikes.
 
-    Strangers come when the first shards are handed out; a worker goes wrong before it sends.
+    A stranger connects when the first shards are assigned ("Assign"). A silent corruption strikes
+    before the worker sends its results ("Computed").
     """
     return fault.at or ("Computed" if fault.kind in faults.SILENT else "Assign")
 
 
 def compared(run: trace.Trace, undisturbed: trace.Trace) -> str:
-    """Compare the last weights of a run with those of the undisturbed one."""
+    """Return "the same", "near" (for a ring) or "DIFFERENT": the final weights compared."""
     updates = run.of(trace.Update)
     if not updates:
         return "DIFFERENT"
@@ -128,18 +129,21 @@ def page() -> str:
 INTRODUCTION = """\
 # Faults on real processes
 
-This page shows how a run ends when a worker is killed, frozen or disconnected, lies, or sends
-damaged bytes, at each message of a step. `entrenar-check --contract wire-protocol-v1.yaml` plays
-such faults in virtual time; these tables are of real processes.
+This page shows how a run ends when a fault strikes a worker, a message or the coordinator, at each
+message of a step. `entrenar-check --contract wire-protocol-v1.yaml` simulates such faults in
+virtual time; these tables show runs of real processes. `docs/fault_table.py` has the scenarios, and
+`make docs` writes this page.
 
-Three worker processes train over TCP on one machine. One is killed (SIGKILL), frozen (SIGSTOP, then
-SIGCONT), disconnected or damaged, or lies; or a stranger connects. A killed worker restarts, and
-gets the whole state. The last column compares the digest of the final weights with that of the
-undisturbed run in one process. `docs/fault_table.py` has the scenarios, and `make docs` writes this
-page.
+Three worker processes train over TCP on one machine. One worker is killed (SIGKILL), frozen
+(SIGSTOP, then SIGCONT) or disconnected, or sends a damaged or false message; or a *stranger*, a
+peer that must not take part, connects. [Planned faults](contract-format.md#scenarios) explains the
+names of faults (`half_open`), lies (`old_step`) and strangers (`slow_loris`). A peer that is silent
+for 1 s counts as dead. A killed worker restarts, and gets the complete state.
 
-The column "seen" is from one run. Whether the coordinator or the worker notices first is a race. In
-the last two rows of the first table a gradient is finite but wrong: there all shards are audited.
+The column "seen" lists the workers that left and joined in one run. Whether the coordinator or the
+worker notices a fault first is a race. The last column compares the digest of the final weights
+with that of the undisturbed run in one process. In the last two rows of the first table a gradient
+is finite but wrong; in these runs all shards are audited.
 
 ## A parameter server
 """
@@ -147,31 +151,35 @@ the last two rows of the first table a gradient is finite but wrong: there all s
 MESH_INTRODUCTION = """\
 ## A mesh
 
-`TreeNode` and `Average` pass between two workers here. Where that breaks, both still have the
-coordinator: no worker leaves, and the step's exchange begins again in another round, which a trace
-does not record.
+In a mesh `TreeNode` and `Average` pass between two workers. If the connection between them breaks,
+both are still connected to the coordinator: no worker leaves, and the exchange of the step starts
+again in a new round, which a trace does not record.
 """
 
 RING_INTRODUCTION = """\
 ## A ring
 
-`Partial`, a sum on its way around, is in the place of `TreeNode` here. When a worker is lost, the
-step is reduced around another ring, or in another order. The weights are then not the same bits,
-but within 1e-5 of those of the undisturbed run (they are about 1), which the tables call near.
+In a ring `Partial`, a sum that is passed around, takes the place of `TreeNode`. A ring adds
+gradients in an order that depends on its workers, so the weights don't have the bits of the
+undisturbed run, which uses the tree. In this table they are compared by value: "near" means that
+every weight (about 1) is within 1e-5 of the undisturbed run's. No other result passes.
 """
 
 HALTS_INTRODUCTION = """\
 ## What is not finite
 
-No worker makes the step. Every worker's own process ends with the one error that names the culprit,
-soon after the coordinator knows.
+If a gradient or a loss is not finite, no worker takes the step. Every worker process ends with the
+same error, which names the worker with the bad value, within 1 s after the coordinator received it.
 """
 
 DEATHS_INTRODUCTION = """\
 ## A coordinator that dies
 
-`entrenar coordinator` with two workers and 400 steps, each a process of its own, as a service
-([how](entrenar.md)).
+`entrenar coordinator` and its workers train for 400 steps as a service ([how](entrenar.md)), each
+in a separate process. In the first two rows two workers train, the coordinator is killed, and a
+second one continues with `--resume`. In the last row one worker trains, and no process dies: the
+coordinator is stopped by SIGTERM, and resumed with a limit on the size of files that is too small
+for a checkpoint.
 """
 
 

@@ -1,4 +1,7 @@
-"""Write the generated pages and tables of the docs: `make docs`. Tests hold them current."""
+"""The generated pages and tables of the docs; `make docs` writes them.
+
+Tests fail if a page is out of date.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +71,11 @@ MEANINGS = {
     "warmup_steps": "steps in which the rate rises to `learning_rate`",
     "dropout": "probability, below 1",
     "width": "hidden width of `mlp`; elements of `vectors`",
-    "backends": "the backends of the workers, in turn",
+    "backends": "the backends, assigned to the workers in turn",
     "faults": "planned faults, see below",
-    "stops": "steps before which the run is saved, thrown away and resumed",
-    "repeat": "tells two runs of one scenario apart; has no effect on a run",
-    "detail": "the record of tensors: digests, or values too",
+    "stops": "steps before which the run is saved, discarded and resumed",
+    "repeat": "distinguishes two runs of one scenario; has no effect on a run",
+    "detail": "what is recorded of tensors: digests only, or values too",
     "mutant": "a planted bug or a benign variant ([kill matrix](kill-matrix.md))",
     "options": "options of the system, see below",
 }
@@ -218,7 +221,7 @@ def original_workers(page: str) -> str:
 
 def service(page: str) -> str:
     """Return `page` with the current keys of a configuration, and exit codes."""
-    head = ("key", "holds", "left out", "means")
+    head = ("key", "holds", "default", "means")
     waits = [
         (f"`{name}`", "seconds > 0", f"`{getattr(Timing(), name):g}`", meaning)
         for name, meaning in config.TIMING.items()
@@ -262,7 +265,7 @@ def auto(page: str) -> str:
 
 def configuration(page: str) -> str:
     """Return `page` with the current keys of a project's configuration."""
-    head = ("key", "holds", "left out", "means")
+    head = ("key", "holds", "default", "means")
     tables = {
         name: _table(
             head,
@@ -333,7 +336,7 @@ def fields() -> str:
         for name in next(scenario.expand({})).to_dict()
         if (field := Scenario.__dataclass_fields__[name])
     ]
-    return _table(("field", "holds", "left out", "means"), rows)
+    return _table(("field", "holds", "default", "means"), rows)
 
 
 def _holds(field: dataclasses.Field[Any]) -> str:

@@ -1,4 +1,4 @@
-"""docs/kill-matrix.md: what each check decides, and which planted bugs it was seen to find."""
+"""docs/kill-matrix.md: what each check decides, and which planted bugs it finds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def page(
     scripts: Sequence[Sequence[str]] = (),
     checks: Sequence[Sequence[str]] = (),
 ) -> str:
-    """Return the whole page; the same on every machine where all is right.
+    """Return the text of the page. It is the same on every machine on which all rows are right.
 
-    Each of `scripts` has the cells of a bug in a script: what, which script, source, clause, place.
-    Each of `checks` has name, id, claim, tolerance kinds and own scenarios of a check.
+    Each item of `scripts` has the cells of a bug in a script: bug, script, source, clause, place.
+    Each item of `checks` has a check's name, id, claim, tolerance kinds and own scenarios.
     """
     return "\n".join(_lines(rows, scripts, checks)) + "\n"
 
@@ -30,10 +30,10 @@ def _lines(
     yield ""
     yield (
         "This page shows which bugs the checks find, and where. `entrenar-check --mutants` plants "
-        "each bug in a trainer. Most of these bugs were shipped in well-known projects; their code "
-        "is in `falsification/`. A mutant is *killed* if every clause that names it in `mutants` "
-        "is falsified, and the finding names the planted place. Correct trainers that work "
-        "differently (benign variants) must raise no alarm."
+        "each bug (a *mutant*) in a trainer; the code is in `falsification/`. A clause *kills* a "
+        "mutant if the mutant falsifies it. It kills it *for the right reason* if the finding also "
+        "names the place where the bug was planted. Correct trainers that work in unusual ways "
+        "(*benign variants*) must falsify no clause: they are *silent*."
     )
     yield ""
     yield f"{matrix.summary(rows)}."
@@ -42,8 +42,8 @@ def _lines(
     yield ""
     yield (
         "A clause of a contract names the check that decides it, or has the check's id "
-        "([the format](contract-format.md#checks)). The check's own scenarios are used for a "
-        "clause without any."
+        "([the format](contract-format.md#checks)). If a clause has no scenarios, the check's own "
+        "are used."
     )
     yield ""
     yield "| check | id | decides | tolerance kinds | own scenarios |"
@@ -52,6 +52,13 @@ def _lines(
     yield ""
     yield "## Mutants"
     yield ""
+    yield (
+        "There is one row for each clause that must find the mutant. The column *source* names a "
+        "published project or paper with the bug; *classic* means a well-known mistake without a "
+        "single source. A place such as `8 for 9` means that the trainer gave 8 where 9 was "
+        "expected."
+    )
+    yield ""
     yield "| mutant | bug | source | clause | verdict | planted and found at | place |"
     yield "|---|---|---|---|---|---|---|"
     yield from map(_mutant_line, matrix.of_mutants(rows))
@@ -59,8 +66,10 @@ def _lines(
     yield "## Benign variants"
     yield ""
     yield (
-        "Every clause whose check explores random scenarios judges each variant. Inconclusive: "
-        "the run has nothing for the clause to compare, for instance no stop to resume from."
+        "A variant is judged by the clauses that it was written for. If it is a trainer, it is "
+        "also judged by every clause with a check that explores random scenarios and applies to "
+        "this trainer. *Inconclusive* means that the run has nothing for the clause to compare, "
+        "for instance no stop to resume from."
     )
     yield ""
     yield "| variant | what it does | held | inconclusive | wrong |"
@@ -70,8 +79,9 @@ def _lines(
     yield "## Bugs in scripts"
     yield ""
     yield (
-        "Scripts of `examples/user_trainers` with some lines changed, and the clause that finds "
-        "each bug. Tests, `make twins` and `make integrations` run them; this page does not."
+        "These are scripts of `examples/user_trainers` with some lines changed, and the clause "
+        "that finds each bug. Tests, `make twins` and `make integrations` run them; `--mutants` "
+        "does not."
     )
     yield ""
     yield "| bug | script | source | clause | found at |"

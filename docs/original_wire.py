@@ -25,7 +25,7 @@ FORMS = {
 }
 MESSAGE_HEAD = ("tag", "message", "sent by", "fields, in order", "meaning")
 LEGAL_HEAD = ("a connection that is", "may send")
-KEY_HEAD = ("key", "holds", "left out", "means")
+KEY_HEAD = ("key", "holds", "default", "means")
 BOUND_HEAD = ("bound", "at most, unless set otherwise")
 
 

@@ -114,7 +114,7 @@ _WRONG = star(options=_ALL, faults=(_OWNER,))
 VARIANTS = (
     Variant(
         name="audits-left-out",
-        summary="no shard is audited, whatever was asked for",
+        summary="no shard is audited, whatever the configuration says",
         source="classic (a flag that nothing reads)",
         plants={f"{AUDITED}.shards": none_drawn},
         scenario=_CALM,
@@ -132,7 +132,7 @@ VARIANTS = (
     ),
     Variant(
         name="mismatch-ignored",
-        summary="copies of a shard are taken for the same, whatever is in them",
+        summary="copies of a shard count as equal, whatever they contain",
         source="classic (a check that can't fail)",
         plants={f"{COPIES}.alike": all_alike},
         scenario=_WRONG,
@@ -141,7 +141,7 @@ VARIANTS = (
     ),
     Variant(
         name="first-block-compared",
-        summary="of two copies of a shard only the block that comes first is compared",
+        summary="only the first block to arrive of two copies of a shard is compared",
         source="classic (a loop that ends early)",
         plants={f"{COPIES}.Copy.equals": last_block_equals},
         scenario=_WRONG,
@@ -159,7 +159,7 @@ VARIANTS = (
     ),
     Variant(
         name="itself-for-a-witness",
-        summary="a worker that says the same twice outvotes another",
+        summary="a worker that reports the same result twice outvotes another worker",
         source="classic (votes counted, not voters)",
         plants={f"{AUDITS}.verdict": takes_itself_for_a_witness},
         scenario=star(options=_ALL, faults=(replace(_LASTING, rank=0),), world_size=2),
@@ -168,8 +168,8 @@ VARIANTS = (
     ),
     Variant(
         name="halts-when-somebody-is-caught",
-        summary="the caught worker is named, but the others don't go on without it",
-        source="classic (what is safe, and of no use)",
+        summary="the caught worker is named, but the others don't continue without it",
+        source="classic (safe, but useless)",
         plants={f"{COORDINATOR}.Coordinator._conclude": gives_up},
         scenario=_WRONG,
         invariants=("F-WP-006",),

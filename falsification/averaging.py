@@ -85,7 +85,7 @@ AVERAGING = Scenario(
 VARIANTS = (
     Variant(
         name="average-unweighted",
-        summary="an average over workers, whatever number of samples each had",
+        summary="an average over workers without the weights of their samples",
         source="the original system (an average of means)",
         plants={f"{END}.weighted_mean": unweighted},
         scenario=AVERAGING,
@@ -95,7 +95,7 @@ VARIANTS = (
     Variant(
         name="averaged-as-they-came",
         summary="gradients are added in the order in which they arrive",
-        source="classic (an all-reduce of whoever is quick)",
+        source="classic (an all-reduce of the first to arrive)",
         plants={f"{END}.AveragingEnd._average": as_they_came},
         scenario=AVERAGING,
         invariants=("F-WP-007",),
@@ -103,7 +103,7 @@ VARIANTS = (
     ),
     Variant(
         name="late-gradient-averaged",
-        summary="a gradient that comes again after its step is taken for the next step's",
+        summary="a gradient that arrives again after its step counts in the next step",
         source="classic (a stale gradient)",
         plants={f"{MACHINE}.averager.AveragingWorker.is_due": of_any_step},
         scenario=AVERAGING,
@@ -112,7 +112,7 @@ VARIANTS = (
     ),
     Variant(
         name="nan-averaged",
-        summary="gradients are not looked at before they are averaged",
+        summary="gradients are not tested for NaN before they are averaged",
         source="classic (NaN spreads to all workers)",
         plants={f"{END}.first_not_finite": all_finite},
         scenario=AVERAGING,

@@ -253,7 +253,7 @@ VARIANTS = (
     ),
     Variant(
         name="zero-in-place",
-        summary="gradients are filled with zeros in place of set to none",
+        summary="gradients are filled with zeros instead of set to None",
         plants={f"{TEXTBOOK}.zero_grad": zero_in_place},
         scenario=textbook(accumulation=2, stops=(2,)),
         tried=(*_ANY, "F-TI-002", "F-TI-003"),
@@ -288,7 +288,7 @@ VARIANTS = (
     ),
     Variant(
         name="one-large-batch",
-        summary="a shard is computed at once though micro-batches were asked for",
+        summary="a shard is computed at once although micro-batches are configured",
         plants={f"{TRAINING}.engine.Engine.shard": in_one_batch},
         scenario=reference(accumulation=2),
         tried=(*_ANY, *_BITS),
@@ -350,14 +350,14 @@ VARIANTS = (
     ),
     Variant(
         name="rolled-back",
-        summary="a run that crashes, goes back to an older checkpoint and makes two steps again",
+        summary="a run that crashes, returns to an older checkpoint and repeats two steps",
         plants={f"{REFERENCE}.Trainer.train": rolled_back},
         scenario=reference(num_steps=6, optimizer="momentum", dropout=0.2),
         tried=("F-DP-001", "F-DP-002", "F-DP-003", "F-TI-002", "F-TI-004", "F-TI-005", *_BITS),
     ),
     Variant(
         name="halted-on-nan",
-        summary="a NaN stops the run at once, and whoever is judged has few steps to show",
+        summary="a NaN stops the run at once, so only a few steps can be judged",
         plants={},
         scenario=reference(
             faults=(Fault(kind="non_finite_gradient", step=2, rank=1, shard=2, value="nan"),)

@@ -45,14 +45,14 @@ VARIANTS = (
     ),
     Variant(
         name="audited-by-the-next",
-        summary="the worker after it audits each worker, in every step",
+        summary="each worker is audited by the next one in every step",
         plants={f"{AUDITS}.Audit.second": the_next},
         scenario=_SOME.with_(options=_ALL, faults=(_WRONG,)),
         tried=("F-DP-001", "F-DP-002", "F-WP-006"),
     ),
     Variant(
         name="one-more-audited",
-        summary="a shard more is audited than was asked for",
+        summary="one more shard is audited than configured",
         plants={f"{AUDITED}.shards": one_more},
         scenario=_SOME.with_(faults=(_LEAVING,), world_size=4),
         tried=(*_TRIED, "F-WP-005"),

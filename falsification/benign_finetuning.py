@@ -74,14 +74,14 @@ def random_copies(found: Samples) -> Samples:
 VARIANTS = (
     Variant(
         name="ft-longer-padding",
-        summary="rows are filled up further than the longest",
+        summary="rows are padded further than the longest one",
         plants={ROWS: longer},
         scenario=finetuned("samples", "gradients", num_steps=1),
         tried=("F-FT-006", *_STEPS),
     ),
     Variant(
         name="ft-left-padding",
-        summary="a classifier's rows are filled up before their first token",
+        summary="a classifier's rows are padded on the left",
         plants={ROWS: on_the_left},
         scenario=finetuned("samples", "gradients", num_steps=1, options={"task": "classify"}),
         tried=("F-FT-006", *_STEPS),
@@ -102,7 +102,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-other-rank",
-        summary="another seed, adapters of rank 5 at an odd scale, and another learning rate",
+        summary="a different seed and learning rate, and adapters of rank 5 with an unusual scale",
         plants={},
         scenario=finetuned(
             "samples",
@@ -124,7 +124,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-random-copies",
-        summary="which rows of the rarer class are repeated is drawn",
+        summary="the repeated rows of the rarer class are drawn at random",
         plants={f"{TUNING}.samples.oversampled": random_copies},
         scenario=finetuned(
             "samples", num_steps=5, options={"task": "classify", "oversample": True}
@@ -145,7 +145,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-left-early",
-        summary="another seed and task, and a worker leaves after the first step",
+        summary="a different seed and task, and a worker leaves after the first step",
         plants={},
         scenario=finetuned(
             num_steps=3,
@@ -158,14 +158,14 @@ VARIANTS = (
     ),
     Variant(
         name="ft-beside-nf4",
-        summary="adapters beside frozen weights in NF4, of another seed",
+        summary="adapters next to frozen weights in NF4, with a different seed",
         plants={},
         scenario=finetuned("samples", "merged", seed=5, options={"method": "qlora"}),
         tried=("F-FT-006", *_WRITTEN, "F-FT-010", "F-FT-014", "F-FT-015"),
     ),
     Variant(
         name="ft-in-stages",
-        summary="the model is in two stages, each in a process, and adapters beside its layers",
+        summary="the model is in two stages, each in a process, with adapters next to its layers",
         plants={},
         scenario=finetuned(
             options={"task": "text", "family": "llama", "strategy": "pipeline_parallel"}

@@ -79,14 +79,14 @@ def in_parts(model: Decoder, looking: Sequence[Any], given: Batch) -> None:
 VARIANTS = (
     Variant(
         name="lm-window",
-        summary="attention to the last tokens only",
+        summary="a token attends only to the last few tokens",
         plants={f"{SYSTEM}.sees": within_window},
         scenario=trained(),
         tried=_PLAIN,
     ),
     Variant(
         name="lm-prefix",
-        summary="a prompt that is seen from both sides, and whose targets don't count",
+        summary="attention within a prompt is bidirectional, and its targets don't count",
         plants={f"{SYSTEM}.sees": prefix_both_sides, f"{SYSTEM}.targets_of": of_completions},
         scenario=trained(),
         tried=_PLAIN,
@@ -107,7 +107,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-left-padding",
-        summary="rows of unequal lengths, padded before the text",
+        summary="rows of unequal lengths, padded on the left",
         plants={},
         scenario=trained(rows="padded"),
         tried=("F-LM-001", "F-LM-002", "F-LM-003", "F-LM-005"),
@@ -121,7 +121,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-masks-again",
-        summary="a block that is computed again in a backward pass of its own, by its masks",
+        summary="a block is recomputed with its masks in a separate backward pass",
         plants={f"{SYSTEM}.computed_again": reentrant, f"{SYSTEM}.evaluate": in_parts},
         scenario=trained(dropout=0.1),
         tried=("F-LM-008", "F-LM-009"),

@@ -42,8 +42,7 @@ _TRIED = ("F-LS-001", "F-LS-002", "F-LS-003", "F-LS-005", "F-LS-006", "F-LS-007"
 VARIANTS = (
     Variant(
         name="weights-averaged",
-        summary="weights are averaged in place of their differences from the outer ones; "
-        "stopped in a round",
+        summary="weights are averaged instead of their differences; the run is stopped in a round",
         plants={
             f"{LOCAL}.pseudo_gradient": inner_weights,
             f"{LOCAL}.outer_step": from_mean_weights,
@@ -53,7 +52,7 @@ VARIANTS = (
     ),
     Variant(
         name="rounds-in-buckets",
-        summary="each tensor is averaged by an all-reduce of its own; rounds of three steps",
+        summary="each tensor is averaged by a separate all-reduce; rounds of three steps",
         plants={f"{LOCAL}.average": one_by_one},
         scenario=local(
             options={"inner_steps": 3, "outer_learning_rate": 0.5}, accumulation=2, clip_norm=0.05

@@ -33,7 +33,7 @@ _TRIED = ("F-DP-001", "F-DP-002", "F-DP-005", "F-DP-006", "F-TI-006", "F-TI-007"
 VARIANTS = (
     Variant(
         name="owned-from-the-last",
-        summary="the blocks of a mesh are dealt to its workers from the last one on",
+        summary="the blocks of a mesh are assigned to its workers from the last worker on",
         plants={f"{MESH_WORKER}._owner": from_the_last},
         scenario=_BACK.with_(faults=(Fault(kind="leave", rank=1, step=1),), optimizer="momentum"),
         tried=_TRIED,

@@ -32,7 +32,7 @@ VARIANTS = (
     ),
     Variant(
         name="weights-apart",
-        summary="a pipeline without bubbles: gradients of weights are computed later, apart",
+        summary="a pipeline without bubbles: gradients of weights are computed later, separately",
         plants={},
         scenario=pipeline(
             num_samples=12, num_steps=2, stops=(1,), options={"schedule": "zero_bubble"}

@@ -77,7 +77,7 @@ _TRIED = ("F-DP-001", "F-DP-002", "F-DP-005", "F-DP-006", "F-TI-006", "F-TI-007"
 VARIANTS = (
     Variant(
         name="heartbeat-at-every-tick",
-        summary="workers say that they live ten times as often as they have to",
+        summary="workers send heartbeats ten times as often as required",
         plants={f"{WORKER}.Worker.tick": always_alive},
         scenario=_BACK.with_(
             faults=(Fault(kind="half_open", rank=1, step=1, at="Average"),), dropout=0.2
@@ -93,14 +93,14 @@ VARIANTS = (
     ),
     Variant(
         name="folded-on-delivery",
-        summary="the server adds what it can as soon as a delivery is whole",
+        summary="the server adds each delivery as soon as it is complete",
         plants={f"{TRAINING}.blocks.Sums.deliver": folded_on_delivery},
         scenario=_LEAVING.with_(options={"block_bytes": 1000}),
         tried=_TRIED,
     ),
     Variant(
         name="kept-though-averaged",
-        summary="the server keeps blocks that come again though they are averaged, until the end",
+        summary="the server keeps blocks that arrive after they were averaged, until the end",
         plants={f"{COORDINATOR}.Coordinator._count": kept_though_averaged},
         scenario=_BACK.with_(
             faults=(Fault(kind="half_open", rank=1, step=1, at="Average"),),

@@ -58,14 +58,14 @@ VARIANTS = (
     ),
     Variant(
         name="ring-in-one-block",
-        summary="all of the vector goes around at once, and one worker averages it",
+        summary="the whole vector goes around at once, and one worker averages it",
         plants={},
         scenario=vectors(options={"block_bytes": 2**20}, detail="values"),
         tried=_TRIED,
     ),
     Variant(
         name="ring-element-by-element",
-        summary="every element of the vector goes around by itself",
+        summary="every element of the vector goes around separately",
         plants={},
         scenario=vectors(options={"block_bytes": 4}, detail="values"),
         tried=_TRIED,

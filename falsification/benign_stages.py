@@ -74,7 +74,7 @@ VARIANTS = (
     ),
     Variant(
         name="lp-tied-head",
-        summary="the first and the last stage have the table of tokens, which is also the head",
+        summary="the first and the last stage hold the embedding, which is also the output layer",
         plants={},
         scenario=staged(
             world_size=4,
@@ -94,7 +94,7 @@ VARIANTS = (
     ),
     Variant(
         name="lp-restless",
-        summary="messages are late or there twice, and workers freeze and die",
+        summary="messages arrive late or twice, and workers freeze and die",
         plants={},
         scenario=staged(
             world_size=3,
@@ -111,7 +111,7 @@ VARIANTS = (
     ),
     Variant(
         name="lp-stopped-each-step",
-        summary="the run is stopped after each step, and cut elsewhere",
+        summary="the run is stopped after each step, and resumed with different cuts",
         plants={},
         scenario=staged(
             num_steps=4,

@@ -24,21 +24,21 @@ _TRIED = ("F-DP-001", "F-DP-002", "F-DP-005", "F-DP-006", "F-TI-006", "F-TI-007"
 VARIANTS = (
     Variant(
         name="server-updates",
-        summary="the server makes the steps, and a worker is lost",
+        summary="the server takes the steps, and a worker is lost",
         plants={},
         scenario=_SERVED.with_(faults=(_LEAVING,), dropout=0.2, clip_norm=0.05),
         tried=_TRIED,
     ),
     Variant(
         name="server-updates-stopped",
-        summary="the server makes the steps, stops in the middle, and goes on from its checkpoint",
+        summary="the server takes the steps, stops in the middle, and resumes from its checkpoint",
         plants={},
         scenario=_SERVED.with_(stops=(2, 3), optimizer="adamw"),
         tried=("F-DP-001", "F-DP-005", "F-TI-003", "F-TI-008"),
     ),
     Variant(
         name="prepared-in-new-memory",
-        summary="the server prepares each step in memory of its own",
+        summary="the server prepares each step in new memory",
         plants={f"{SERVER}.Server.prepare": in_new_memory},
         scenario=_SERVED.with_(
             faults=(Fault(kind="kill", rank=1, step=1, at="Weights"),), world_size=4

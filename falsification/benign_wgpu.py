@@ -83,7 +83,7 @@ def _benign(
 VARIANTS = (
     _benign("late", "independent dispatches run in another order", {"program.plan": late}),
     _benign("unshared", "no two buffers share memory", {"program._assign": unshared}),
-    _benign("unfused", "every operation is a dispatch of its own", {"program.lower": unfused}),
+    _benign("unfused", "every operation is a separate dispatch", {"program.lower": unfused}),
     _benign(
         "split",
         "products have other tiles, and add along k in parts",

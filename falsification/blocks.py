@@ -183,7 +183,7 @@ VARIANTS = (
     ),
     Variant(
         name="orphans-dropped",
-        summary="a dead worker's shards are assigned to no one, and the step is made without them",
+        summary="a dead worker's shards are not reassigned, and the step is taken without them",
         source="Horovod #3144",
         plants={
             f"{COORDINATOR}.Coordinator._drop": nobody_takes_over,
@@ -196,7 +196,7 @@ VARIANTS = (
     ),
     Variant(
         name="partial-delivery-kept",
-        summary="blocks that a worker sent before it died count in addition to the others'",
+        summary="blocks that a worker sent before it died are added to their recomputation",
         source="classic (parameter server)",
         plants={f"{SUMS}.forget": partial_stays, f"{SUMS}.root": partial_counts},
         scenario=star(faults=(_at("duplicate", "TreeNode"),), options=_IN_BLOCKS),
@@ -205,7 +205,7 @@ VARIANTS = (
     ),
     Variant(
         name="duplicate-counted",
-        summary="a delivery that comes twice is added twice",
+        summary="a delivery that arrives twice is added twice",
         source="classic (at-least-once delivery)",
         plants={
             f"{FRAMES}.Decoder._end_prefix": any_number,
@@ -230,8 +230,8 @@ VARIANTS = (
     ),
     Variant(
         name="block-counted-early",
-        summary="a block is averaged when every worker has sent something of it",
-        source="classic (counting senders in place of what they send)",
+        summary="a block is averaged as soon as every worker has sent a part of it",
+        source="classic (counting senders instead of what they send)",
         plants={
             f"{COORDINATOR}.Coordinator._count": counted_with_the_first,
             f"{SUMS}.root": all_that_came,
@@ -253,7 +253,7 @@ VARIANTS = (
     ),
     Variant(
         name="staged-without-the-last-block",
-        summary="a worker says that it holds all blocks before the last one, which it never holds",
+        summary="a worker reports all blocks as held before it has the last one",
         source="classic (off by one in a countdown)",
         plants={
             f"{WORKER}.Worker._hold": staged_without_the_last,
@@ -266,7 +266,7 @@ VARIANTS = (
     ),
     Variant(
         name="stale-block-held",
-        summary="a worker that rejoins takes the blocks it held for those of the next step",
+        summary="a worker that rejoins uses old blocks as those of the next step",
         source="classic (elastic training)",
         plants={
             f"{WORKER}.Worker._enter": remembers_its_blocks,

@@ -203,7 +203,7 @@ VARIANTS = (
     ),
     Variant(
         name="ckpt-pad",
-        summary="moments are read with another alignment than they were written with",
+        summary="moments are read with a different alignment from the one they were written with",
         source="DeepSpeed #5105",
         plants={f"{TRAINING}.checkpoint.group_of": shifted},
         scenario=_MID_EPOCH.with_(optimizer="momentum"),
@@ -248,7 +248,7 @@ VARIANTS = (
     ),
     Variant(
         name="weights-one-step-old",
-        summary="the checkpoint holds the weights from before the latest step",
+        summary="the checkpoint holds the weights of one step earlier",
         source="classic (asynchronous save)",
         plants={
             f"{TEXTBOOK}.optimizer_step": remembering,

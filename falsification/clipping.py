@@ -80,7 +80,7 @@ VARIANTS = (
     ),
     Variant(
         name="clip-local",
-        summary="every rank clips the reduced gradient by the norm of its own",
+        summary="every rank clips the reduced gradient by the norm of its local gradient",
         source="DeepSpeed #1801 (BLOOM-176B)",
         plants={f"{TEXTBOOK}.all_reduce": remembering_norms, f"{TEXTBOOK}.clip": by_local_norm},
         scenario=textbook(clip_norm=CLIP_NORM),
@@ -107,7 +107,7 @@ VARIANTS = (
     ),
     Variant(
         name="clip-by-value",
-        summary="elements are clipped where the norm was to be",
+        summary="elements are clipped instead of the norm",
         source="classic",
         plants={f"{TEXTBOOK}.clip": each_element},
         scenario=textbook(clip_norm=CLIP_NORM),

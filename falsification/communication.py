@@ -229,7 +229,7 @@ VARIANTS = (
     ),
     Variant(
         name="buffer-mean-of-means",
-        summary="running means average the ranks' means, whatever their shards' sizes",
+        summary="running means average the ranks' means without the sizes of their shards",
         source="classic (batch-norm statistics)",
         plants={f"{TEXTBOOK}.update_buffers": mean_of_local_means},
         scenario=textbook(batch_size=5),
@@ -256,7 +256,7 @@ VARIANTS = (
     ),
     Variant(
         name="arrival-order",
-        summary="gradients are added worker by worker in place of along the tree",
+        summary="gradients are added worker by worker instead of along the tree",
         source="classic (parameter server)",
         plants={
             f"{TRAINING}.reduction.fold": folded_in_rank_order,

@@ -79,7 +79,7 @@ def _overlap() -> tuple[int, ...]:
 VARIANTS = (
     Variant(
         name="sampler-pad",
-        summary="the sampler repeats the first samples until all ranks have as many",
+        summary="the sampler repeats the first samples until all ranks have the same number",
         source="pytorch #25162",
         plants={f"{TEXTBOOK}.local_batch": padded},
         scenario=_PADDED,
@@ -99,7 +99,7 @@ VARIANTS = (
     ),
     Variant(
         name="split-ceil",
-        summary="rounded-up slices overrun the batch, and the last rank gets a sample again",
+        summary="slices are rounded up and overrun the batch: the last rank gets a sample twice",
         source="accelerate #2781",
         plants={f"{TRAINING}.sharding.cut": ceil_cut},
         scenario=_CEILED,
@@ -117,7 +117,7 @@ VARIANTS = (
     ),
     Variant(
         name="last-batch-dropped",
-        summary="the short last batch of an epoch is dropped without being asked to",
+        summary="the short last batch of an epoch is dropped although nothing asks for it",
         source="classic (drop_last)",
         plants={f"{TRAINING}.sharding.advance": dropping_last},
         scenario=reference(),
@@ -126,7 +126,7 @@ VARIANTS = (
     ),
     Variant(
         name="batches-overlap",
-        summary="a batch starts with the last sample of the one before",
+        summary="a batch starts with the last sample of the batch before it",
         source="classic (off by one)",
         plants={f"{TRAINING}.sharding.batch": one_too_far},
         scenario=reference(),

@@ -190,7 +190,7 @@ VARIANTS = (
     ),
     Variant(
         name="mm-strides",
-        summary="a transposed operand is read as it lies in memory",
+        summary="a transposed operand is read in its memory order",
         source="pytorch #118117, #162779",
         plants={OPEN: standing_in(strides_ignored)},
         scenario=_product(1, 15, 1).with_(
@@ -219,7 +219,7 @@ VARIANTS = (
     ),
     Variant(
         name="leaves-kept",
-        summary="every worker but the first keeps its shards' gradients, and outgrows its budget",
+        summary="all workers but the first keep their shards' gradients, and exceed their budgets",
         source="classic (leak that rank 0 does not show)",
         plants={f"{TRAINING}.reduction.fold": kept_for_ever},
         scenario=_MEMORY,

@@ -142,7 +142,7 @@ def there_is_enough(folder: Any, facts: Any, entry: Any) -> str:
 VARIANTS = (
     Variant(
         name="kd-off-by-one",
-        summary="a row has the logits at the token that is to be predicted",
+        summary="a row has the logits at the position of the token to predict",
         source="classic (labels not shifted)",
         plants={f"{DISTILL}.teacher.Teacher.kept": one_later},
         scenario=distilled("samples"),
@@ -151,7 +151,7 @@ VARIANTS = (
     ),
     Variant(
         name="kd-padding-first",
-        summary="the teacher's rows are filled up at their beginning, without a mask",
+        summary="the teacher's rows are padded on the left, without a mask",
         source="classic (padding_side=left)",
         plants={f"{DISTILL}.teacher.Teacher.kept": padded_in_front},
         scenario=distilled("samples"),
@@ -169,7 +169,7 @@ VARIANTS = (
     ),
     Variant(
         name="kd-packed-together",
-        summary="packed samples of a student see each other",
+        summary="packed samples of a student attend to each other",
         source="found in our own trainer",
         plants={"entrenar_py.train.model.objectives.NextTokens.hidden_of": packed_as_one},
         scenario=distilled("gradients", num_steps=1, options={"packing": True}),
@@ -178,7 +178,7 @@ VARIANTS = (
     ),
     Variant(
         name="kd-prompt-counted",
-        summary="prompts have rows, and are learned",
+        summary="prompts have rows, and are trained on",
         source="classic",
         plants={"entrenar_py.train.model.samples.Encoder.encode": all_targets},
         scenario=distilled("samples", options={"task": "instruct"}),
@@ -187,8 +187,8 @@ VARIANTS = (
     ),
     Variant(
         name="kd-stale-tokenizer",
-        summary="shards of another tokenizer are taken",
-        source="the earlier framework (tensors taken for logits)",
+        summary="shards of a different tokenizer are accepted",
+        source="the earlier framework (tensors treated as logits)",
         plants={f"{DISTILL}.student.require_fitting": anything_fits},
         scenario=distilled("refusals"),
         invariants=("F-KD-010",),
@@ -205,7 +205,7 @@ VARIANTS = (
     ),
     Variant(
         name="kd-exchanged-shard",
-        summary="rows are taken by their place in a file alone",
+        summary="rows are identified only by their position in a file",
         source="classic",
         plants={f"{DISTILL}.shards.TeacherRows._rows": rows_unseen},
         scenario=distilled("refusals"),
@@ -214,7 +214,7 @@ VARIANTS = (
     ),
     Variant(
         name="kd-digest-unseen",
-        summary="a student takes a shard that is there for a whole one",
+        summary="a student treats every existing shard as complete",
         source="classic (exists() as the test of a cache)",
         plants={f"{DISTILL}.shards.problem": there_is_enough},
         scenario=distilled("refusals"),
@@ -223,7 +223,7 @@ VARIANTS = (
     ),
     Variant(
         name="kd-completed-early",
-        summary="a stage that was stopped says that it is complete",
+        summary="a stage that was stopped reports that it is complete",
         source="the earlier framework",
         plants={f"{DISTILL}.production.Stage.run": always_complete},
         scenario=distilled(),
@@ -232,7 +232,7 @@ VARIANTS = (
     ),
     Variant(
         name="kd-damage-kept",
-        summary="a damaged shard counts as made",
+        summary="a damaged shard counts as complete",
         source="classic (exists() as the test of a cache)",
         plants={f"{DISTILL}.shards.problem": there_is_enough},
         scenario=distilled(),
@@ -250,7 +250,7 @@ VARIANTS = (
     ),
     Variant(
         name="kd-moments-forgotten",
-        summary="a resumed student has its adapters, and none of their moments",
+        summary="a resumed student has its adapters, but not their moments",
         source="FastChat #1280",
         plants={f"{SERVER}.Server.restore": forget_moments},
         scenario=distilled(num_steps=3, stops=(2,)),
@@ -259,7 +259,7 @@ VARIANTS = (
     ),
     Variant(
         name="kd-masks-of-the-living",
-        summary="a worker that takes a student's shards over draws their masks by its own rank",
+        summary="a worker that takes over a student's shards draws their masks by its own rank",
         source="classic",
         plants={f"{REPLICAS}.Replicas.compute": masks_by_rank},
         scenario=distilled(dropout=0.2, faults=(Fault(kind="leave", rank=1, step=1),)),

@@ -153,7 +153,7 @@ _NO_GPU = (Fault(kind="absent", backend="cuda"), Fault(kind="absent", backend="w
 VARIANTS = (
     Variant(
         name="fallback-zeros",
-        summary="a backend that runs out of memory serves zeros",
+        summary="a backend that runs out of memory returns zeros",
         source="classic",
         plants={f"{_CHAIN}.first_finite": zeros_on_failure},
         scenario=_chain(*_NO_GPU, Fault(kind="out_of_memory", backend="cpu")),
@@ -162,7 +162,7 @@ VARIANTS = (
     ),
     Variant(
         name="fallback-nan",
-        summary="a result with a NaN is taken for finite",
+        summary="a result with a NaN is treated as finite",
         source="classic",
         plants={f"{_CHAIN}.is_finite": always},
         scenario=_chain(*_NO_GPU, Fault(kind="non_finite_output", backend="cpu")),
@@ -189,7 +189,7 @@ VARIANTS = (
     ),
     Variant(
         name="fallback-impatient",
-        summary="after the first failure the CPU serves, and wgpu is never tried",
+        summary="after the first failure the CPU is used, and wgpu is never tried",
         source="classic",
         plants={f"{_CHAIN}.first_finite": impatient},
         scenario=_chain(Fault(kind="out_of_memory", backend="cuda")),
@@ -198,7 +198,7 @@ VARIANTS = (
     ),
     Variant(
         name="fallback-lost",
-        summary="an adapter that is lost in the middle of a step serves zeros",
+        summary="an adapter that is lost in the middle of a step returns zeros",
         source="classic (a result buffer that is read though nothing wrote to it)",
         plants={f"{_CHAIN}.first_finite": zeros_when_lost},
         scenario=_on_adapter("device_lost"),

@@ -300,7 +300,7 @@ VARIANTS = (
     Variant(
         name="ft-merged-before-resume",
         summary="adapters are added to the weights before a resume, and stay",
-        source="torchtune #1188 (merged weights beside the adapters of a resume)",
+        source="torchtune #1188 (merged weights next to the adapters of a resume)",
         plants={f"{SERVER}.Server.restore": merge_then_resume},
         scenario=finetuned(num_steps=3, stops=(1, 2)),
         invariants=("F-FT-001",),
@@ -308,7 +308,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-rank-doubled",
-        summary="adapters have twice the rank that was asked for",
+        summary="adapters have twice the configured rank",
         source="classic",
         plants={ADAPTERS: twice_the_rank},
         scenario=finetuned("merged"),
@@ -326,7 +326,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-stale-export",
-        summary="what is written are the weights from before the training",
+        summary="the written weights are those from before training",
         source="classic",
         plants={f"{TUNING}.stock.save": write_the_first},
         scenario=finetuned("outputs"),
@@ -353,7 +353,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-labels-unshifted",
-        summary="the logits at a position are compared with the token there",
+        summary="the logits at a position are compared with the token at the same position",
         source="classic",
         plants={f"{WORKLOAD}.batch": unshifted},
         scenario=finetuned("samples"),
@@ -380,7 +380,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-bos-twice",
-        summary="a chat is rendered as a text that begins with a first token, and gets another",
+        summary="a chat is rendered with a BOS token, and the tokenizer adds another one",
         source="OpenRLHF #393; DeepSeek-R1 #151",
         plants={f"{TUNING}.rendering.TokenRanges.targets": rendered_then_tokenised},
         scenario=finetuned("samples"),
@@ -389,7 +389,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-mask-of-offsets",
-        summary="the mask of marked turns is transformers', from offsets without white space",
+        summary="marked turns are masked as in transformers, with offsets that skip white space",
         source="transformers #47325, #33237",
         plants={f"{TUNING}.chat_template.ChatEncoder.encode": mask_of_offsets},
         scenario=finetuned("samples", options={"task": "instruct", "marks": True}),
@@ -398,7 +398,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-pooled-at-padding",
-        summary="a classifier reads the class from the padding, whose token it does not know",
+        summary="a classifier reads the class from the padding, as it has no pad_token_id",
         source="classic (a classifier without pad_token_id)",
         plants={f"{TUNING}.model.load": padding_unknown},
         scenario=finetuned("samples", options={"task": "classify"}),
@@ -407,7 +407,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-root-forgotten",
-        summary="class weights sqrt_inverse are inverse",
+        summary="class weights `sqrt_inverse` are computed as `inverse`",
         source="classic",
         plants={f"{TUNING}.samples.class_weights": without_root},
         scenario=finetuned(
@@ -475,7 +475,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-moments-forgotten",
-        summary="a resumed run has its adapters, and none of their moments",
+        summary="a resumed run has its adapters, but not their moments",
         source="FastChat #1280",
         plants={f"{SERVER}.Server.restore": forget_moments},
         scenario=finetuned(num_steps=3, stops=(2,)),
@@ -484,7 +484,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-masks-of-the-living",
-        summary="a worker that takes shards over draws their masks by its own rank",
+        summary="a worker that takes over shards draws their masks by its own rank",
         source="classic",
         plants={f"{REPLICAS}.Replicas.compute": masks_by_rank},
         scenario=finetuned(dropout=0.2, faults=(Fault(kind="leave", rank=1, step=1),)),
@@ -493,7 +493,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-clipped-by-tensor",
-        summary="halves of the adapters are clipped by norms of their own",
+        summary="each half of an adapter is clipped by its own norm",
         source="Megatron-LM abf10f8590 (two optimizers, two norms)",
         plants={f"{TRAINING}.optimizer.clip": clip_halves},
         scenario=finetuned(clip_norm=0.05),
@@ -511,7 +511,7 @@ VARIANTS = (
     ),
     Variant(
         name="ft-fp4",
-        summary="weights are quantised to FP4, bitsandbytes' default, in place of NF4",
+        summary="weights are quantised to FP4, bitsandbytes' default, instead of NF4",
         source="classic (bnb_4bit_quant_type is left out)",
         plants={f"{TUNING}.precision.quantised_loading": in_fp4},
         scenario=finetuned(options={"method": "qlora"}),

@@ -43,7 +43,7 @@ def both_sides(mask: Tensor, positions: Tensor) -> Tensor:
 
 
 def one_too_many(mask: Tensor, positions: Tensor) -> Tensor:
-    """Begins the mask one diagonal too late: each token sees the next one."""
+    """Begins the mask one diagonal too late: each token attends to the next token."""
     return torch.ones(*mask.shape, mask.shape[1], dtype=torch.bool).tril(1)
 
 
@@ -140,7 +140,7 @@ def with_other_masks(block: Callable[..., Tensor], *given: Tensor) -> Any:
 VARIANTS = (
     Variant(
         name="lm-no-causal-mask",
-        summary="each token sees all of its row",
+        summary="each token attends to its whole row",
         source="entrenar #310, transformers #48745",
         plants={f"{SYSTEM}.sees": both_sides},
         scenario=trained(),
@@ -149,7 +149,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-mask-off-by-one",
-        summary="each token sees the next one",
+        summary="each token attends to the next token",
         source="classic (tril(1) where tril(0) is meant), nsa-release #3",
         plants={f"{SYSTEM}.sees": one_too_many},
         scenario=trained(),
@@ -158,8 +158,8 @@ VARIANTS = (
     ),
     Variant(
         name="lm-mean-over-row",
-        summary="a layer looks at the mean over the whole row",
-        source="Shwai-He/MEO #2 (a router by sequence)",
+        summary="a layer uses the mean over the whole row",
+        source="Shwai-He/MEO #2 (a router for each sequence)",
         plants={f"{SYSTEM}.mixed": mean_over_row},
         scenario=trained(),
         invariants=("F-LM-001",),
@@ -194,7 +194,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-padding-seen",
-        summary="tokens see the padding before them",
+        summary="tokens attend to the padding before them",
         source="transformers #46773 (a mask that is skipped for one row), #29029",
         plants={f"{SYSTEM}.sees": padding_seen},
         scenario=trained(rows="padded"),
@@ -203,7 +203,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-documents-seen",
-        summary="positions begin again at a document, and attention does not",
+        summary="positions start again at each document, but attention crosses documents",
         source="transformers #46634, nanoVLM #204",
         plants={f"{SYSTEM}.sees": documents_seen},
         scenario=trained(rows="packed"),
@@ -221,7 +221,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-mean-per-micro-batch",
-        summary="a mean over micro-batches of means over their tokens",
+        summary="the loss is the mean over micro-batches of their token means",
         source="torchtune #1875, mlx-lm #1413",
         plants={f"{SYSTEM}.divisor": mean_per_micro_batch},
         scenario=trained(rows="padded"),
@@ -230,7 +230,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-mean-per-rank",
-        summary="each rank divides by its own tokens",
+        summary="each rank divides by its own number of tokens",
         source="transformers #34373 (average_tokens_across_devices)",
         plants={f"{SYSTEM}.divisor": mean_per_rank},
         scenario=trained(rows="padded"),
@@ -239,7 +239,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-untied",
-        summary="the last layer has a copy of the first table",
+        summary="the output layer has a copy of the embedding",
         source="NeMo RL #227, lingua #75",
         plants={f"{SYSTEM}.tie": untied},
         scenario=trained(),
@@ -248,7 +248,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-begin-twice",
-        summary="the template and the tokenizer both add the token of a begin",
+        summary="the template and the tokenizer both add a BOS token",
         source="DeepSeek-R1 #151, Generalizable-Reward-Model #6",
         plants={f"{SYSTEM}.document": two_begins},
         scenario=trained(),
@@ -266,7 +266,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-evaluated-with-masks",
-        summary="an evaluation in training mode, with dropout",
+        summary="an evaluation runs in training mode, with dropout",
         source="IBM/pytorch-seq2seq #33, pytorch-3dunet #53",
         plants={f"{SYSTEM}.evaluate": evaluated_with_masks},
         scenario=trained(dropout=0.1),
@@ -275,7 +275,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-other-masks",
-        summary="a block that is computed again draws other masks",
+        summary="a block that is recomputed draws different masks",
         source="OLMo-core #828, OLMo #702, guided-diffusion #167",
         plants={f"{SYSTEM}.computed_again": with_other_masks},
         scenario=trained(dropout=0.1),

@@ -180,7 +180,7 @@ VARIANTS = (
     ),
     Variant(
         name="delta-of-nothing",
-        summary="the outer weights are taken over before the difference from them is taken",
+        summary="the outer weights are copied in before the difference from them is computed",
         source="classic (order of two copies)",
         plants={f"{LOCAL}.pseudo_gradient": from_where_it_is_already},
         scenario=_AS_SGD,
@@ -198,7 +198,7 @@ VARIANTS = (
     ),
     Variant(
         name="divided-by-the-dead",
-        summary="the mean is over all workers of the run, one of which has died",
+        summary="the mean divides by all workers of the run, although one has died",
         source="classic (elastic training)",
         plants={f"{LOCAL}.average": over_all_there_ever_were},
         scenario=local(world_size=3, faults=(_BACK[0],)),
@@ -216,7 +216,7 @@ VARIANTS = (
     ),
     Variant(
         name="outer-step-before-mean",
-        summary="each worker makes the outer step by its own delta, and the weights are averaged",
+        summary="each worker takes the outer step with its own delta; then weights are averaged",
         source="classic (two lines swapped)",
         plants={f"{LOCAL}.synchronise": stepped_before_the_mean},
         scenario=local(),
@@ -234,7 +234,7 @@ VARIANTS = (
     ),
     Variant(
         name="inner-moments-reset",
-        summary="the inner AdamW begins every round anew",
+        summary="the inner AdamW starts every round without state",
         source=f"{DILOCO}, section 2: each worker keeps its own",
         plants={f"{LOCAL}.go_on_from_outer": forgets_its_moments},
         scenario=local(),
@@ -243,7 +243,7 @@ VARIANTS = (
     ),
     Variant(
         name="last-round-not-reduced",
-        summary="a last round that is short is never brought together",
+        summary="a short last round is never synchronised",
         source="classic (the remainder of a loop)",
         plants={f"{LOCAL}.is_due": whole_rounds_alone},
         scenario=local(),
@@ -279,7 +279,7 @@ VARIANTS = (
     ),
     Variant(
         name="resumed-without-outer-momentum",
-        summary="a run goes on from its checkpoint with a new outer optimizer",
+        summary="a run resumes from its checkpoint with a new outer optimizer",
         source="classic (state of one of two optimizers not saved)",
         plants={f"{LOCAL}.load": loaded_without_momentum},
         scenario=local(stops=(3,)),
@@ -288,7 +288,7 @@ VARIANTS = (
     ),
     Variant(
         name="shuffled-by-each-worker",
-        summary="workers that step alone shuffle alone, too: samples are drawn twice and never",
+        summary="each worker shuffles separately: some samples are drawn twice, others never",
         source="classic (a sampler's seed that differs between ranks)",
         plants={f"{LOCAL}.samples": shuffled_by_each},
         scenario=local(),
@@ -297,7 +297,7 @@ VARIANTS = (
     ),
     Variant(
         name="alone-without-guard",
-        summary="a NaN in a worker's round is not looked for, and the mean spreads it",
+        summary="nothing tests a worker's round for NaN, and the mean spreads it",
         source="classic (the guard stands where gradients are reduced, and there is none)",
         plants={"entrenar_py.systems.torch.steps.FiniteGuard.found": finds_nothing},
         scenario=local(faults=(_NAN,)),

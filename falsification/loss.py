@@ -84,7 +84,7 @@ VARIANTS = (
     ),
     Variant(
         name="shard-mean",
-        summary="workers send the mean of a shard where its sum and weight are due",
+        summary="workers send the mean of a shard instead of its sum and weight",
         source="classic",
         plants={f"{REPLICAS}.Replicas.compute": shard_mean},
         scenario=reference(num_steps=2),

@@ -44,7 +44,7 @@ def _sent(name: str, summary: str, change: Change, tensor: str) -> Variant:
 VARIANTS = (
     Variant(
         name="manifest-dtype",
-        summary="one backend computes in float64, and sends gradients of it",
+        summary="one backend computes in float64, and sends float64 gradients",
         source="classic",
         plants={OPEN: standing_in(change=widened)},
         scenario=_MANIFEST.with_(workload="linear"),
@@ -69,7 +69,7 @@ VARIANTS = (
     ),
     _sent(
         "manifest-transposed",
-        "a device sends matrices as it keeps them, columns first",
+        "a device sends matrices in its own memory layout, column-major",
         lambda arrays: [array.T for array in arrays],
         "hidden1.weight",
     ),

@@ -97,7 +97,7 @@ _JOINING = _LEAVING.with_(faults=(_LEAVE, Fault(kind="join", rank=1, step=3)), o
 VARIANTS = (
     Variant(
         name="shard-lost",
-        summary="a dead worker takes its shards of the step with it",
+        summary="the shards of a dead worker are missing from its last step",
         source="Horovod #3144",
         plants={
             f"{REFERENCE}.Trainer._assignments": without_orphans,
@@ -124,7 +124,7 @@ VARIANTS = (
     ),
     Variant(
         name="ghost-computes",
-        summary="a worker that was given up lives on, and its results from old weights are taken",
+        summary="a worker declared dead is alive, and its results from old weights are used",
         source="classic (late gradients)",
         plants={
             f"{REFERENCE}.Trainer._leave": not_quite_dead,

@@ -210,7 +210,7 @@ VARIANTS = (
     ),
     Variant(
         name="unreachable-ignored",
-        summary="a worker that can't reach another says so, and nothing follows",
+        summary="a worker reports that it can't reach another one, and nothing follows",
         source="classic (partial partition)",
         plants={f"{MESH_COORDINATOR}.receive": nobody_is_unreachable},
         scenario=mesh(faults=(_at("cut", "TreeNode"),)),
@@ -219,7 +219,7 @@ VARIANTS = (
     ),
     Variant(
         name="old-round-counted",
-        summary="nodes of a round that is over count beside the same ones of the next",
+        summary="nodes of a finished round are added to the same nodes of the next round",
         source="classic (at-least-once delivery)",
         plants={
             f"{MESH_WORKER}._exchanged": any_round,
@@ -234,7 +234,7 @@ VARIANTS = (
     ),
     Variant(
         name="mesh-old-step-counted",
-        summary="no worker looks of which step a node is",
+        summary="no worker checks the step of a node",
         source="classic (stale gradient)",
         plants={f"{MESH_WORKER}._require_step": any_step},
         scenario=mesh(faults=(_OLD,)),
@@ -243,7 +243,7 @@ VARIANTS = (
     ),
     Variant(
         name="committed-with-the-first",
-        summary="a step is made as soon as the first worker holds every block",
+        summary="a step is taken as soon as the first worker holds every block",
         source="classic (two-phase commit)",
         plants={
             f"{MESH_COORDINATOR}.receive": committed_with_the_first,

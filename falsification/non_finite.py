@@ -128,7 +128,7 @@ _CULPRIT = {"step": 2, "rank": 1, "shard": 2}
 VARIANTS = (
     Variant(
         name="nan-logfilter",
-        summary="a NaN loss is filtered out of the log and the step taken",
+        summary="a NaN loss is filtered out of the log, and the step is taken",
         source="transformers #13619, trl #6702",
         plants={
             f"{TEXTBOOK}.non_finite_shard": nobody,
@@ -167,7 +167,7 @@ VARIANTS = (
     ),
     Variant(
         name="nan-to-num",
-        summary="nan_to_num in front of the guard, so that every shard looks finite",
+        summary="nan_to_num runs before the guard, so every shard looks finite",
         source="classic (nan_to_num)",
         plants={f"{REPLICAS}.Replicas.inject": nan_to_num},
         scenario=reference(faults=(_NAN,)),
@@ -176,7 +176,7 @@ VARIANTS = (
     ),
     Variant(
         name="isnan-for-isfinite",
-        summary="the guard asks for NaN and lets infinities pass",
+        summary="the guard tests for NaN and lets infinities pass",
         source="classic",
         plants={f"{TRAINING}.engine.non_finite": nan_alone},
         scenario=reference(faults=(_INF,)),
@@ -185,7 +185,7 @@ VARIANTS = (
     ),
     Variant(
         name="nan-after-reduce",
-        summary="the guard looks after the reduction, where all are NaN, and blames rank 0",
+        summary="the guard tests after the reduction, where all ranks have NaN, and blames rank 0",
         source="Megatron-LM d66807759c",
         plants={f"{REPLICAS}.Replicas.guard": blamed_on_rank_0},
         scenario=reference(faults=(_NAN,)),
@@ -194,7 +194,7 @@ VARIANTS = (
     ),
     Variant(
         name="halt-names-first-tensor",
-        summary="the halt takes the flat position for one in the first tensor, and blames that",
+        summary="the halt uses the flat position as one in the first tensor, and blames it",
         source="classic (flattened gradients)",
         plants={f"{TRAINING}.blocks.Layout.locate": first_tensor},
         scenario=reference(faults=(_NAN_LATER,)),
@@ -212,7 +212,7 @@ VARIANTS = (
     ),
     Variant(
         name="non-finite-skipped",
-        summary="a step that is not finite is skipped silently, and training goes on",
+        summary="a step that is not finite is skipped silently, and training continues",
         source="classic (loss scaler)",
         plants={
             f"{REPLICAS}.Replicas.guard": unguarded,

@@ -173,7 +173,7 @@ VARIANTS = (
     ),
     Variant(
         name="tied-pp",
-        summary="the copies of a tied embedding in the first and the last stage go apart",
+        summary="the copies of a tied embedding in the first and the last stage diverge",
         source="Megatron-LM #844",
         plants={f"{PIPELINE}.add_copies": keep_apart},
         scenario=pipeline(),
@@ -191,7 +191,7 @@ VARIANTS = (
     ),
     Variant(
         name="lora-rankinit-groups",
-        summary="every group of ranks draws adapters of its own",
+        summary="every group of ranks draws different adapters",
         source="Megatron-Bridge #5396",
         plants={f"{LAYERS}.build": draw_adapters_anew},
         scenario=parallel(workload="decoder", world_size=4),
@@ -200,7 +200,7 @@ VARIANTS = (
     ),
     Variant(
         name="ckpt-reshard-name",
-        summary="a stage loads its layers under the numbers that they have in it",
+        summary="a stage loads its layers under stage-local numbers",
         source="Megatron-LM #7452 (finding 12)",
         plants={f"{CHECKPOINT}.global_name": local_name},
         scenario=pipeline(num_samples=12, num_steps=2, stops=(1,)),
@@ -218,7 +218,7 @@ VARIANTS = (
     ),
     Variant(
         name="embedding-on-all",
-        summary="every rank of a group holds all of the embedding",
+        summary="every rank of a group holds the whole embedding",
         source="classic",
         plants={f"{STYLES}.RowwiseParallel._partition_embedding_fn": embed_on_all},
         scenario=parallel(),

@@ -196,7 +196,7 @@ VARIANTS = (
     Variant(
         name="flips-pass",
         summary="the checksum of a received frame is never checked",
-        source="classic (silent corruption on the way)",
+        source="classic (silent corruption in transit)",
         plants={f"{FRAMES}.Decoder._end_frame": any_checksum},
         scenario=star(faults=(_at("flip", "TreeNode"),)),
         invariants=("F-WP-005", "F-DP-005"),
@@ -204,7 +204,7 @@ VARIANTS = (
     ),
     Variant(
         name="made-when-reduced",
-        summary="the server makes a step before anyone does; if all die it makes it once more",
+        summary="the server takes a step before any worker; if all die, it takes the step again",
         source="classic (two-phase commit)",
         plants={
             f"{COORDINATOR}.Coordinator.reduced": made_when_reduced,
@@ -216,7 +216,7 @@ VARIANTS = (
     ),
     Variant(
         name="committed-when-reduced",
-        summary="a step counts as made before anyone has it staged; if all die nobody made it",
+        summary="a step counts as taken before it is staged; if all workers die, nobody took it",
         source="classic (two-phase commit)",
         plants={f"{COORDINATOR}.Coordinator.reduced": committed_when_reduced},
         scenario=_ALL_DIE,
@@ -225,7 +225,7 @@ VARIANTS = (
     ),
     Variant(
         name="stale-step-accepted",
-        summary="a worker that was cut off continues where it was, without a comparison of steps",
+        summary="a disconnected worker continues at its own step, without comparing steps",
         source="classic (elastic training)",
         plants={
             f"{MEMBER}.Member.load": keep_own_state,
@@ -252,7 +252,7 @@ VARIANTS = (
     ),
     Variant(
         name="never-given-up",
-        summary="a worker that says nothing is waited for, for ever",
+        summary="the coordinator waits for a silent worker forever",
         source="classic (no deadline)",
         plants={f"{COORDINATOR}.Coordinator._is_silent": never_silent},
         scenario=star(faults=(_at("half_open", "TreeNode"),)),
@@ -282,7 +282,7 @@ VARIANTS = (
     ),
     Variant(
         name="checkpoint-torn",
-        summary="a checkpoint is written over the old one in place, and never to its end",
+        summary="a checkpoint overwrites the old one in place, and is never complete",
         source="classic (not atomic)",
         plants={f"{TRAINING}.checkpoint.save": torn},
         scenario=star(stops=(1, 2), optimizer="momentum"),

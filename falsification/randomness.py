@@ -102,7 +102,7 @@ VARIANTS = (
     ),
     Variant(
         name="dropout-same-steps",
-        summary="the generator is seeded anew in every step",
+        summary="the generator is seeded again in every step",
         source="classic (seed inside the loop)",
         plants={_RNG: same_every_step},
         scenario=_DROPPING,

@@ -196,7 +196,7 @@ VARIANTS = (
     ),
     Variant(
         name="ring-last-element-not-added",
-        summary="of every block as many elements are added as the shortest one has",
+        summary="only as many elements of each block are added as the shortest block has",
         source="classic (chunk = length / N)",
         plants={f"{RING_EXCHANGE}.combine": last_element_not_added},
         scenario=vectors(),
@@ -226,7 +226,7 @@ VARIANTS = (
     ),
     Variant(
         name="ring-keeps-its-partial",
-        summary="a worker keeps its own sum of a block in place of the average that comes",
+        summary="a worker keeps its own sum of a block instead of the average that arrives",
         source="classic (all-gather into the wrong buffer)",
         plants={f"{MEMBER}.Member.make_held": keeps_its_partial},
         scenario=vectors(),
@@ -235,7 +235,7 @@ VARIANTS = (
     ),
     Variant(
         name="ring-in-order-of-arrival",
-        summary="a ring is made of the workers in the order in which they have come",
+        summary="a ring is formed in the order in which the workers joined",
         source="classic (rank by arrival)",
         plants={
             f"{MESH_COORDINATOR}.receive": notes_who_comes,
@@ -248,7 +248,7 @@ VARIANTS = (
     Variant(
         name="mesh-sends-to-all",
         summary="a worker sends every block to all workers, not only to the one that averages it",
-        source="classic (broadcast in place of reduce-scatter)",
+        source="classic (broadcast instead of reduce-scatter)",
         plants={f"{MESH_WORKER}._send": sent_to_all, f"{MESH_WORKER}._part": not_its_own},
         scenario=_MESH,
         invariants=("F-RED-003",),
@@ -265,7 +265,7 @@ VARIANTS = (
     ),
     Variant(
         name="mesh-over-the-coordinator",
-        summary="a worker tells the coordinator, too, of every node that it computed",
+        summary="a worker also sends every node that it computed to the coordinator",
         source="classic (gathering on rank 0)",
         plants={
             f"{MESH_WORKER}._deliver": told_to_the_coordinator,
@@ -278,7 +278,7 @@ VARIANTS = (
     ),
     Variant(
         name="ring-writes-before-it-reads",
-        summary="a worker reads nothing before all that it has to say is written",
+        summary="a worker reads nothing before it has written all its messages",
         source="classic (blocking send around a ring)",
         plants={"entrenar_py.train.wire_io.link.Link._read": all_written_first},
         scenario=vectors(

@@ -101,7 +101,7 @@ VARIANTS = (
     ),
     Variant(
         name="lr-scaled-by-w",
-        summary="the learning rate is multiplied by the number of ranks, unasked",
+        summary="the learning rate is multiplied by the number of ranks without being told to",
         source="classic (linear scaling)",
         plants={f"{TEXTBOOK}.build_scheduler": times_world_size},
         scenario=textbook(),

@@ -201,7 +201,7 @@ VARIANTS = (
     ),
     Variant(
         name="lp-recomputed-otherwise",
-        summary="a block that is computed again drops other elements",
+        summary="a block that is recomputed drops different elements",
         source="torch.utils.checkpoint, preserve_rng_state=False",
         plants={"entrenar_py.train.model.masks.Masks.again": other_masks},
         scenario=staged(options={"recompute": "blocks"}),
@@ -275,7 +275,7 @@ VARIANTS = (
     ),
     Variant(
         name="lp-resume-skips-a-layer",
-        summary="a resumed run goes on with one layer's adapters as they were before",
+        summary="a resumed run continues with old adapters in one layer",
         source="load_state_dict(strict=False)",
         plants={f"{SERVER}.Server.restore": not_strictly},
         scenario=staged(num_steps=3, stops=(2,)),
@@ -284,7 +284,7 @@ VARIANTS = (
     ),
     Variant(
         name="lp-step-alone",
-        summary="a stage makes a step though another one died before it had its weights",
+        summary="a stage takes a step although another stage died before it had its weights",
         source="classic",
         plants={f"{WORKER}.Member.hold": step_alone},
         scenario=staged(faults=(Fault(kind="kill", step=0, rank=0, at="Weights"),)),
@@ -293,7 +293,7 @@ VARIANTS = (
     ),
     Variant(
         name="lp-equal-micro-batches",
-        summary="what does not fill equal micro-batches is left out",
+        summary="samples that do not fill an equal micro-batch are left out",
         source="classic",
         plants={f"{TRAINING}.sharding.cut": equal_shards},
         scenario=staged(num_steps=3),

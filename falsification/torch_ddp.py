@@ -156,7 +156,7 @@ VARIANTS = (
     ),
     Variant(
         name="torch-ga-drop",
-        summary="zero_grad stands inside the loop over micro-batches",
+        summary="zero_grad is inside the loop over micro-batches",
         source="DeepSpeed #6550, torchtitan #3575",
         plants={f"{WRAPPER}.forward": cleared},
         scenario=ddp(accumulation=2),
@@ -174,7 +174,7 @@ VARIANTS = (
     ),
     Variant(
         name="torch-sampler-pad",
-        summary="DistributedSampler repeats samples, so that each rank has as many",
+        summary="DistributedSampler repeats samples, so that all ranks have the same number",
         source="pytorch #25162, Lightning #2398",
         plants={f"{DDP}.micro_batches": padded},
         scenario=_TEN_ON_THREE,
@@ -195,7 +195,7 @@ VARIANTS = (
     ),
     Variant(
         name="torch-inf-one-rank",
-        summary="a rank without an overflow doesn't hear of another's, and makes the step",
+        summary="a rank without an overflow doesn't learn of another rank's, and takes the step",
         source="pytorch #115710",
         plants={f"{GUARD}.dist.all_gather": found_here},
         scenario=ddp(

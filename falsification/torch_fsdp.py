@@ -82,7 +82,7 @@ def shifted(rank: Rank, model: Any, optimizer: torch.optim.Optimizer, *rest: Any
 VARIANTS = (
     Variant(
         name="fsdp-init-rankseed",
-        summary="ranks initialise otherwise, and fully_shard takes a piece of each",
+        summary="ranks initialise differently, and fully_shard takes a piece from each",
         source="composer #2833",
         plants={f"{FSDP}.shard": unlike},
         scenario=fsdp(),
@@ -109,7 +109,7 @@ VARIANTS = (
     ),
     Variant(
         name="fsdp-never-reduced",
-        summary="set_requires_gradient_sync(False) is never taken back",
+        summary="set_requires_gradient_sync(False) is never undone",
         source="classic (no_sync around the whole loop)",
         plants={"torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync": never_reduced},
         scenario=fsdp(),
@@ -136,7 +136,7 @@ VARIANTS = (
     ),
     Variant(
         name="fsdp-state-probe",
-        summary="asking for an optimizer's state makes a step, and Adam counts it",
+        summary="reading an optimizer's state takes a step, and Adam counts it",
         source="Megatron-LM #5976; torch's _init_optim_state",
         plants={f"{FSDP}.save": asked_first},
         scenario=fsdp(optimizer="adamw", stops=(1,), weight_decay=0.1),
@@ -145,7 +145,7 @@ VARIANTS = (
     ),
     Variant(
         name="fsdp-ckpt-pad",
-        summary="pieces of moments are read with another padding than they were written with",
+        summary="pieces of moments are read with a different padding from the written one",
         source="DeepSpeed #5105",
         plants={f"{FSDP}.load": shifted},
         scenario=fsdp(optimizer="momentum", stops=(1,)),

@@ -117,7 +117,7 @@ _ALL_DIE = tuple(Fault(kind="kill", rank=rank, step=1, at="Weights") for rank in
 VARIANTS = (
     Variant(
         name="made-with-the-first-block",
-        summary="the server makes the step when a block is averaged, and sends it with the others",
+        summary="the server takes the step when the first block is averaged, not the last",
         source="classic (fused optimizer on partial buckets)",
         plants={
             f"{COORDINATOR}.Coordinator.reduced": made_with_the_first_block,
@@ -138,7 +138,7 @@ VARIANTS = (
     ),
     Variant(
         name="prepared-in-place",
-        summary="the server makes a step before anyone holds it; if all die it is made once more",
+        summary="the server takes a step before any worker has it; if all die, it takes it again",
         source="classic (two-phase commit)",
         plants={
             f"{SERVER}.Server.prepare": made_in_place,
@@ -150,7 +150,7 @@ VARIANTS = (
     ),
     Variant(
         name="restored-without-moments",
-        summary="a coordinator that updates goes on from its checkpoint with weights alone",
+        summary="a coordinator that updates resumes from its checkpoint with weights only",
         source="classic (state of one owner not saved)",
         plants={f"{SERVER}.Server.restore": restored_without_moments},
         scenario=star(options=_SERVED, stops=(2,), optimizer="momentum"),
@@ -159,7 +159,7 @@ VARIANTS = (
     ),
     Variant(
         name="moments-left-behind",
-        summary="with a commit the server's weights are swapped in, and its moments are not",
+        summary="a commit swaps in the server's new weights, but not its new moments",
         source="classic (half a double buffer)",
         plants={f"{SERVER}.Server.apply_average": moments_left_behind},
         scenario=star(options=_SERVED, optimizer="momentum"),
@@ -168,7 +168,7 @@ VARIANTS = (
     ),
     Variant(
         name="weights-in-use-sent",
-        summary="the weights that go down are those from before the step",
+        summary="the server sends the weights from before the step",
         source="classic (the wrong one of two buffers)",
         plants={f"{SERVER}.Server.prepare": weights_in_use_sent},
         scenario=_STAR,
@@ -177,7 +177,7 @@ VARIANTS = (
     ),
     Variant(
         name="buffers-stay-behind",
-        summary="a worker takes the new weights into use, and not the new buffers",
+        summary="a worker uses the new weights, but not the new buffers",
         source="classic (parameter server of parameters alone)",
         plants={f"{ENGINE}.copy_from": buffers_stay},
         scenario=_STAR,
@@ -186,7 +186,7 @@ VARIANTS = (
     ),
     Variant(
         name="stale-weights-held",
-        summary="a worker that rejoins takes the weight blocks it held for those of the next step",
+        summary="a worker that rejoins uses old weight blocks as those of the next step",
         source="classic (elastic training)",
         plants={
             f"{WORKER}.Worker._enter": remembers_its_blocks,

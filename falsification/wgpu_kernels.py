@@ -104,7 +104,7 @@ def pipelines_without_strides(self: Program, source: str) -> Any:
 VARIANTS = (
     mutant(
         "swapped",
-        "the second operand of a product is read with n in the place of k",
+        "the second operand of a product is read with n instead of k",
         "classic",
         {"values.product_kernel": swapped},
         operations("mm_tall"),
@@ -149,7 +149,7 @@ VARIANTS = (
     ),
     mutant(
         "strides-ignored",
-        "operands of a product are read as if they lay in C order",
+        "operands of a product are read as if they were in C order",
         "pytorch #118117, #162779",
         {"values._layout": strides_ignored},
         operations("mm_tall"),

@@ -131,7 +131,7 @@ def without_place(node: Any) -> str:
 VARIANTS = (
     mutant(
         "submits-each",
-        "every operation is a submission of its own",
+        "every operation is a separate submission",
         "classic (14,000 round trips a step)",
         {"program.Program.encode": submission_each},
         LINEAR,
@@ -141,7 +141,7 @@ VARIANTS = (
     ),
     mutant(
         "scaled-twice",
-        "gradients come back scaled and are scaled again",
+        "gradients are returned scaled and are scaled again",
         "classic (loss scaling)",
         {"resident.ResidentStep.__call__": scaled_twice},
         LINEAR,
@@ -151,7 +151,7 @@ VARIANTS = (
     ),
     mutant(
         "order-in-turns",
-        "a step's products add in another order every second time",
+        "a step's products are added in a different order every second time",
         "classic (float atomics)",
         {"resident.compile_graph": InTurns},
         steps("linear", options={"samples": [37, 13]}, num_samples=80),
@@ -170,7 +170,7 @@ VARIANTS = (
     ),
     mutant(
         "first-weights",
-        "weights are uploaded for the first step and stay as they were",
+        "weights are uploaded for the first step only",
         "classic (stale copy on the device)",
         {"resident.ResidentStep.__call__": first_weights},
         TRAINING,
@@ -207,7 +207,7 @@ VARIANTS = (
     ),
     mutant(
         "on-the-host",
-        "the CPU silently computes the step in the device's place",
+        "the CPU silently computes the step instead of the device",
         "classic (silent fallback)",
         {"resident.ResidentStep.__call__": on_the_host},
         MLP,
@@ -218,7 +218,7 @@ VARIANTS = (
     ),
     mutant(
         "zeros",
-        "results are zeros where the device was not read",
+        "results are zeros, since the device was not read",
         "classic (success of a stage that did nothing)",
         {"program.Program._read": zeros_on_failure},
         LINEAR,
@@ -237,7 +237,7 @@ VARIANTS = (
     ),
     mutant(
         "frozen-stale",
-        "a replica computes with the frozen weights of the one before it",
+        "a replica computes with the frozen weights of the replica before it",
         "classic (cache key)",
         {"resident._digest": same_digest},
         DECODER,

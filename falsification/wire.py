@@ -115,7 +115,7 @@ VARIANTS = (
     ),
     Variant(
         name="checksum-not-checked",
-        summary="every frame's checksum is the same, and so always right",
+        summary="every frame has the same checksum, so every checksum matches",
         source="classic (placeholder hash)",
         plants={f"{PROTOCOL}.frames.checksum_of": unchecked},
         scenario=_WIRE,
@@ -133,7 +133,7 @@ VARIANTS = (
     ),
     Variant(
         name="half-a-proof",
-        summary="of a proof only as much is compared as was given",
+        summary="only as many bytes of a proof are compared as the peer sent",
         source="classic (prefix comparison)",
         plants={f"{PROTOCOL}.terms.admit": half_is_enough},
         scenario=_WIRE,
@@ -142,7 +142,7 @@ VARIANTS = (
     ),
     Variant(
         name="joins-twice",
-        summary="a rank is given to whoever asks for it, though a live worker has it",
+        summary="a requested rank is assigned although a live worker has it",
         source="classic (two workers of one rank)",
         plants={f"{PROTOCOL}.terms.admit": none_taken},
         scenario=_STAR.with_(faults=(Fault(kind="stranger", step=1, rank=1, value="taken_rank"),)),
@@ -160,7 +160,7 @@ VARIANTS = (
     ),
     Variant(
         name="server-steps-twice",
-        summary="after a worker's death the server makes the step again, though it was made",
+        summary="after a worker's death the server takes a step that it already took",
         source="classic (a second optimizer step after one that already stepped)",
         plants={
             "entrenar_py.train.coordinator.server.Server.left": bereaved,

@@ -17,6 +17,9 @@ PAGES = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
 # Made by the site's hooks.
 GENERATED = {"index.md", "changelog.md"}
 WHOLLY_GENERATED = {"cli.md", "faults.md", "field.md", "kill-matrix.md"}
+# A path below one of the repository's folders; capitals stand for any name (docs/contributing.md).
+NAMED = re.compile(r"(?<![\w/.~-])((?:src|tests|docs|falsification|examples|contracts)/[\w./-]+)")
+PLACEHOLDER = re.compile(r"FAMILY|CONTRACT|NAME|\.\.\.")
 COLUMNS_MAX = 100
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
@@ -48,6 +51,21 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / name if name else page
         assert target.exists(), f"{link} leads to no file"
         assert not heading or heading in _anchors(target), f"{link} leads to no heading"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.parent == DOCS or page.name == "README.md"],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_named_paths_exist(page: Path) -> None:
+    """Every path of the repository that a page names exists; decisions may name former ones."""
+    text = page.read_text("utf-8")
+    assert [
+        path
+        for path in (match.rstrip(".") for match in NAMED.findall(text))
+        if not PLACEHOLDER.search(path) and not (ROOT / path).exists()
+    ] == []
 
 
 @pytest.mark.parametrize(

@@ -21,42 +21,46 @@ KINDS: dict[str, str] = {
     "huge_gradient": "one element of a shard's per-sample gradients becomes `value`, finite",
     "corrupt_gradient": "one element of the gradient of `shard` goes wrong in worker `rank`, once "
     "and silently: as if it were `value`, finite, in every sample",
-    "corrupt_worker": "the same, in every shard that worker `rank` computes from step `step` on",
-    "nudged_weights": "each weight of a user's script is moved by `value` of itself",
-    "common_numbers": "what a user's script draws at random is alike for all samples and ranks",
-    "common_order": "the same, and loaders fetch one order of samples for any number of workers",
-    "mirrored_ranks": "the same, and all ranks load the same samples; one worker loads as many as "
-    "each of `value` workers",
-    "repeated_share": "the same on one worker, which loads them `value` times in each batch",
+    "corrupt_worker": "from step `step` on, one element of the gradient of every shard that worker "
+    "`rank` computes goes wrong silently: as if it were `value`, finite, in every sample",
+    "nudged_weights": "each weight of a user's script changes by `value` times itself",
+    "common_numbers": "a user's script draws the same random numbers for all samples and ranks",
+    "common_order": "as `common_numbers`, and loaders fetch the samples in the same order for any "
+    "number of workers",
+    "mirrored_ranks": "as `common_numbers`, and all ranks load the same samples; a single worker "
+    "loads the part of one of `value` workers",
+    "repeated_share": "as `mirrored_ranks` on one worker, which loads its part `value` times in "
+    "each batch",
     "merged_batches": "one worker loads the batches of `value` workers at once",
-    "replayed_batches": "one worker is given the batches that `value` workers had in another run",
-    "replayed_in_turn": "the same, one after the other, as one worker has as many micro-batches",
+    "replayed_batches": "one worker gets the joined batches of `value` workers of another run",
+    "replayed_in_turn": "one worker gets the batches of `value` workers of another run, one after "
+    "the other, as its micro-batches",
     "shortened_epochs": "each epoch of a user's script ends after `value` batches of a rank; the "
-    "last one counts as having the samples of all that are left out",
-    "more_steps": "a user's script is ended after `value` optimizer steps, more than others",
+    "samples of all omitted batches count as part of the last batch",
+    "more_steps": "a user's script is ended after `value` optimizer steps, later than usual",
     "reordered_groups": "an optimizer of a user's own class is built with the parameters of each "
     "group in another order",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
-    "join": "worker `rank` comes (back) before step `step` with the full state",
+    "join": "worker `rank` joins, or rejoins, before step `step` and gets the full state",
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
     "freeze": "worker `rank` is stopped (SIGSTOP) for `seconds` at message `at` of step `step`",
     "cut": "the connection of worker `rank` breaks in the middle of message `at` of step `step`",
-    "half_open": "from message `at` of step `step` on nothing passes, and neither end is notified",
-    "delay": "message `at` of step `step` takes `seconds` longer, and what follows it, too",
+    "half_open": "from message `at` of step `step` on, no bytes pass, and neither end is notified",
+    "delay": "message `at` of step `step`, and those after it, arrive `seconds` later",
     "duplicate": "message `at` of step `step` is sent twice",
     "reorder": "message `at` of step `step` is sent after the one that follows it",
     "truncate": "the second half of message `at` of step `step` is lost",
     "flip": "one bit of message `at` of step `step` is flipped",
-    "lie": "worker `rank` says something untrue at message `at` of step `step`: `value`",
-    "stranger": "a stranger connects in step `step`, and must not be let in: `value`",
-    "restart": "the coordinator dies at message `at` of step `step`; another takes its checkpoint",
+    "lie": "worker `rank` sends a false message at message `at` of step `step`: `value`",
+    "stranger": "a peer that must be refused connects in step `step`: `value`",
+    "restart": "the coordinator dies at message `at` of step `step`; a new one resumes",
     "absent": "backend `backend` is missing",
     "init_error": "backend `backend` fails when it is opened",
     "out_of_memory": "backend `backend` runs out of memory while computing",
     "non_finite_output": "backend `backend` returns a result with a NaN in it",
-    "device_lost": "the adapter of backend wgpu is lost, really, between submission and result",
-    "too_large": "backend wgpu asks its adapter, really, for a buffer larger than it allows",
-    "shader_rejected": "backend wgpu gives its adapter, really, a shader that is cut short",
+    "device_lost": "the adapter of backend wgpu is destroyed between submission and result",
+    "too_large": "backend wgpu requests a buffer that is larger than its adapter allows",
+    "shader_rejected": "backend wgpu gives its adapter a truncated shader",
 }
 
 # Kind -> its required fields: a fault without one of them would silently never happen.
@@ -143,11 +147,11 @@ PIPELINE_PLACES = (
 
 # The false messages that a worker can send, and below the messages in which it can send them.
 LIES: dict[str, str] = {
-    "old_step": "what it said there in the step before, once more",
-    "too_long": "four bytes more than the manifest makes",
-    "not_mine": "shards that it was not given to compute",
-    "twice": "all of it, and then once more",
-    "for_another": "what it records is said to be another worker's",
+    "old_step": "it sends its message of the step before again",
+    "too_long": "the payload is four bytes longer than the manifest allows",
+    "not_mine": "it names shards that were not assigned to it",
+    "twice": "it sends the whole message twice",
+    "for_another": "its trace events have the rank of another worker",
 }
 LIE_PLACES: dict[str, tuple[str, ...]] = {
     "old_step": ("TreeNode", "Partial", "Computed", "Staged", "Applied"),
@@ -159,15 +163,15 @@ LIE_PLACES: dict[str, tuple[str, ...]] = {
 # The connections that a coordinator must refuse.
 STRANGERS: dict[str, str] = {
     "taken_rank": "it knows the secret, and claims `rank`, which a live worker has",
-    "one_too_many": "it knows the secret, and every rank is taken",
+    "one_too_many": "it knows the secret, but every rank is taken",
     "wrong_secret": "it does not know the secret",
-    "wrong_run": "it is of another run",
-    "wrong_manifest": "its tensors are others",
-    "wrong_data": "its data set is another",
+    "wrong_run": "it belongs to a different run",
+    "wrong_manifest": "it has different tensors",
+    "wrong_data": "it has a different data set",
     "garbage": "it sends random bytes",
     "huge_claim": "it announces 2^62 bytes",
-    "silent": "it says nothing",
-    "slow_loris": "it says what is right, a byte a second",
+    "silent": "it sends nothing",
+    "slow_loris": "it sends a correct message, one byte a second",
 }
 # Faults after which a worker may be absent for some steps.
 MOVING = ("leave", "join", "restart", "lie", *ON_THE_WAY)

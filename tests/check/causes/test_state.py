@@ -146,7 +146,7 @@ def test_gradients_that_differ_by_a_factor_do_not_decide() -> None:
     blame = state.blame_of(apart(gradient=records(times(2, summed(1)))), 1, "a", 0, 1)
     assert blame.rank is None
     assert blame.words.startswith(
-        "rank 1 applied another gradient than rank 0: it is half as large"
+        "rank 1 applied a different gradient from rank 0: it is half as large"
     )
 
 

@@ -56,11 +56,11 @@ def test_a_name_of_a_shared_tensor() -> None:
     [
         (
             {"frozen": ("wte.weights",)},
-            "no parameter of the model has this name; did you mean 'wte.",
+            "the model has no parameter with this name; did you mean 'wte.",
         ),
         ({"frozen": ("!nrm.weight",)}, "did you mean 'norm.weight'"),
         ({"frozen": ("encoder.*",)}, "its names are wte.weight"),
-        ({"synchronised_buffers": "norm.weight"}, "no buffer of the model has this name"),
+        ({"synchronised_buffers": "norm.weight"}, "the model has no buffer with this name"),
         ({"averages": [1]}, "give averages of the weights by names without a slash"),
         ({"averages": {"a/b": 1}}, "give averages of the weights by names without a slash"),
         ({"frozen": (3,)}, "give names or patterns"),

@@ -232,7 +232,7 @@ SAME_NAMES = Presupposition(
     lacking=copies.other_names,
 )
 COPIES = Presupposition(
-    says="each rank holds the whole of each tensor, not a piece, and none of its own",
+    says="each rank holds each tensor completely, and no tensor that other ranks lack",
     lacking=copies.lacking,
     left=copies.without,
 )
@@ -253,7 +253,7 @@ SEEDED = Presupposition(
     lacking=drawn_apart,
 )
 SEEDED_AFTER_A_STOP = Presupposition(
-    says="a run that was stopped goes on with the random numbers that it would have drawn",
+    says="a stopped run continues with the random numbers that it would have drawn",
     lacking=drawn_anew,
 )
 SAMPLES_AGAIN = Presupposition(
@@ -261,7 +261,7 @@ SAMPLES_AGAIN = Presupposition(
     lacking=samples_apart,
 )
 SAMPLES_SEEDED = Presupposition(
-    says="a command that is told no {seed} draws the same samples in each run",
+    says="a command without {seed} draws the same samples in each run",
     lacking=samples_drawn_apart,
 )
 SAMPLES_OF_ITS_OWN = Presupposition(
@@ -269,11 +269,11 @@ SAMPLES_OF_ITS_OWN = Presupposition(
     lacking=copies.shared_samples,
 )
 ROWS_COUNT_ONCE = Presupposition(
-    says="a sum over a batch has each row once, with any number of workers",
+    says="a sum over a batch counts each row once, with any number of workers",
     lacking=copies.summed_parts,
 )
 SAME_BATCHES = Presupposition(
-    says="the script cuts the same batches for any number of workers",
+    says="the script forms the same batches for any number of workers",
     lacking=random_draws.other_batches,
 )
 SAME_NUMBERS = Presupposition(
@@ -295,12 +295,12 @@ SKIPS_ARE_SEEN = Presupposition(
     lacking=applied_gradients.skipped_unseen,
 )
 STATISTICS = Presupposition(
-    says="no rank computes with statistics of its own samples",
+    says="no rank computes with statistics of its own samples only",
     lacking=coupled_samples.other_statistics,
     is_explained=True,
 )
 FINITE = Presupposition(
-    says="weights are finite: NaN equals NaN in any trainer",
+    says="weights are finite: otherwise any two trainers agree in their NaNs",
     lacking=common_steps.not_finite,
     left=common_steps.while_finite,
     broken=common_steps.broken_by_itself,
@@ -312,12 +312,12 @@ SAME_STEPS = Presupposition(
     left=common_steps.while_even,
 )
 TOGETHER = Presupposition(
-    says="ranks are kept alike by their gradients, and not brought together now and then",
+    says="ranks stay equal by reducing gradients, not by averaging weights now and then",
     lacking=common_steps.brought_together,
     left=common_steps.before_steps,
 )
 SAME_CONTENTS = Presupposition(
-    says="the model is given the same of each sample in both runs",
+    says="the model gets the same input for each sample in both runs",
     lacking=random_draws.other_contents,
     is_explained=True,
 )
@@ -327,13 +327,13 @@ NOTHING_BY_RANK = Presupposition(
     is_explained=True,
 )
 SUM_OVER_SAMPLES = Presupposition(
-    says="the loss of a batch is a sum over its samples, which don't act on each other",
+    says="the loss of a batch is a sum over its samples, which don't affect each other",
     lacking=coupled_samples.lacking,
     is_explained=True,
     broken=coupled_samples.broken,
 )
 THEIR_BATCHES = Presupposition(
-    says="one worker that was to have the batches of several was given the whole of them",
+    says="a single worker that should get the batches of several workers got all of them",
     lacking=copies.not_given,
     is_explained=True,
 )
@@ -350,11 +350,11 @@ def _strictly(presupposition: Presupposition) -> Presupposition:
 # Comparison, as a reader would call it -> its presuppositions, in the order of the tests.
 WITH_ONE_WORKER = "several workers with one"
 WITH_A_KNOB = "a turned knob with its usual value"
-RESUMED = "a resumed run with the straight one"
+RESUMED = "a resumed run with the uninterrupted one"
 KILLED = "a run that lost a worker with an undisturbed one"
 REPEATED = "a second run with the first"
 RANKS = "ranks with each other"
-SUMS = "gradients with the sums of their micro-batches'"
+SUMS = "gradients with the sums over their micro-batches"
 UPDATES = "a step with the optimizer's rule"
 SAMPLES = "samples of the ranks with each other"
 SAMPLES_WITH_ONE_WORKER = "samples of several workers with those of one"

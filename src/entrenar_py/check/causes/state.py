@@ -269,12 +269,13 @@ def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> B
     if all(follow == "all" for follow in follows) or not any(follows):
         words = factors.of(left, right, trace.scenario, _GRADIENT_BOUND)
         relation = f": {words}" if words else ""
-        return Blame(words=f"rank {pair[1]} applied another gradient than rank {pair[0]}{relation}")
+        words = f"rank {pair[1]} applied a different gradient from rank {pair[0]}{relation}"
+        return Blame(words=words)
     if all(follow == "own" for follow in follows):
         return Blame(words="each rank applied the gradient of its own samples alone")
     wrong = [rank for rank, follow in zip(pair, follows, strict=True) if follow != "all"]
     if len(wrong) != 1:
-        return Blame(words=f"rank {pair[1]} applied another gradient than rank {pair[0]}")
+        return Blame(words=f"rank {pair[1]} applied a different gradient from rank {pair[0]}")
     (rank,) = wrong
     relation = "that of its own samples alone" if "own" in follows else "not that of all samples"
     return Blame(rank, f"the gradient that rank {rank} applied is {relation}")

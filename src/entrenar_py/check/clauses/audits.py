@@ -230,7 +230,7 @@ ROWS = (
     Check(
         name="audits",
         id="F-WP-006",
-        decides="what a worker computes wrongly and unseen is found by another, and named",
+        decides="an audit detects a worker that computes wrong values, and names it",
         spoken_of="corruption audit silent recompute",
         judge=judge,
         plan=plan,

@@ -364,7 +364,7 @@ ROWS = (
     Check(
         name="fallback",
         id="F-DP-004",
-        decides="the chain CUDA, wgpu, CPU gives a right, finite result, or says why not",
+        decides="the chain CUDA, wgpu, CPU gives a correct, finite result, or reports why not",
         spoken_of="fallback chain degradation dispatch",
         judge=judge_chains,
         plan=plan_chains,
@@ -380,7 +380,7 @@ ROWS = (
     Check(
         name="memory",
         id="F-HET-002",
-        decides="each worker's peak memory stays within its device's budget, and was foreseen",
+        decides="each worker's peak memory stays within its device's budget and the estimate",
         spoken_of="vram memory budget peak",
         judge=judge_each(compare_memory, "no worker's memory was measured"),
         plan=plan_memory,
@@ -389,7 +389,7 @@ ROWS = (
     Check(
         name="holdings",
         id="F-PAR-006",
-        decides="ranks that share a model's parameters hold little more than their share of them",
+        decides="ranks that divide a model's parameters hold little more than their part",
         spoken_of="tensor-parallel sequence-parallel memory-share",
         judge=judge_shares,
         plan=plan_shares,

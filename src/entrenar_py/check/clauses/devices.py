@@ -345,7 +345,7 @@ ROWS = (
     Check(
         name="matmul",
         id="F-WGPU-001",
-        decides="a matrix product on a device is the CPU's, as far as float32 rounding allows",
+        decides="a matrix product on a device differs from the CPU's only by float32 rounding",
         spoken_of="matmul gemm matrix product",
         judge=judge_products,
         plan=plan_products,
@@ -355,7 +355,7 @@ ROWS = (
     Check(
         name="device_cost",
         id="F-WGPU-002",
-        decides="a step on a device is one upload, few submissions, one read-back, nothing else",
+        decides="a step on a device is one upload, few submissions and one read-back, nothing else",
         spoken_of="submission read-back transfers synchronize launches",
         judge=judge_each(compare_cost, NO_STEP),
         plan=plan_steps,
@@ -363,7 +363,7 @@ ROWS = (
     Check(
         name="device_steps",
         id="F-WGPU-003",
-        decides="a step's loss and gradients on a device are off by what rounding explains",
+        decides="a step's loss and gradients on a device are within rounding of float64",
         spoken_of="wgpu kernels gpu parity gradients backward",
         judge=judge_each(compare_results, NO_STEP),
         plan=plan_steps,
@@ -372,7 +372,7 @@ ROWS = (
     Check(
         name="device_operations",
         id="F-WGPU-004",
-        decides="each operation on a device, alone, is off by what rounding explains",
+        decides="each single operation on a device is within rounding of float64",
         spoken_of="wgpu wgsl kernel operation accuracy",
         judge=judge_each(compare_operations, "no operation was tested on a device"),
         plan=plan_operations,
@@ -381,28 +381,28 @@ ROWS = (
     Check(
         name="device_repetition",
         id="F-WGPU-005",
-        decides="a step that is given the same again gives the same bits, whatever came between",
+        decides="a step on a device, repeated with the same inputs, has the same bits",
         judge=judge_each(compare_repetition, NO_STEP),
         plan=plan_steps,
     ),
     Check(
         name="device_compilation",
         id="F-WGPU-006",
-        decides="a step is traced and compiled once for each number of samples",
+        decides="a step on a device is traced and compiled once for each number of samples",
         judge=judge_each(compare_compilation, NO_STEP),
         plan=plan_steps,
     ),
     Check(
         name="device_finiteness",
         id="F-WGPU-007",
-        decides="on a device finite inputs give finite results, and a NaN stays one",
+        decides="on a device finite inputs give finite results, and a NaN stays a NaN",
         judge=judge_each(compare_finiteness, "no NaN was given to a device"),
         plan=plan_finiteness,
     ),
     Check(
         name="device_training",
         id="F-WGPU-008",
-        decides="training on a device is training on the CPU, loss by loss",
+        decides="training on a device has the losses of training on the CPU",
         judge=judge_training,
         plan=plan_training,
         needs=(ON_CPU,),
@@ -412,7 +412,7 @@ ROWS = (
     Check(
         name="device_refusals",
         id="F-WGPU-009",
-        decides="what a device has no kernel for is refused, by operation and line",
+        decides="an operation without a kernel is refused, and the refusal names it and its line",
         judge=judge_each(compare_refusals, "no operation without a kernel was requested"),
         plan=plan_refusals,
     ),

@@ -35,7 +35,7 @@ REFUSALS = {
     "shards of another tokenizer": "tokenizer",
     "half of a shard": "bytes, and the list says",
     "a shard with a bit turned": "digest",
-    "a shard that is missing": "not there",
+    "a shard that is missing": "but missing",
     "a shard in another's place": "another folder's or another run's",
     "rows of other samples": "are not those of sample",
 }
@@ -180,7 +180,7 @@ ROWS = (
     Check(
         name="teacher_rows",
         id="F-KD-008",
-        decides="rows are the teacher's at their places, and steps the textbook's of them",
+        decides="rows are the teacher's outputs at their positions, and steps equal a textbook's",
         spoken_of="distillation label-shift top-k",
         judge=judge_each(compare_rows, f"no TeacherRow was recorded: {_ADVICE}"),
         plan=plan_rows,
@@ -189,7 +189,7 @@ ROWS = (
     Check(
         name="teacher_cover",
         id="F-KD-009",
-        decides="each token to predict has one row, and the loss depends on rows alone",
+        decides="each token to predict has one row, and the loss depends only on rows",
         spoken_of="distillation coverage",
         judge=judge_each(compare_cover, f"no TeacherRow was recorded: {_ADVICE}"),
         plan=plan_cover,
@@ -197,7 +197,7 @@ ROWS = (
     Check(
         name="shard_refusals",
         id="F-KD-010",
-        decides="shards of another tokenizer or of other rows, damaged or missing are refused",
+        decides="shards of a different tokenizer or other rows, damaged or missing, are refused",
         spoken_of="distillation tokenizer stale",
         judge=judge_each(compare_refusals, f"no TurnedAway was recorded: {_ADVICE}"),
         plan=plan_refusals,
@@ -205,7 +205,7 @@ ROWS = (
     Check(
         name="shards_resumed",
         id="F-KD-011",
-        decides="a stopped stage goes on to the same shards, and says truly if all are there",
+        decides="a resumed stage writes the same shards, and reports correctly if all exist",
         spoken_of="distillation resume",
         judge=judge_each(compare_shards, f"no Sharded was recorded: {_ADVICE}"),
         plan=plan_shards,

@@ -578,7 +578,7 @@ ROWS = (
     Check(
         name="adapter_rank",
         id="F-FT-002",
-        decides="what adapters add to a layer has at most the rank that was asked for",
+        decides="what adapters add to a layer has at most the configured rank",
         spoken_of="low-rank lora-rank",
         judge=judge_each(compare_rank, f"no Adapted of a layer was recorded: {_ADVICE}"),
         plan=plan_weights,
@@ -587,7 +587,7 @@ ROWS = (
     Check(
         name="adapter_start",
         id="F-FT-003",
-        decides="adapters begin as nothing: before the first step they add zero to their layers",
+        decides="before the first step adapters add zero to their layers",
         spoken_of="lora-initialisation",
         judge=judge_each(compare_start, "no Adapted of a layer was recorded"),
         plan=plan_weights,
@@ -595,7 +595,7 @@ ROWS = (
     Check(
         name="written_weights",
         id="F-FT-004",
-        decides="stock libraries read the weights that were trained",
+        decides="stock libraries load the weights that were trained",
         spoken_of="export adapter-file",
         judge=judge_each(compare_written, f"no ReadBack was recorded: {_ADVICE}"),
         plan=plan_weights,
@@ -603,7 +603,7 @@ ROWS = (
     Check(
         name="merged_model",
         id="F-FT-005",
-        decides="the merged model is the model with its adapters, within derived rounding",
+        decides="the merged model equals the model with its adapters within derived rounding",
         spoken_of="merge merged-weights",
         judge=judge_each(compare_merged, f"no merged model was recorded: {_ADVICE}"),
         plan=plan_weights,
@@ -612,7 +612,7 @@ ROWS = (
     Check(
         name="nf4_weights",
         id="F-FT-015",
-        decides="frozen weights in NF4 are those of bitsandbytes, bit by bit, and heads are not",
+        decides="frozen weights in NF4 have the bits of bitsandbytes', and heads stay unquantised",
         spoken_of="nf4 qlora quantisation",
         judge=judge_each(compare_quantised, "no weight in NF4 was recorded"),
         plan=plan_quantised,
@@ -620,7 +620,7 @@ ROWS = (
     Check(
         name="textbook_steps",
         id="F-FT-009",
-        decides="losses and gradients are a textbook's in float64, within derived rounding",
+        decides="losses and gradients equal a float64 textbook's within derived rounding",
         spoken_of="oracle finetune-gradient",
         judge=judge_each(compare_gradients, _NOTHING),
         plan=plan_gradients,
@@ -639,7 +639,7 @@ ROWS = (
     Check(
         name="strategy_adapters",
         id="F-FT-016",
-        decides="ranks write the adapters of a single device, and these infer the same",
+        decides="ranks write the adapters of a single device, with the same outputs",
         spoken_of="strategy torchrun adapters",
         judge=judge_strategies,
         plan=plan_strategies,
@@ -649,7 +649,7 @@ ROWS = (
     Check(
         name="one_process",
         id="F-LP-001",
-        decides="stages train what one process does, bit for bit",
+        decides="training in stages has the bits of training in one process",
         spoken_of="pipeline stage stages micro-batch activation",
         judge=judge_stages,
         plan=plan_stages,
@@ -658,7 +658,7 @@ ROWS = (
     Check(
         name="stage_weights",
         id="F-LP-002",
-        decides="each stage holds the checkpoint's weights of its own blocks, and no others",
+        decides="each stage holds the checkpoint's weights of its own blocks only",
         spoken_of="pipeline shard_plan placement layers",
         judge=judge_each(compare_stages, "no weights that stages hold were recorded"),
         plan=plan_tied,

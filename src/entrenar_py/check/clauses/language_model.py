@@ -501,7 +501,7 @@ def _row(
 
 ROWS = (
     _row(
-        *("causality", 1, "no output with a target that counts depends on a later token", _causal),
+        *("causality", 1, "no output with a target in the loss depends on a later token", _causal),
         words="causal mask future leak attention",
         by_passes=True,
     ),
@@ -510,36 +510,36 @@ ROWS = (
         words="labels shift next token",
     ),
     _row(
-        *("padding", 3, "padding is no target, and another token in it changes nothing", _padding),
+        *("padding", 3, "padding is never a target, and its tokens have no effect", _padding),
         words="pad ignored attention mask",
         by_passes=True,
         rows="padded",
     ),
     _row(
-        *("packed_documents", 4, "documents in one row don't see each other", _documents),
+        *("packed_documents", 4, "tokens don't attend to other documents in their row", _documents),
         words="packing documents position ids cu_seqlens contamination",
         rows="packed",
     ),
     _row(
-        *("token_shares", 5, "each token of a step counts the same", _shares),
+        *("token_shares", 5, "all tokens of a step have equal weight in the loss", _shares),
         words="loss divided tokens accumulation ranks",
         rows="padded",
     ),
     _row(
-        *("tied_tables", 6, "tables that are tied stay one tensor", _tied),
+        *("tied_tables", 6, "tied embeddings stay one tensor", _tied),
         words="tied embedding head weights",
     ),
     _row(
-        *("one_begin", 7, "a document begins with one token of a begin", _one_begin),
+        *("one_begin", 7, "a document begins with exactly one BOS token", _one_begin),
         words="bos token twice template",
     ),
     _row(
-        *("modes", 8, "dropout is on where the model trains, and off where it is tried", _modes),
+        *("modes", 8, "dropout is on during training, and off during evaluation", _modes),
         words="dropout eval train mode evaluation",
         dropout=0.1,
     ),
     _row(
-        *("same_masks", 9, "a layer that is computed again draws the same masks", _same_masks),
+        *("same_masks", 9, "a layer that is recomputed draws the same dropout masks", _same_masks),
         words="activation gradient checkpoint recomputed preserve_rng_state",
         dropout=0.1,
     ),

@@ -381,7 +381,7 @@ ROWS = (
     Check(
         name="liveness",
         id="F-TI-004",
-        decides="every trainable tensor moves, every frozen one does not",
+        decides="every trainable tensor moves, and no frozen tensor does",
         spoken_of="frozen trainable lora adapters detached",
         judge=judge,
         plan=plans.movement,

@@ -591,7 +591,7 @@ ROWS = (
     Check(
         name="outer_parity",
         id="F-LS-004",
-        decides="in rounds of one step of plain SGD, local SGD is training on a single device",
+        decides="with rounds of one plain SGD step, local SGD equals training on a single device",
         spoken_of="diloco local-sgd single",
         judge=judge_parity,
         plan=plan_parity,
@@ -603,7 +603,7 @@ ROWS = (
     Check(
         name="outer_finiteness",
         id="F-LS-005",
-        decides="NaN or Inf in one worker's round halts everyone before the outer step",
+        decides="NaN or Inf in one worker's round halts all workers before the outer step",
         spoken_of="diloco local-sgd nan",
         judge=judge_finiteness,
         plan=plan_non_finite,

@@ -436,7 +436,7 @@ ROWS = (
     Check(
         name="parity",
         id="F-DP-005",
-        decides="training with many workers is training with one: losses and gradients",
+        decides="training with many workers has the losses and gradients of one worker",
         spoken_of="single-gpu baseline equivalence convergence pytorch full-batch accumulated "
         "stale",
         judge=judge,

@@ -671,7 +671,7 @@ ROWS = (
     Check(
         name="randomness",
         id="F-TI-005",
-        decides="random streams that must differ differ, streams that must agree agree",
+        decides="random streams differ where they must, and agree where they must",
         spoken_of="dropout prng rng masks seeds",
         judge=judge,
         plan=plans.random_streams,

@@ -432,7 +432,7 @@ ROWS = (
     Check(
         name="reduction_mean",
         id="F-RED-001",
-        decides="every rank's average is the weighted mean, as far off as rounding explains",
+        decides="every rank's average is the weighted mean within rounding",
         spoken_of="allreduce all-reduce averaging arithmetic reduce-scatter sum inputs",
         judge=judge_mean,
         plan=plan,
@@ -442,7 +442,7 @@ ROWS = (
     Check(
         name="reduction_bits",
         id="F-RED-002",
-        decides="all ranks hold the same bits: the tree's, or around a ring those of every run",
+        decides="all ranks hold the same bits: those of the tree, or in a ring those of every run",
         spoken_of="allreduce all-reduce identical output all-gather",
         judge=judge_bits,
         plan=plan,
@@ -451,7 +451,7 @@ ROWS = (
     Check(
         name="reduction_traffic",
         id="F-RED-003",
-        decides="each rank sends and gets just the payload that its algorithm needs",
+        decides="each rank sends and receives only the payload that its algorithm needs",
         spoken_of="bandwidth bytes sent optimal transferred",
         judge=judge_traffic,
         plan=plan,
@@ -460,7 +460,7 @@ ROWS = (
     Check(
         name="reduction_ends",
         id="F-RED-004",
-        decides="no number of workers, length or size of blocks makes a reduction wait for ever",
+        decides="a reduction ends for every number of workers, vector length and block size",
         spoken_of="deadlock timeout circular hang blocked",
         judge=judge_ends,
         plan=plan,

@@ -1,4 +1,4 @@
-"""F-TI-003: a run that was stopped and resumed is the same run, bit for bit.
+"""F-TI-003: a run that is stopped and resumed has the bits of one that is not.
 
 A user's command may not repeat itself, and `observe(step=...)` may not state the script's step. So
 what the comparison of runs presupposes is judged first.
@@ -533,7 +533,7 @@ ROWS = (
     Check(
         name="resume",
         id="F-TI-003",
-        decides="a run that was stopped and resumed is the same run, bit for bit",
+        decides="a run that is stopped and resumed has the bits of one that is not",
         spoken_of="resume resumed checkpoint restart position skipped re-processed",
         judge=judge,
         plan=plans.stops,

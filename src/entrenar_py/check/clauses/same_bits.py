@@ -415,7 +415,7 @@ ROWS = (
     Check(
         name="worker_count",
         id="F-TI-006",
-        decides="the same bits with any number of workers, from trainers that promise bits",
+        decides="trainers that promise it have the same bits with any number of workers",
         spoken_of="invariance world-size invariant",
         judge=judge_worker_count,
         plan=plans.training,
@@ -438,7 +438,7 @@ ROWS = (
     Check(
         name="recovery",
         id="F-DP-006",
-        decides="a worker's loss costs no sample, and the loss is soon back on its trajectory",
+        decides="if a worker dies, no sample is lost, and the loss soon returns to its trajectory",
         spoken_of="fault tolerance disconnect worker drop failure recovers redistribute",
         judge=judge,
         plan=plans.departures,

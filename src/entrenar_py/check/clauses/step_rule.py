@@ -549,7 +549,7 @@ ROWS = (
     Check(
         name="step_rule",
         id="F-TI-008",
-        decides="learning rate, clipping and update follow from the step and the global gradient",
+        decides="learning rate, clipping and update follow the written formulas",
         spoken_of="clip clipping clipped norm schedule learning-rate warmup cosine decay",
         judge=judge,
         plan=plans.step_rules,

@@ -205,7 +205,7 @@ ROWS = (
     Check(
         name="class_weights",
         id="F-FT-007",
-        decides="classes count in the loss by the written formula",
+        decides="class weights in the loss follow the written formula",
         spoken_of="class-weight imbalance",
         judge=judge_each(compare_class_weights, f"no Weighed was recorded: {_ADVICE}"),
         plan=plan_classes,
@@ -214,7 +214,7 @@ ROWS = (
     Check(
         name="oversampled",
         id="F-FT-008",
-        decides="copies of rarer rows are samples of their own, each drawn once an epoch",
+        decides="copies of rarer rows are separate samples, each drawn once an epoch",
         spoken_of="oversampling minority",
         judge=judge_each(compare_copies, f"no repeated row was recorded: {_ADVICE}"),
         plan=plan_copies,

@@ -182,7 +182,7 @@ ROWS = (
     Check(
         name="wire_round_trip",
         id="F-WP-001",
-        decides="a message comes out of the wire as it went in, bit by bit, in whatever pieces",
+        decides="a decoded message equals the sent one bit for bit, in whatever pieces it arrives",
         spoken_of="round-trip roundtrip encode decode fidelity serialization",
         judge=judge_each(compare_round_trip, "no message was carried"),
         plan=plan_exchanges,
@@ -190,7 +190,7 @@ ROWS = (
     Check(
         name="wire_refusal",
         id="F-WP-002",
-        decides="damaged and malformed bytes give a ProtocolError, and nothing else",
+        decides="damaged and malformed bytes raise ProtocolError, and nothing else",
         spoken_of="truncated malformed unknown-tag tag corrupt checksum",
         judge=judge_each(compare_refusal, "nothing malformed was read"),
         plan=plan_exchanges,
@@ -198,7 +198,7 @@ ROWS = (
     Check(
         name="wire_memory",
         id="F-WP-003",
-        decides="reading takes the payload's memory and little more, whatever the bytes claim",
+        decides="reading allocates little more than the payload, whatever size the bytes claim",
         spoken_of="oversized length-prefix allocation",
         judge=judge_each(compare_memory, "no message was read"),
         plan=plan_exchanges,
@@ -207,7 +207,7 @@ ROWS = (
     Check(
         name="admission",
         id="F-WP-004",
-        decides="a worker that proves the secret and agrees on the run is let in, and no other",
+        decides="only workers that prove the secret and agree on the run are admitted",
         spoken_of="authentication secret join handshake",
         judge=judge_each(compare_admission, "no peer requested to join"),
         plan=plan_admission,
@@ -215,7 +215,7 @@ ROWS = (
     Check(
         name="endurance",
         id="F-WP-005",
-        decides="whatever befalls workers and messages, the run ends, on the same weights",
+        decides="whatever happens to workers and messages, the run ends with the same weights",
         spoken_of="coordinator crash reconnect retry message-loss",
         judge=judge_endurance,
         plan=plan_faults,
@@ -224,7 +224,7 @@ ROWS = (
     Check(
         name="averages",
         id="F-WP-007",
-        decides="averages for workers of the original system have the bits of the shards in order",
+        decides="averages for workers of the original system add the shards in order, bit for bit",
         spoken_of="upstream",
         judge=judge_each(compare_averages, "nothing was averaged"),
         plan=plan_averages,

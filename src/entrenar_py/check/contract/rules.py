@@ -318,14 +318,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "SCHEMA-001",
         _ERROR,
-        "`metadata.references` names what the contract rests on",
+        "`metadata.references` names the sources of the contract",
         "Cite the paper, specification or contract that the clauses come from.",
         _references,
     ),
     Rule(
         "SCHEMA-002",
         _ERROR,
-        "`metadata.version` is there",
+        "`metadata.version` is not empty",
         'Give a version, such as "1.0.0".',
         _version,
     ),
@@ -398,7 +398,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "SCHEMA-013",
         _WARNING,
-        "a kernel's contract, or one of clauses, has a `qa_gate`",
+        "a kernel's contract, or a contract of clauses, has a `qa_gate`",
         "Say which checks must hold for a pass.",
         _gate,
     ),
@@ -413,8 +413,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "AUDIT-001",
         _WARNING,
-        "there is a falsification test",
-        "Write one: what nothing could refute says nothing.",
+        "the contract has a falsification test",
+        "Write one: a contract that no test could refute says nothing.",
         _some_test,
     ),
     Rule(
@@ -427,27 +427,27 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "AUDIT-003",
         _WARNING,
-        "where there are equations, proof obligations (or clauses) follow from them",
+        "a contract with equations also has proof obligations, or clauses",
         "Derive proof obligations from the equations.",
         _some_obligation,
     ),
     Rule(
         UNREADABLE,
         _ERROR,
-        "the file can be read as a contract: YAML, and the shapes of the format",
+        "the file can be read as a contract: it is YAML, and has the structure of the format",
         "Correct the file; docs/contract-format.md has the format.",
     ),
     Rule(
         OURS,
         _WARNING,
-        "entrenar-check looks at all that the contract says, and can decide it",
+        "entrenar-check reads every key of the contract, and can decide every clause",
         "Correct the name, or say by which check the clause is decided.",
         _known_kind,
     ),
     Rule(
         NOTE,
         _INFO,
-        "nothing: it says what entrenar-check makes of something that is right as it is",
+        "nothing: the note says how entrenar-check understood a valid part of the contract",
         "Nothing has to be done.",
     ),
 )

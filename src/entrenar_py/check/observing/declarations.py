@@ -147,13 +147,13 @@ def _require_match(argument: str, kind: str, pattern: str, names: Sequence[str])
     wanted = pattern.removeprefix(_NEGATED)
     if not _fitting(wanted, names):
         near = did_you_mean(wanted.strip("*."), names, otherwise=_some(kind, names))
-        raise UsageError(f"{argument}={pattern!r}: no {kind} of the model has this name; {near}")
+        raise UsageError(f"{argument}={pattern!r}: the model has no {kind} with this name; {near}")
 
 
 def _require_name(name: str, names: Sequence[str]) -> None:
     if name not in names:
         near = did_you_mean(name, names, otherwise=_some("parameter", names))
-        raise UsageError(f"tied: {name!r}: no parameter of the model has this name; {near}")
+        raise UsageError(f"tied: {name!r}: the model has no parameter with this name; {near}")
 
 
 def _some(kind: str, names: Sequence[str]) -> str:

@@ -357,7 +357,7 @@ def _misplaced(arguments: Sequence[str], at: int, prog: str) -> str:
     if word.endswith((".yaml", ".yml")):
         return f"{word}: a contract is given as --contract {word}"
     meant = f"{prog} {shlex.join((*before, '--', *after))}"
-    return f"{word}: put the command that trains after --, as in: {meant}"
+    return f"{word}: the training command goes after --, as in: {meant}"
 
 
 # --- a configuration that supplies missing options ------------------------------------------------

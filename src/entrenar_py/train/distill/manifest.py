@@ -99,11 +99,13 @@ class Facts:
         """
         version = record.get("version")
         if version != VERSION:
-            raise UsageError(f"version={version!r}: this is version {VERSION}; make them again")
+            raise UsageError(
+                f"version={version!r}: the shards must have version {VERSION}; create them again"
+            )
         known = {field.name: field.type for field in fields(cls)}
         if record.keys() != known.keys():
             odd = sorted(record.keys() ^ known.keys())
-            raise UsageError(f"{odd[0]}: it is missing, or of no use here; make them again")
+            raise UsageError(f"{odd[0]}: this key is missing or unknown; create the shards again")
         kinds = {"int": int, "str": str, "float": float, "tuple[int, ...]": list}
         for name, kind in known.items():
             value = record[name]
@@ -111,16 +113,20 @@ class Facts:
             if is_right and isinstance(value, list):
                 is_right = all(type(one) is int and one >= 0 for one in value)
             if not is_right:
-                raise UsageError(f"{name}={value!r}: it is no {kind}; make them again")
+                raise UsageError(f"{name}={value!r}: use type {kind}; create the shards again")
         lists = {name: tuple(record[name]) for name in ("samples", "rows")}
         facts = cls(**{**record, **lists})
         if len(facts.samples) != len(facts.rows) or not facts.rows:
-            raise UsageError("samples and rows don't fit each other; make them again")
+            raise UsageError(
+                "samples and rows must have the same length, of at least 1; create the shards again"
+            )
         if not 1 <= facts.top_k <= facts.vocabulary:
-            raise UsageError(f"top_k={facts.top_k} of {facts.vocabulary} tokens; make them again")
+            raise UsageError(
+                f"top_k={facts.top_k}: use 1 to {facts.vocabulary}; create the shards again"
+            )
         if facts.stored not in STORED or facts.temperature != 1:
             stored = f"stored={facts.stored!r}, temperature={facts.temperature:g}"
-            raise UsageError(f"{stored}: unknown here; make them again")
+            raise UsageError(f"{stored}: not supported; create the shards again")
         return facts
 
 

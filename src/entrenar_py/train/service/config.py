@@ -44,25 +44,33 @@ SERVICE: Mapping[str, tuple[str, str, str]] = {
         *("`star` or `mesh`", "`star`"),
         "where gradients go: all to the coordinator, or from worker to worker",
     ),
-    "listen": ("host:port", f"`{LISTEN}`", "where workers connect; port 0 is any free one"),
-    "secret_file": ("path", "required", "its bytes, less white space at both ends, are the secret"),
-    "tls": ("mapping", "nothing is encrypted", "connections over TLS 1.3, and no others"),
-    "wait_for": ("whole number >= 1", "`1`", "workers that must be there before the first step"),
+    "listen": ("host:port", f"`{LISTEN}`", "where workers connect; port 0 means any free port"),
+    "secret_file": (
+        "path",
+        "required",
+        "the file's bytes, stripped of white space, are the secret",
+    ),
+    "tls": ("mapping", "nothing is encrypted", "all connections use TLS 1.3"),
+    "wait_for": ("whole number >= 1", "`1`", "workers that must have joined before the first step"),
     "audit_share": (
         *("number from 0 to 1", "`0`"),
-        "share of each step's shards that a second worker computes, too, at least one if not 0",
+        "fraction of each step's shards that a second worker also computes; at least one if not 0",
     ),
     "updates": (
         *("`workers` or `server`", "`workers`"),
-        "what makes the steps: every worker, or the server, which then sends the new weights",
+        "what takes the steps: every worker, or the server, which then sends the new weights",
     ),
-    "timing": ("mapping", "below", "how long either end waits"),
-    "checkpoint": ("mapping", "none is written", "the state, to go on from with `--resume`"),
-    "metrics": ("path", "none are written", "one JSON object a step"),
-    "ledger": ("path", "none is written", "the trace of the run, a chained line an event"),
+    "timing": ("mapping", "see below", "how long each end waits"),
+    "checkpoint": ("mapping", "none is written", "where the state is saved, for `--resume`"),
+    "metrics": ("path", "none are written", "a file with one JSON object for each step"),
+    "ledger": (
+        "path",
+        "none is written",
+        "the trace of the run, with one chained line for each event",
+    ),
 }
 CHECKPOINT: Mapping[str, tuple[str, str, str]] = {
-    "path": ("path", "required", "the file; it is replaced as a whole or not at all"),
+    "path": ("path", "required", "the file; it is replaced atomically"),
     "every_steps": ("whole number >= 1", "required", "steps from one save to the next"),
 }
 TLS: Mapping[str, tuple[str, str, str]] = {
@@ -70,15 +78,15 @@ TLS: Mapping[str, tuple[str, str, str]] = {
     "key": ("path", "required", "its private key, PEM, without a passphrase"),
     "ca": (
         "path",
-        "none is asked for",
+        "workers need no certificate",
         "the authority that signs the certificates that workers must show",
     ),
 }
 TIMING: Mapping[str, str] = {
-    "heartbeat_s": "time between two signs of life of either end",
-    "dead_after_s": "how long either end may be silent before it is given up",
+    "heartbeat_s": "time between two heartbeats of each end",
+    "dead_after_s": "how long an end may be silent before it counts as dead",
     "hello_s": "how long a new connection may take to prove the secret",
-    "gather_s": "how long the run waits for enough workers before it is given up",
+    "gather_s": "how long the run waits for enough workers before it ends",
 }
 
 

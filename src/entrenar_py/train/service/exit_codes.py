@@ -12,14 +12,15 @@ INCONCLUSIVE = 4
 STOPPED = 6  # 5 is "nothing selected" in entrenar-check, and unused here
 
 MEANINGS: Mapping[int, str] = {
-    DONE: "the run is complete; the ledger is right; the doctor has looked",
-    WRONG: "the run was halted or given up, a worker was refused; the ledger is broken or differs; "
-    "shards are missing or damaged, prompts have no answer",
+    DONE: "the run is complete; the ledger is correct; the doctor has finished",
+    WRONG: "the run halted or was abandoned, or a worker was refused; the ledger is broken or "
+    "differs; shards are missing or damaged; prompts have no answer",
     INVALID: "the command line or a file that it names is invalid; nothing ran",
     FAILED: "the program itself failed: a device, a full disk, a bug",
     INCONCLUSIVE: "the ledger can't be replayed here bit for bit",
-    STOPPED: "stopped by SIGINT, SIGTERM or SIGHUP: the step in work was finished (a second signal "
-    "gives it up), the checkpoint written, the workers told; go on with --resume",
+    STOPPED: "stopped by SIGINT, SIGTERM or SIGHUP: the current step was finished (a second signal "
+    "abandons it), the checkpoint was written, and the workers were notified; continue with "
+    "--resume",
 }
 
 _COMMON = {INVALID: MEANINGS[INVALID], FAILED: MEANINGS[FAILED], STOPPED: "interrupted"}
