@@ -141,11 +141,11 @@ def test_shards_of_another_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"version": 9}, "version=9: this is version 2"),
+        ({"version": 9}, "version=9: the shards must have version 2"),
         ({"rows": [1, -1]}, "rows="),
-        ({"rows": []}, "don't fit each other"),
+        ({"rows": []}, "must have the same length"),
         ({"top_k": True}, "top_k=True"),
-        ({"extra": 1}, "extra: it is missing, or of no use"),
+        ({"extra": 1}, "extra: this key is missing or unknown"),
     ],
 )
 def test_facts_that_are_none(tmp_path: Path, changes: dict[str, object], told: str) -> None:
