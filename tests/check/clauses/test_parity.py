@@ -615,7 +615,7 @@ def test_a_clause_on_several_workers_does_not_apply_to_a_command_that_starts_one
     assert (
         CHECKS[check]
         .absent([of_one_worker()])
-        .startswith("the command starts one worker, and nothing")
+        .startswith("the command starts one worker, so nothing")
     )
     assert CHECKS[check].absent([of_one_worker(starts="")]) == ""
     assert CHECKS[check].absent([of_one_worker(), of_one_worker(world_size=2)]) == ""

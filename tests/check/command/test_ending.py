@@ -165,7 +165,7 @@ UnpicklingError: Weights only load failed
     [
         (1, LOADING, "", "stop before step 5 the script fails to load its checkpoint: Unpickling"),
         (1, LOADING.replace("load\n", "save\n"), "", ""),
-        (0, "", "train.py:31", "read a checkpoint (train.py:31), and ended by itself without a"),
+        (0, "", "train.py:31", "read a checkpoint (train.py:31), and ended without taking a"),
         (0, "", "", ""),
     ],
 )

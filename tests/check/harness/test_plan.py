@@ -97,7 +97,7 @@ def test_what_presupposes_common_steps_is_left_out() -> None:
         wish = Plan(system=system)
         tasks, not_applying = plan.divide(clauses, wish)
         assert [one.invariant.id for one in not_applying] == left_out
-        assert all("all workers make together" in one.reason for one in not_applying)
+        assert all("all workers take together" in one.reason for one in not_applying)
         assert [task.invariant.id for task in tasks] == [
             one.id for one in clauses if one.id not in left_out
         ]

@@ -100,7 +100,7 @@ def test_exclusions(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "excluded: F-DP-002 (covered) until 9999-12-31: not yet (pyproject.toml:5:" in printed
     assert check("--only", "F-DP-002", "-v") == 0
-    assert "note F-DP-002: tried as --only asks" in capsys.readouterr().out
+    assert "note F-DP-002: tried because --only names it" in capsys.readouterr().out
     assert check("--list") == 0
     assert "excluded: F-DP-002 until 9999-12-31: not yet" in capsys.readouterr().out
 
