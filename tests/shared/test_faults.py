@@ -119,7 +119,7 @@ def test_non_finite_values_are_text(value: str) -> None:
             {**LIE, "at": "Staged", "value": "too_long"},
             "use one of TreeNode, Partial with value=too_long",
         ),
-        ({**LIE, "step": 0, "at": "Staged", "value": "old_step"}, "step=0: there is no step bef"),
+        ({**LIE, "step": 0, "at": "Staged", "value": "old_step"}, "step=0: there is no previous"),
         ({**STRANGER, "value": "friend"}, "value='friend': use one of taken_rank, one_too_many"),
         ({**STRANGER, "value": "taken_rank"}, "rank=None: value=taken_rank needs a rank"),
         ({**STRANGER, "rank": 1, "value": "silent"}, "rank=1: value=taken_rank needs a rank"),

@@ -257,7 +257,7 @@ def test_the_docs_state_the_defaults() -> None:
     """The docs state the default of every field that a contract may leave out."""
     page = Path(__file__).parents[2] / "docs" / "contract-format.md"
     stated = ", ".join(f"{name} `{value}`" for name, value in DEFAULTS.items())
-    assert f"Left out: {stated}." in page.read_text(encoding="utf-8")
+    assert f"Defaults: {stated}." in page.read_text(encoding="utf-8")
 
 
 def test_the_largest_float_is_a_learning_rate() -> None:
