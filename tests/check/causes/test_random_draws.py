@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -91,6 +92,8 @@ def test_a_collator_may_sort_its_batch() -> None:
         assert "sample" in random_draws.other_contents(compared(alone, [first, noisy]))
         fewer = [first, sorted_by_length(1, (2,), size=4.0, moved=0.0)]
         assert "sample" in random_draws.other_contents(compared(alone, fewer)), "other samples"
+    unknown = sorted_by_length(1, (1, 2), size=4.0, moved=math.nan)
+    assert "sample" in random_draws.other_contents(compared(alone, [first, unknown]))
 
 
 @pytest.mark.parametrize("where", ["forward", "loss", "backward", "gradient", "step"])

@@ -1,4 +1,4 @@
-"""What comparing a user's runs presupposes: one table, tested on the runs themselves.
+"""The presuppositions of comparing a user's runs: one table, tested on the runs themselves.
 
 A comparison counts only if all its presuppositions hold. If one fails, it is reported as missing,
 with the call that settles it. The exception is a difference that one exact equation explains, which

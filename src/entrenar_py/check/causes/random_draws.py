@@ -193,7 +193,9 @@ def _without_sizes(row: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _is_same_row(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> bool:
-    return len(due) == len(got) and are_alike(due, got, bound)
+    # A row that can't be compared is not known to be the same: it would match any other.
+    can_be_compared = len(due) == len(got) and all(map(math.isfinite, (*due, *got)))
+    return can_be_compared and are_alike(due, got, bound)
 
 
 def _all_known(trace: Trace) -> bool:
