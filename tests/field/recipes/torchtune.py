@@ -86,7 +86,7 @@ _ON_CPU = (
 )
 _BEGINS_ANEW = undeclared(
     clause="F-TI-003",
-    words="the script started over",
+    words="with its initial weights",
     because="Which checkpoint the recipe goes on from is said by several keys of its "
     "configuration.",
 )
