@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from entrenar_py.train.finetune import local
+from entrenar_py.train.service.metrics import Metrics
+from entrenar_py.train.service.run_events import Happening, StepMade
 
 # Five steps of eight rows, of which six are unsafe.
 SETTINGS: dict[str, Any] = {
@@ -52,3 +60,21 @@ def told(output: Path, what: str) -> list[dict[str, Any]]:
 def die(_pipe: Connection) -> None:
     """End a worker process as soon as it is started."""
     sys.exit(3)
+
+
+def kill_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next run's worker of rank 1 be killed as soon as the first step is made."""
+    begin, write = local._Workers.start, Metrics.__call__
+    victims: list[Any] = []
+
+    def start(self: Any, address: Any, give_up: Any) -> None:
+        begin(self, address, give_up)
+        victims.append(self._hands[1].process)
+
+    def killing(self: Metrics, happening: Happening) -> None:
+        write(self, happening)
+        if isinstance(happening, StepMade) and victims:
+            os.kill(victims.pop().pid, signal.SIGKILL)
+
+    monkeypatch.setattr(local._Workers, "start", start)
+    monkeypatch.setattr(Metrics, "__call__", killing)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,9 @@ import pytest
 import torch
 
 from entrenar_py import entrenar as cli
-from entrenar_py.train.finetune import local, settings_file
+from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import model
 from entrenar_py.train.service import exit_codes
-from entrenar_py.train.service.metrics import Metrics
-from entrenar_py.train.service.run_events import Happening, StepMade
 from tests.train.finetune import runs
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -52,24 +48,6 @@ def trained(folder: Path, small: Path, *, workers: int) -> Path:
     return folder / f"out{workers}"
 
 
-def kill_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the next run's worker of rank 1 be killed as soon as the first step is made."""
-    begin, write = local._Workers.start, Metrics.__call__
-    victims: list[Any] = []
-
-    def start(self: Any, address: Any, give_up: Any) -> None:
-        begin(self, address, give_up)
-        victims.append(self._hands[1].process)
-
-    def killing(self: Metrics, happening: Happening) -> None:
-        write(self, happening)
-        if isinstance(happening, StepMade) and victims:
-            os.kill(victims.pop().pid, signal.SIGKILL)
-
-    monkeypatch.setattr(local._Workers, "start", start)
-    monkeypatch.setattr(Metrics, "__call__", killing)
-
-
 def stock_base(small: Path) -> Any:
     """Return the checkpoint as stock libraries quantise it."""
     transformers = pytest.importorskip("transformers")
@@ -94,7 +72,7 @@ def test_the_same_adapters_and_the_losses_of_the_trainer(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     one = trained(tmp_path, small, workers=1)
-    kill_one(monkeypatch)
+    runs.kill_one(monkeypatch)
     three = trained(tmp_path, small, workers=3)
     assert "worker 1 died (SIGKILL)" in capsys.readouterr().out
     assert runs.adapters(one) == runs.adapters(three)

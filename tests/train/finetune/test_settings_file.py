@@ -20,6 +20,12 @@ from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.service import exit_codes
 from tests.train.plan.qwen3 import TINY, settings
 
+PAIRS = """\
+model: model
+task: preference
+output: out
+data: {train: rows.jsonl}
+"""
 SMALL = """\
 model: model
 task: text
@@ -104,7 +110,8 @@ workers: yes
         "Hugging Face's format",
         "run.yaml:1:1: error: configuration: output is missing: folder for what was trained, and "
         "for the run's record",
-        "run.yaml:2:7: error: configuration: task='clasify': use instruct or classify or text",
+        "run.yaml:2:7: error: configuration: task='clasify': use instruct or classify or text or "
+        "preference",
         "run.yaml:3:39: error: data: max_tokens=1: use a number >= 2",
         "run.yaml:3:42: error: data: key 'on_eror' is not read; did you mean 'on_error'?",
         "run.yaml:4:27: error: training: learning_rate='fast': use a number",
@@ -160,6 +167,39 @@ workers: yes
             CLASSES.replace("rows.jsonl", "rows.jsonl, packing: true"),
             "4:36: error: packing with task: classify: a class is predicted from the end of a "
             "sequence; leave packing out",
+        ),
+        (
+            SMALL + "preference: {beta: 0.2}\n",
+            "5:20: error: task: text has no pairs; leave beta out",
+        ),
+        (
+            PAIRS + "preference: {label_smoothing: 0.5}\n",
+            "5:31: error: preference: label_smoothing=0.5: use a number >= 0 and < 0.5",
+        ),
+        (
+            PAIRS + "method: full\n",
+            "5:9: error: task: preference with method: full: the reference is the model without "
+            "its adapters, and with all weights trained a second model would be needed; use "
+            "method: lora or qlora",
+        ),
+        (
+            PAIRS.replace("rows.jsonl", "rows.jsonl, packing: true"),
+            "4:36: error: packing with task: preference: a pair is two rows of its own; leave "
+            "packing out",
+        ),
+        (
+            PAIRS.replace("rows.jsonl", "rows.jsonl, messages_field: x"),
+            "4:43: error: task: preference does not read messages_field; leave it out",
+        ),
+        (
+            PAIRS + "strategy: pipeline_parallel\n",
+            "5:11: error: task: preference with strategy: pipeline_parallel: both sides of a "
+            "pair, and the reference, need the whole model; use ddp, ddp_canonical, fsdp, or none",
+        ),
+        (
+            PAIRS + "distill: {logits: soft}\n",
+            "5:10: error: distill with task: preference: a teacher's logits are of next tokens; "
+            "use task: instruct or text",
         ),
         (
             SMALL + "strategy: fsdp\nmethod: qlora\n",

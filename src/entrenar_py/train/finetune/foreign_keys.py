@@ -118,6 +118,19 @@ ROWS = (
         note=f"for all-linear name them: {_LINEAR}",
     ),
     Row(
+        axolotl=("rl_beta",),
+        trl=("beta",),
+        llama_factory=("pref_beta",),
+        ours="preference.beta",
+    ),
+    Row(
+        axolotl=("rl",),
+        trl=("loss_type",),
+        llama_factory=("pref_loss",),
+        ours="task",
+        note="preference is DPO with the loss sigmoid; others are not learned",
+    ),
+    Row(
         axolotl=("num_epochs",),
         trl=("num_train_epochs",),
         llama_factory=("num_train_epochs",),

@@ -221,4 +221,4 @@ def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
 
 
 def _longest(prepared: Prepared) -> int:
-    return max(prepared.train.length(index) for index in range(len(prepared.train)))
+    return prepared.train.longest

@@ -118,9 +118,10 @@ def link(
         (folder / file.name).symlink_to(place.absolute())
 
 
-def _fits(found: Samples, listed: Contents, settings: Settings) -> bool:
+def _fits(samples: Samples, listed: Contents, settings: Settings) -> bool:
     num_labels = len(settings.classes.labels) if settings.task == "classify" else 0
-    return found.is_consistent and len(listed.class_weights) == num_labels
+    is_of_task = samples.are_pairs == (settings.task == "preference")
+    return samples.is_consistent and is_of_task and len(listed.class_weights) == num_labels
 
 
 INDEX_BYTES_MAX = 2**26  # an entry, with a weight's and a file's name, takes about 150

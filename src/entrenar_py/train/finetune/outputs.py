@@ -32,7 +32,7 @@ from entrenar_py.train.model.chat_template import ChatEncoder
 from entrenar_py.train.model.conversations import BadConversationError, Conversation
 from entrenar_py.train.model.evaluation import Scores
 from entrenar_py.train.model.preparation import Prepared
-from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.settings import CHATS, Settings
 from entrenar_py.train.model.workload import Tuned
 
 PARTIAL = "export.partial"  # a folder in the output: files that are being written
@@ -289,7 +289,7 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
             "not with a text; leave it out"
         )
     new_tokens = new_tokens or NEW_TOKENS
-    if settings.task == "instruct":
+    if settings.task in CHATS and getattr(tokenizer, "chat_template", None):
         question = _asked(tokenizer, prompt, settings.data.date)
     else:
         question = samples.tokens_of(tokenizer, prompt)

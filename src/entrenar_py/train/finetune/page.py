@@ -248,6 +248,10 @@ def _curves(history: History) -> Iterator[str]:
     yield from _chart("Loss", "loss", [trained, validated])
     yield from _chart("Norm of the gradient", "L2 norm", [norm], log=True)
     yield from _chart("Perplexity", "perplexity", [_line("validation", 1, scored, "perplexity")])
+    if any("margin" in one for one in scored.values()):
+        accuracy = _line("validation", 1, scored, "accuracy")
+        yield from _chart("Pairs with the higher reward for the chosen side", "share", [accuracy])
+        yield from _chart("Mean margin", "reward", [_line("validation", 1, scored, "margin")])
     yield from _chart("F1 of each class", "F1", [*_of_classes(scored)])
     yield "</div></section>"
 
@@ -281,7 +285,7 @@ def _points(values: Mapping[int, float]) -> Points:
 def _scores(made: int, scores: Mapping[str, Any]) -> Iterator[str]:
     yield f"<section><h2>Validation after step {made:,}</h2>"
     facts = {"loss": scores["loss"], "perplexity": scores["perplexity"]}
-    facts["accuracy"] = scores["accuracy"]
+    facts |= {"accuracy": scores["accuracy"], "margin": scores.get("margin")}
     yield from _facts((name, f"{value:.4f}") for name, value in facts.items() if value is not None)
     classes = scores["classes"][:CLASSES_MAX]
     if classes:

@@ -429,6 +429,7 @@ class _Conflicts:
                 "again are not compiled; leave one of both out",
                 "compile",
             )
+        self._of_preference()
         self._of_distillation()
         self._of_strategy()
         is_pipeline = settings.strategy == LAYER_PIPELINE
@@ -437,6 +438,33 @@ class _Conflicts:
                 f"workers={settings.workers} with num_shards={training.num_shards}: a worker would "
                 "have no shard; use workers <= num_shards",
                 "workers",
+            )
+
+    def _of_preference(self) -> None:
+        """Report settings that exclude preference optimisation."""
+        settings = self._settings
+        if settings.task != "preference":
+            for key in self._given("preference"):
+                message = f"task: {settings.task} has no pairs; leave {key} out"
+                self._error(message, "preference", key)
+            return
+        if not settings.adapts:
+            self._error(
+                "task: preference with method: full: the reference is the model without its "
+                "adapters, and with all weights trained a second model would be needed; use "
+                "method: lora or qlora",
+                "method",
+            )
+        if settings.data.packing:
+            self._error(
+                "packing with task: preference: a pair is two rows of its own; leave packing out",
+                *("data", "packing"),
+            )
+        if settings.strategy not in (None, *BY_SHARDS):
+            self._error(
+                f"task: preference with strategy: {settings.strategy}: both sides of a pair, and "
+                f"the reference, need the whole model; use {', '.join(BY_SHARDS)}, or none",
+                "strategy",
             )
 
     def _of_distillation(self) -> None:
@@ -450,10 +478,10 @@ class _Conflicts:
                 "the prompts that it is to answer",
                 "distill",
             )
-        if settings.task == "classify":
+        if settings.task not in ("instruct", "text"):
             self._error(
-                "distill with task: classify: a teacher's logits are of next tokens; use task: "
-                "instruct or text",
+                f"distill with task: {settings.task}: a teacher's logits are of next tokens; use "
+                "task: instruct or text",
                 "distill",
             )
         if settings.strategy not in (None, *BY_SHARDS):
@@ -509,7 +537,11 @@ class _Conflicts:
                 "leave packing out",
                 *("data", "packing"),
             )
-        read = {"classify": {"text_field", "label_field"}, "text": {"text_field"}}
+        read = {
+            "classify": {"text_field", "label_field"},
+            "text": {"text_field"},
+            "preference": set[str](),
+        }
         fields = read.get(task, {"messages_field"})
         for key in ("text_field", "label_field", "messages_field"):
             if key in self._given("data") and key not in fields:

@@ -166,8 +166,9 @@ def event(scores: Scores, step: int) -> Scored:
         step=step,
         loss=scores.loss,
         weight=scores.weight,
-        perplexity=None if classes else _known(scores.perplexity),
-        accuracy=scores.accuracy if classes else None,
+        perplexity=_known(scores.perplexity) if scores.are_of_tokens else None,
+        accuracy=_known(scores.accuracy),
+        margin=scores.margin,
         classes=classes,
         confusion=tuple(map(tuple, scores.confusion.tolist())),
     )

@@ -19,11 +19,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from entrenar_py.shared.untrusted import json_text
 from entrenar_py.shared.wording import counted
+from entrenar_py.train.model import pairs
 from entrenar_py.train.model.conversations import BadConversationError, Conversation, Message
+from entrenar_py.train.model.pairs import Chats, Encoded
 from entrenar_py.train.model.rendering import (
     THOUGHTS,
     ChatTemplate,
@@ -32,6 +34,9 @@ from entrenar_py.train.model.rendering import (
     TemplateRefusalError,
     TokenRanges,
 )
+
+Rows = TypeVar("Rows", Conversation, Chats)
+Found = TypeVar("Found")
 
 # Before and after a part, with the part's number. No text has these, which are not characters.
 _OPEN, _CLOSE, _END = "\ufdd2", "\ufdd3", "\ufdd4"
@@ -295,18 +300,28 @@ class ChatEncoder:
         Raises BadConversationError if the template refuses it or leaves out a part of it, or if the
         beginning of a turn can't be found.
         """
-        try:
-            return self._encode(conversation)
-        except EndlessTemplateError:
-            raise
-        except BadConversationError as error:
-            if not any("tool_calls" in message for message in conversation.messages):
-                raise
-            as_texts = replace(conversation, messages=_with_texts(conversation.messages))
-            try:
-                return self._encode(as_texts)
-            except BadConversationError as other:  # report the problem that isn't about arguments
-                raise (other if isinstance(error, TemplateRefusalError) else error) from None
+        return _with_either(self._encode, conversation, _texts_of)
+
+    def pair(self, pair: Chats) -> Encoded:
+        """Return the tokens of both sides of a pair: a completion begins after their prompt.
+
+        The prompt ends where its own tokens, with the generation prompt, and those of the sides
+        differ, as in TRL. Raises BadConversationError as `encode` does.
+        """
+        return _with_either(self._pair, pair, _pair_of_texts)
+
+    def _pair(self, pair: Chats) -> Encoded:
+        prompt = self.prompt(Conversation(messages=pair.prompt, tools=pair.tools, learned=()))
+        chosen, rejected = (
+            self._whole(Conversation(messages=messages, tools=pair.tools, learned=()))
+            for messages in ([*pair.prompt, *pair.chosen], [*pair.prompt, *pair.rejected])
+        )
+        return pairs.encoded(prompt, chosen, rejected)
+
+    def _whole(self, conversation: Conversation) -> list[int]:
+        text = self._template.text(conversation.messages, conversation.tools)
+        Parts(self._template, conversation, text)  # raises if one is left out
+        return self._ranges.tokens(text)
 
     def _encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         text = self._template.text(conversation.messages, conversation.tools)
@@ -488,6 +503,37 @@ def _require_own(
 
 def _without_thoughts(message: Message) -> Message:
     return {name: value for name, value in message.items() if name not in THOUGHTS}
+
+
+def _with_either(
+    encode: Callable[[Rows], Found], row: Rows, texts: Callable[[Rows], Rows]
+) -> Found:
+    """Return what `encode` returns; if it raises, with the arguments of calls as texts.
+
+    Some templates need such arguments.
+    """
+    try:
+        return encode(row)
+    except EndlessTemplateError:
+        raise
+    except BadConversationError as error:
+        as_texts = texts(row)
+        if as_texts == row:
+            raise
+        try:
+            return encode(as_texts)
+        except BadConversationError as other:  # report the problem that isn't about arguments
+            raise (other if isinstance(error, TemplateRefusalError) else error) from None
+
+
+def _texts_of(conversation: Conversation) -> Conversation:
+    return replace(conversation, messages=_with_texts(conversation.messages))
+
+
+def _pair_of_texts(pair: Chats) -> Chats:
+    parts = (pair.prompt, pair.chosen, pair.rejected)
+    prompt, chosen, rejected = map(_with_texts, parts)
+    return replace(pair, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 def _with_texts(messages: Sequence[Message]) -> list[Message]:

@@ -1,7 +1,7 @@
 """Reads conversations from common formats of rows: messages, ShareGPT's turns, or pairs.
 
 A row's format is recognised by its fields. Rows that can't be learned from directly, such as images
-or pairs of a better and a worse answer, are refused.
+or pairs of a better and a worse answer (`pairs` reads these), are refused.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def read(fields: Mapping[str, Any], field: str) -> Conversation:
         raise BadConversationError(
             f"{name} is no list of messages ({messages!r}); use [{{role, content}}, ...]"
         )
-    pairs = [_message(name, number, one) for number, one in enumerate(messages, 1)]
+    pairs = [message(name, number, one) for number, one in enumerate(messages, 1)]
     messages = [message for message, _ in pairs]
     turns = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
     learned = [index for index in turns if pairs[index][1]]
@@ -93,10 +93,10 @@ def read(fields: Mapping[str, Any], field: str) -> Conversation:
     for index in learned:
         if not ((messages[index]["content"] or "").strip() or messages[index].get("tool_calls")):
             raise BadConversationError(f"{name}: the assistant's message {index + 1} is empty")
-    before = [] if messages[0]["role"] == "system" else _system(fields)
+    before = system(fields, messages)
     return Conversation(
         messages=[*before, *messages[: max(learned) + 1]],
-        tools=_tools(fields),
+        tools=tools(fields),
         learned=[len(before) + index for index in learned],
     )
 
@@ -113,15 +113,15 @@ def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
         raise BadConversationError(
             f"{name} is no list of messages ({values!r}); use [{{role, content}}, ...]"
         )
-    messages = [_message(name, number, one)[0] for number, one in enumerate(values, 1)]
+    messages = [message(name, number, one)[0] for number, one in enumerate(values, 1)]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages or messages[-1]["role"] == "system":
         raise BadConversationError(f"{name}: no turn of the user before an answer, so no prompt")
     if not (messages[-1]["content"] or "").strip():
         raise BadConversationError(f"{name}: the last message before the answer is empty")
-    before = [] if messages[0]["role"] == "system" else _system(fields)
-    return Conversation(messages=[*before, *messages], tools=_tools(fields), learned=())
+    before = system(fields, messages)
+    return Conversation(messages=[*before, *messages], tools=tools(fields), learned=())
 
 
 def _answered(fields: Mapping[str, Any], field: str) -> Mapping[str, Any]:
@@ -138,17 +138,23 @@ def _answered(fields: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 def _require_good(fields: Mapping[str, Any], field: str) -> None:
     """Raise BadConversationError for images, pairs of answers, and answers marked as bad."""
-    media = [name for name in _MEDIA if fields.get(name)]
-    if media:
-        raise BadConversationError(f"has {media[0]}; only text is learned, leave such rows out")
+    require_text_only(fields)
     for better, worse in _PREFERENCES:
         if field not in (better, worse) and fields.get(better) and fields.get(worse):
             raise BadConversationError(
-                f"has {better} and {worse} answers, and no preference is learned; to learn what is "
-                f"{better}, make it a list of messages and set data.messages_field: {better}"
+                f"has {better} and {worse} answers, and no preference is learned; use task: "
+                f"preference, or to learn what is {better}, make it a list of messages and set "
+                f"data.messages_field: {better}"
             )
     if fields.get("label") is False:
         raise BadConversationError("label=False marks a bad answer; leave such rows out")
+
+
+def require_text_only(fields: Mapping[str, Any]) -> None:
+    """Raise BadConversationError for a row with images or sounds."""
+    media = [name for name in _MEDIA if fields.get(name)]
+    if media:
+        raise BadConversationError(f"has {media[0]}; only text is learned, leave such rows out")
 
 
 def _given(fields: Mapping[str, Any], field: str) -> tuple[str, Any]:
@@ -187,7 +193,7 @@ def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Ma
     yield {"role": "assistant", "content": fields[answer]}
 
 
-def _message(name: str, number: int, entry: Any) -> tuple[Message, bool]:
+def message(name: str, number: int, entry: Any) -> tuple[Message, bool]:
     """Return a message in the form that templates take, and whether it is learned."""
     place = f"{name}: message {number}"
     if not isinstance(entry, Mapping):
@@ -313,7 +319,10 @@ def _call(place: str, call: Any) -> Message:
     return {"type": "function", **about, "function": {**function, **named}}
 
 
-def _system(fields: Mapping[str, Any]) -> list[Message]:
+def system(fields: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
+    """Return the row's system message that comes before `messages`, if they begin with none."""
+    if messages[0]["role"] == "system":
+        return []
     name = "system" if fields.get("system") else "system_prompt"
     said = fields.get(name)
     if said is not None and not isinstance(said, str):
@@ -321,7 +330,7 @@ def _system(fields: Mapping[str, Any]) -> list[Message]:
     return [{"role": "system", "content": said}] if said else []
 
 
-def _tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
+def tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return the functions that a row offers to the assistant, in the form that templates take."""
     tools = fields.get("tools") or fields.get("functions")  # the latter is OpenAI's older field
     try:

@@ -92,9 +92,9 @@ def rows_of(prepared: Prepared) -> Rows:
     """Return the facts about rows that were read."""
     train, counts = prepared.train, prepared.class_counts
     too_long = [length for bad in train.skipped if (length := samples.length_of(bad))]
-    lengths = np.diff(train.starts).tolist()[: sum(counts) or None]  # copies come last
+    lengths = train.lengths.tolist()[: sum(counts) or None]  # copies come last
     if prepared.validation is not None and prepared.settings.data.validation is None:
-        lengths += np.diff(prepared.validation.starts).tolist()  # from the same file
+        lengths += prepared.validation.lengths.tolist()  # from the same file
     return Rows(
         lengths=(*lengths, *too_long),
         num_skipped=len(too_long),

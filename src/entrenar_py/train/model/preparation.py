@@ -21,8 +21,9 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import files, json_text
 from entrenar_py.train.model import model, model_folder, precision, rendering, samples
+from entrenar_py.train.model.preference import DirectPreference
 from entrenar_py.train.model.samples import Samples
-from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.settings import CHATS, Settings
 from entrenar_py.train.model.workload import Finetuning, Tuned
 
 TRAINER = "parameter_server"
@@ -50,18 +51,19 @@ class Prepared:
         """The token with which rows are padded."""
         return model.padding(self.tokenizer)
 
-    def workload(self, kind: type[Finetuning] = Finetuning, **more: Any) -> Finetuning:
+    def workload(self, kind: type[Finetuning] | None = None, **more: Any) -> Finetuning:
         """Return a workload of class `kind` with the model and its samples; loads the checkpoint.
 
-        `more` are further arguments of `kind`. Raises UsageError if the checkpoint is not complete,
-        or if tokenizer, rows or settings don't fit it.
+        Without a `kind`, it is the one of the task. `more` are further arguments of `kind`. Raises
+        UsageError if the checkpoint is not complete, or if tokenizer, rows or settings don't fit
+        it.
         """
         module = model.load(self.settings, self.pad_token)
         both = (self.train, self.validation)
         model_folder.require_samples(self.settings, module, both, self.pad_token)
         model_folder.require_own_loss(self.settings, module)
         weights = self.class_weights
-        return kind(
+        return (kind or kind_of(self.settings))(
             module,
             self.train,
             pad_token=self.pad_token,
@@ -69,8 +71,19 @@ class Prepared:
             products=precision.of_products(self.settings),
             packed_tokens=self.settings.data.max_tokens if self.settings.data.packing else None,
             compiles=self.settings.compile and self.settings.recompute == "none",
+            **options_of(self.settings),
             **more,
         )
+
+
+def kind_of(settings: Settings) -> type[Finetuning]:
+    """Return the class of the workload of a run's task."""
+    return DirectPreference if settings.task == "preference" else Finetuning
+
+
+def options_of(settings: Settings) -> dict[str, Any]:
+    """Return the arguments that only the workload of a run's task has."""
+    return {"preference": settings.preference} if settings.task == "preference" else {}
 
 
 def prepare(
@@ -143,7 +156,7 @@ def dated(settings: Settings, tokenizer: Any, day: str | None) -> Settings:
     """
     if settings.data.date is not None:
         day = settings.data.date
-    elif settings.task != "instruct" or not rendering.has_clock(tokenizer):
+    elif settings.task not in CHATS or not rendering.has_clock(tokenizer):
         return settings
     else:
         day = day or day_of(settings)

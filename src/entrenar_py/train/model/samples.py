@@ -2,8 +2,10 @@
 
 A row becomes tokens, and for each token the information whether it is predicted: in `text` every
 token except the first, in `instruct` only those of the assistant's turns. In `classify` the class
-of the whole text is predicted. A row that can't be used is a `BadRow` with its place, never an
-exception. So all of them can be reported at once, or skipped (data.on_error).
+of the whole text is predicted. In `preference` a sample is a pair: the tokens of the chosen side,
+then those of the rejected side, each with the prompt (`pairs`). A row that can't be used is a
+`BadRow` with its place, never an exception. So all of them can be reported at once, or skipped
+(data.on_error).
 
 The file's name has a digest of the rows' files, the tokenizer and all settings that matter, so no
 cache ever has to be deleted. Samples are flat arrays, not lists of lists: a million rows take no
@@ -16,7 +18,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +32,7 @@ from entrenar_py.shared.errors import CheckpointError, RowsError, UsageError
 from entrenar_py.shared.untrusted import escaping, json_text
 from entrenar_py.shared.wording import counted
 from entrenar_py.train.arithmetic import checkpoint
-from entrenar_py.train.model import conversations, rows
+from entrenar_py.train.model import conversations, pairs, rows
 from entrenar_py.train.model.chat_template import ChatEncoder
 from entrenar_py.train.model.conversations import BadConversationError
 from entrenar_py.train.model.rendering import EndlessTemplateError
@@ -51,12 +53,19 @@ _LONG = "has "  # the beginning of the problem of a row with too many tokens
 class Sample:
     """The tokens of a row. `is_target` says for each whether it is predicted from those before it.
 
-    `label` is the number of the row's class, NO_LABEL if there are no classes.
+    `label` is the number of the row's class, NO_LABEL if there are no classes. `cut` is the number
+    of tokens of a pair's chosen side, 0 if the row is no pair.
     """
 
     tokens: Sequence[int]
     is_target: Sequence[bool]
     label: int = NO_LABEL
+    cut: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that the model gets in one row: of a pair, those of a side."""
+        return max(self.cut, len(self.tokens) - self.cut)
 
 
 def length_of(bad: BadRow) -> int | None:
@@ -103,6 +112,7 @@ class Encoder:
         self._encode: Callable[[Mapping[str, Any]], Sample] = {
             "classify": self._classified,
             "instruct": self._instructed,
+            "preference": self._preferred,
             "text": self._plain,
         }[settings.task]
         if settings.task == "instruct" and not getattr(tokenizer, "chat_template", None):
@@ -137,9 +147,9 @@ class Encoder:
         except (_BadValueError, BadConversationError) as problem:
             return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
         most = self._settings.data.max_tokens
-        if len(sample.tokens) > most:
+        if sample.num_tokens > most:
             return BadRow(
-                row.place, f"{_LONG}{len(sample.tokens)} tokens; data.max_tokens allows {most}"
+                row.place, f"{_LONG}{sample.num_tokens} tokens; data.max_tokens allows {most}"
             )
         return sample
 
@@ -169,6 +179,27 @@ class Encoder:
         if not any(is_target):
             raise _BadValueError("has one token, and nothing to predict")
         return Sample(tokens, is_target)
+
+    def _preferred(self, fields: Mapping[str, Any]) -> Sample:
+        pair = pairs.read(fields)
+        self._require_short(pair.contents)
+        if isinstance(pair, pairs.Texts):
+            encoded = pairs.of_texts(pair, self._tokens, self._tokenizer.eos_token)
+        else:
+            if not getattr(self._tokenizer, "chat_template", None):
+                raise _BadValueError(
+                    "has messages, and the tokenizer has no chat template; use texts, or the "
+                    "checkpoint of a chat model"
+                )
+            encoded = self._chats.pair(pair)
+        pairs.require_different(encoded)
+        chosen, rejected = encoded.chosen, encoded.rejected
+        # The first token of a row can't be predicted from anything.
+        starts = max(encoded.num_prompt, 1)
+        is_target = [
+            place >= starts for tokens in (chosen, rejected) for place in range(len(tokens))
+        ]
+        return Sample([*chosen, *rejected], is_target, cut=len(chosen))
 
     def _text(self, fields: Mapping[str, Any]) -> str:
         name = self._settings.data.text_field
@@ -224,17 +255,49 @@ class Samples:
     """Samples one after another: sample i has `tokens[starts[i]:starts[i + 1]]`.
 
     `tokens` is int32 and `is_target` bool, both [all tokens]; `starts` is int64 [n + 1]; `labels`
-    is int32 [n]. `skipped` has the rows that could not be used.
+    is int32 [n]. `cuts` is int32 [n] for pairs, the number of tokens of each chosen side; otherwise
+    it is empty. `skipped` has the rows that could not be used.
     """
 
     tokens: NDArray[np.int32]
     is_target: NDArray[np.bool_]
     starts: NDArray[np.int64]
     labels: NDArray[np.int32]
+    cuts: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     skipped: tuple[BadRow, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def are_pairs(self) -> bool:
+        """True if each sample is a pair of a chosen and a rejected side."""
+        return len(self.cuts) > 0
+
+    @cached_property
+    def rows(self) -> Samples:
+        """What the model gets as rows: of pairs, each chosen side and then its rejected side."""
+        if not self.are_pairs:
+            return self
+        inner = self.starts[:-1] + self.cuts
+        return Samples(
+            tokens=self.tokens,
+            is_target=self.is_target,
+            starts=np.append(np.column_stack([self.starts[:-1], inner]), self.starts[-1]),
+            labels=np.full(2 * len(self), NO_LABEL, np.int32),
+        )
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each sample's row, of a pair of its longer row: int64 [n]."""
+        each = np.diff(self.rows.starts)
+        found: NDArray[np.int64] = each.reshape(-1, 2).max(1) if self.are_pairs else each
+        return found
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest row, 0 without samples."""
+        return int(self.lengths.max(initial=0))
 
     def part(self, index: int) -> slice:
         """Return the slice of the tokens of sample `index`."""
@@ -255,13 +318,13 @@ class Samples:
     def digest(self) -> str:
         """32 hex digits over all samples."""
         hasher = blake3()
-        for array in (self.tokens, self.is_target, self.starts, self.labels):
+        for array in (self.tokens, self.is_target, self.starts, self.labels, self.cuts):
             hasher.update(np.ascontiguousarray(array).data.cast("B"))
         return hasher.hexdigest(16)
 
     @property
     def is_consistent(self) -> bool:
-        """True if the four arrays fit each other. An array from a file may hold anything."""
+        """True if the arrays fit each other. An array from a file may hold anything."""
         starts, num_tokens = self.starts, len(self.tokens)
         shapes = (self.tokens.ndim, self.is_target.shape, starts.shape, self.labels.ndim)
         return bool(
@@ -269,7 +332,16 @@ class Samples:
             and starts.dtype == np.int64
             and (starts[0], starts[-1]) == (0, num_tokens)
             and (np.diff(starts) > 0).all()
+            and (not self.are_pairs or self._are_cut())
         )
+
+    def _are_cut(self) -> bool:
+        """Return whether each pair is cut into two sides with a token to predict."""
+        cuts = self.cuts
+        if cuts.shape != self.labels.shape or not np.issubdtype(cuts.dtype, np.integer):
+            return False
+        is_within = (cuts > 0) & (cuts < np.diff(self.starts))
+        return bool(is_within.all() and (self.rows.num_targets > 0).all())
 
     def chosen(self, indices: Sequence[int]) -> Samples:
         """Return the samples with these `indices`, in their order. An index may be repeated."""
@@ -281,6 +353,7 @@ class Samples:
             is_target=self.is_target[places],
             starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
             labels=self.labels[list(indices)],
+            cuts=self.cuts[list(indices)] if self.are_pairs else self.cuts,
             skipped=self.skipped,
         )
 
@@ -379,6 +452,7 @@ def read_kept(path: Path) -> Samples | None:
             is_target=arrays["is_target"].astype(np.bool_),
             starts=arrays["starts"],
             labels=arrays["labels"],
+            cuts=arrays.get("cuts", np.zeros(0, np.int32)),
             skipped=tuple(BadRow(**one) for one in facts["skipped"]),
         )
     except (CheckpointError, KeyError, TypeError):
@@ -388,6 +462,8 @@ def read_kept(path: Path) -> Samples | None:
 def _keep(path: Path, samples: Samples) -> None:
     arrays = {name: getattr(samples, name) for name in ("tokens", "starts", "labels")}
     arrays["is_target"] = samples.is_target.astype(np.uint8)
+    if samples.are_pairs:
+        arrays["cuts"] = samples.cuts
     # A unique name: another process or host may be writing the same samples.
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
@@ -415,6 +491,7 @@ def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
         is_target=np.array([flag for sample in encoded for flag in sample.is_target], np.bool_),
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         labels=np.array([sample.label for sample in encoded], np.int32),
+        cuts=np.array([sample.cut for sample in encoded if sample.cut], np.int32),
         skipped=tuple(skipped),
     )
 

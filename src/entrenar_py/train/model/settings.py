@@ -22,7 +22,8 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.wire.terms import Timing
 
 USUAL = Timing()
-TASKS = ("instruct", "classify", "text")
+TASKS = ("instruct", "classify", "text", "preference")
+CHATS = ("instruct", "preference")  # tasks with rows that a chat template may render
 METHODS = ("lora", "qlora", "full")
 PRECISIONS = ("float32", "bfloat16")
 RECOMPUTED = ("none", "blocks")
@@ -104,6 +105,19 @@ class Classes:
     oversample: Annotated[
         bool, Key("repeat rows of rarer classes until all classes are as frequent")
     ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference:
+    """The loss of the task `preference` (DPO)."""
+
+    beta: Annotated[
+        float, Key("how much a side's log-probability counts, less the reference's", above=0)
+    ] = 0.1
+    label_smoothing: Annotated[
+        float,
+        Key("share of rows in which the rejected side may be the better one", least=0, below=0.5),
+    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +367,7 @@ class Settings:
     trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False
     data: Annotated[Data, Key("the rows")]
     classes: Annotated[Classes, Key("the classes of `task: classify`")] = Classes()
+    preference: Annotated[Preference, Key("the loss of `task: preference`")] = Preference()
     lora: Annotated[Lora, Key("the adapters of `method: lora` and `qlora`")] = Lora()
     training: Annotated[Training, Key("the optimizer and its batches")] = Training()
     distill: Annotated[

@@ -58,6 +58,25 @@ def adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
     return adapted
 
 
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Make `module` compute without its adapters.
+
+    Unlike peft's own `disable_adapter`, this leaves alone whether tensors have gradients: the
+    trainer's tensors are in the module while it computes.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 def _require_targets(
     targets: Sequence[str], module: nn.Module, new: Sequence[str], aside: str | None
 ) -> None:

@@ -1,8 +1,8 @@
 """A transformers model and its samples, as the workload of the reference trainer.
 
 A loss is the *sum* over a batch's targets, and a batch's weight is their number (or the sum of the
-classes' weights). Shards are added along a tree and divided once, so a mean over a shard would be
-wrong.
+classes' weights, or the number of pairs). Shards are added along a tree and divided once, so a mean
+over a shard would be wrong.
 
 The shape of a batch follows from its samples' ids alone: the length of its rows, how samples are
 packed, the number of places. So a shard has the same bits on any worker.
@@ -103,7 +103,7 @@ class Rows:
 
     def __init__(self, samples: Samples, pad_token: int, capacity: int | None = None) -> None:
         self._samples, self._pad_token, self._capacity = samples, pad_token, capacity
-        self._longest = int(np.diff(samples.starts).max(initial=0))
+        self._longest = samples.longest
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, attention mask, and tokens to predict (else IGNORED), int64 [n, t] each.
@@ -141,7 +141,8 @@ class Rows:
 class Tuned(Workload):
     """Samples, and the trainable tensors of `module` that learn from them.
 
-    The weight of a sample is its number of tokens to predict, or the weight of its class.
+    The weight of a sample is its number of tokens to predict, or the weight of its class. Each pair
+    has the weight 1.
     """
 
     name = "finetune"
@@ -174,13 +175,16 @@ class Tuned(Workload):
         self.num_samples = len(samples)
         self.data_digest = samples.digest
         self._samples = samples
-        self._rows, self._labels = Rows(samples, self.pad_token, self.packed_tokens), samples.labels
+        self._rows = Rows(samples.rows, self.pad_token, self.packed_tokens)
+        self._labels = samples.labels
         if self.has_classes:
             self._weights = self._class_weights[samples.labels].astype(np.float64)
+        elif samples.are_pairs:
+            self._weights = np.ones(len(samples))
         else:
             self._weights = samples.num_targets.astype(np.float64)
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
-        self._longest = max(samples.length(index) for index in range(len(samples)))
+        self._longest = samples.longest
 
     def with_samples(self, samples: Samples) -> Self:
         """Return the same workload on other samples, without running the model."""
@@ -244,14 +248,18 @@ class Tuned(Workload):
         tokens, mask, targets = self.rows(ids)
         if self.has_classes:
             return tokens, mask, self.classes(ids)
-        # The logits at a place predict the token after it.
-        after = F.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
+        after = following(targets).flatten()
         places = (after != IGNORED).nonzero().flatten()
         room = -len(places) % PLACES
         wanted = F.pad(after[places], (0, room), value=IGNORED)
         positions = (mask,) if self.is_packed else ()
         # The last place never has a target, so padding points there.
         return tokens, F.pad(places, (0, room), value=tokens.numel() - 1), wanted, *positions
+
+
+def following(targets: Tensor) -> Tensor:
+    """Return the target that each place's logits predict, that of the token after it: [n, t]."""
+    return F.pad(targets[:, 1:], (0, 1), value=IGNORED)
 
 
 class Finetuning(Tuned):

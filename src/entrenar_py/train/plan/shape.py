@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from entrenar_py.compute import draws, nf4
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import blocks, masks, model, precision
+from entrenar_py.train.model import blocks, masks, model, precision, preparation
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.model.workload import Finetuning
@@ -424,7 +424,7 @@ class Shape:
     def _rehearse(
         self, rows: int, length: int, kind: str, part: nn.Module, has_head: bool
     ) -> Rehearsal:
-        samples = _samples(rows, length)
+        samples = _samples(rows, length, are_pairs=self.settings.task == "preference")
         for tensor in (self.whole, part):
             cast("Any", tensor).config.pad_token_id = 0
         tensors = {name: tensor for name, tensor in part.named_parameters() if tensor.requires_grad}
@@ -460,12 +460,13 @@ class Shape:
         if kind not in self._works:
             labels = self.settings.classes.labels if self.settings.task == "classify" else ()
             with answered(kind):
-                self._works[kind] = Finetuning(
+                self._works[kind] = preparation.kind_of(self.settings)(
                     self.whole,
-                    _samples(1, 1),
+                    _samples(1, 1, are_pairs=self.settings.task == "preference"),
                     pad_token=0,
                     class_weights=(1.0,) * len(labels),
                     products=precision.of_products(self.settings),
+                    **preparation.options_of(self.settings),
                 )
         return self._works[kind].of_part(part)
 
@@ -497,12 +498,15 @@ class Shape:
                 yield cast("Tensor", layer.weight)
 
 
-def _samples(rows: int, length: int) -> Samples:
+def _samples(rows: int, length: int, *, are_pairs: bool) -> Samples:
+    """Return `rows` samples with rows of `length` tokens each; a pair has two."""
+    each = 2 * length if are_pairs else length
     return Samples(
-        tokens=np.ones(rows * length, np.int32),
-        is_target=np.ones(rows * length, np.bool_),
-        starts=np.arange(rows + 1, dtype=np.int64) * length,
+        tokens=np.ones(rows * each, np.int32),
+        is_target=np.ones(rows * each, np.bool_),
+        starts=np.arange(rows + 1, dtype=np.int64) * each,
         labels=np.zeros(rows, np.int32),
+        cuts=np.full(rows if are_pairs else 0, length, np.int32),
     )
 
 

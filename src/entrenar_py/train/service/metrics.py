@@ -30,7 +30,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 _NAMES = {StepMade: "step", StepAveraged: "step", Scored: "evaluation"}
 
-_OF_PIPELINES = ("passes_us", "idle_share")  # keys that lines of other runs lack
+_OF_SOME = ("passes_us", "idle_share", "margin")  # keys of pipelines, and of pairs
 
 
 class Metrics:
@@ -59,8 +59,8 @@ class Metrics:
         """Write the line of one event."""
         what = {} if isinstance(happening, Noted) else {"what": _NAMES[type(happening)]}
         record = {"time": round(time.time(), 3), **what, **asdict(happening)}
-        for key in _OF_PIPELINES:
-            if not record.get(key):
+        for key in _OF_SOME:
+            if record.get(key) in (None, {}):
                 record.pop(key, None)
         if not isinstance(happening, Noted) and not math.isfinite(happening.loss):
             record["loss"] = None  # JSON has no NaN
@@ -151,6 +151,7 @@ def _figures(happening: StepMade | Scored) -> Iterator[tuple[str, float]]:
             "validation/loss": happening.loss,
             "validation/perplexity": happening.perplexity,
             "validation/accuracy": happening.accuracy,
+            "validation/margin": happening.margin,
         }
         for scores in happening.classes:
             label = escaping.line(scores.label)

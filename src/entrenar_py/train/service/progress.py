@@ -54,12 +54,14 @@ def traffic(step: StepMade) -> list[str]:
 
 
 def scored(scores: Scored) -> str:
-    """Return scores as a line: loss, perplexity or accuracy, and scores of the first classes."""
+    """Return scores as a line: loss, perplexity, accuracy, margin, and those of some classes."""
     parts = [f"loss {scores.loss:.4f}"]
     if scores.perplexity is not None:
         parts.append(f"perplexity {scores.perplexity:.4g}")
     if scores.accuracy is not None:
         parts.append(f"accuracy {scores.accuracy:.3f}")
+    if scores.margin is not None:
+        parts.append(f"margin {scores.margin:.4g}")
     for own in scores.classes[:CLASSES_SHOWN]:
         figures = {"recall": own.recall, "precision": own.precision, "F1": own.f1}
         texts = [f"{name} {'-' if x is None else f'{x:.3f}'}" for name, x in figures.items()]

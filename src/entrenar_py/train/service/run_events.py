@@ -87,9 +87,11 @@ class ClassScored:
 class Scored:
     """The scores of the model after `step` steps, on rows that it isn't trained on.
 
-    `loss` is the mean over `weight` tokens, or over `weight` rows if the rows have classes.
-    `perplexity` is None for rows with classes, `accuracy` for rows without. `confusion[i][j]` is
-    the number of rows of class i that were classified as class j.
+    `loss` is the mean over `weight` tokens, or over `weight` rows if the rows have classes or are
+    pairs. `perplexity` is None for rows with classes and pairs, `accuracy` for all other rows. The
+    accuracy of pairs is the share in which the chosen side has the higher reward, and `margin`,
+    None for other rows, the mean difference of both rewards. `confusion[i][j]` is the number of
+    rows of class i that were classified as class j.
     """
 
     step: int
@@ -99,6 +101,7 @@ class Scored:
     accuracy: float | None
     classes: tuple[ClassScored, ...]
     confusion: tuple[tuple[int, ...], ...]
+    margin: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

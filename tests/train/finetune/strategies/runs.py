@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,10 @@ class Case:
         lines = (self.small / "test.jsonl").read_text("utf-8").splitlines()
         half = self.num_rows // 2
         lines = sorted(lines, key=lambda line: "unsafe" not in line)[:half] + lines[:half]
-        rows.write_text("\n".join(lines) + "\n", "utf-8")
         shown = (self.small / "test.jsonl").read_text("utf-8").splitlines()[:NUM_VALIDATED]
+        if self.task == "preference":
+            lines, shown = pairs(lines), pairs(shown)
+        rows.write_text("\n".join(lines) + "\n", "utf-8")
         (self.folder / VALIDATION).write_text("\n".join(shown) + "\n", "utf-8")
         record: dict[str, Any] = {
             "model": str(self.model),
@@ -120,6 +122,16 @@ class Case:
             trainer.advance(len(ids))
         steps = trainer.recorder.of(trace.Update)
         return steps, {name: array.copy() for name, array in worker.replica.arrays.items()}
+
+
+def pairs(lines: Sequence[str]) -> list[str]:
+    """Return a pair for each row of a text: the text is better than the next row's."""
+    texts = [json.loads(line)["text"] for line in lines]
+    others = zip(texts, [*texts[1:], texts[0] + " again"], strict=True)
+    return [
+        json.dumps({"prompt": "do: ", "chosen": chosen, "rejected": f"{rejected} -x"})
+        for chosen, rejected in others
+    ]
 
 
 def noted(output: Path, what: str) -> list[dict[str, Any]]:

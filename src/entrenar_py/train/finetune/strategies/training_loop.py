@@ -81,11 +81,10 @@ class Scoring:
             for begin in range(0, len(examination), size):
                 # A forward pass may be a collective: ranks without a batch repeat the first one.
                 is_real = begin + rank < len(examination)
-                batch = examination.batch(begin + rank if is_real else 0)
-                tokens, mask, targets = (one.to(device) for one in batch)
-                logits = self._strategy.logits(tokens, mask)
-                if is_real and logits is not None:
-                    totals += torch.from_numpy(examination.totals(logits, targets))
+                number = begin + rank if is_real else 0
+                found = examination.totals(number, self._strategy.logits, device)
+                if is_real and found is not None:
+                    totals += torch.from_numpy(found)
         totals = totals.to(device)
         dist.all_reduce(totals)
         return examination.scores(totals.cpu().numpy())

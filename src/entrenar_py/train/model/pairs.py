@@ -1,0 +1,171 @@
+"""Reads pairs of a chosen and a rejected answer, and finds where their completions begin.
+
+A row has `prompt`, `chosen` and `rejected`, as in TRL: all texts, or all lists of messages. Without
+a prompt, or with a text next to lists of messages, the prompt is what both sides begin with. Both
+sides are tokenised as a whole, together with the prompt. A side's completion begins where its
+tokens and those of the prompt differ, and the earlier place counts for both sides. So both have the
+same prompt, token by token, even if a token reaches over its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from entrenar_py.train.model import conversations
+from entrenar_py.train.model.conversations import BadConversationError, Message
+
+PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """A pair of texts that follow a prompt, which may be empty."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+    @property
+    def contents(self) -> list[Any]:
+        """Everything that becomes a token."""
+        return [self.prompt, self.chosen, self.rejected]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chats:
+    """A pair of messages that follow those of a prompt, in the form that chat templates take."""
+
+    prompt: Sequence[Message]
+    chosen: Sequence[Message]
+    rejected: Sequence[Message]
+    tools: Sequence[Any] | None
+
+    @property
+    def contents(self) -> list[Any]:
+        """Everything that becomes a token."""
+        return [*self.prompt, *self.chosen, *self.rejected, *(self.tools or ())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """The tokens of both sides; each begins with the same `num_prompt` tokens of the prompt."""
+
+    num_prompt: int
+    chosen: Sequence[int]
+    rejected: Sequence[int]
+
+
+def read(fields: Mapping[str, Any]) -> Texts | Chats:
+    """Return the pair of a row. Raises BadConversationError for a row without one."""
+    conversations.require_text_only(fields)
+    has = [name for name, value in fields.items() if value is not None]
+    for name in (CHOSEN, REJECTED):
+        if name not in has:
+            raise BadConversationError(
+                f"has no field {name!r}; it has {', '.join(has) or 'none'}; use {PROMPT}, {CHOSEN} "
+                f"and {REJECTED}: texts, or lists of messages"
+            )
+    chosen, rejected, prompt = fields[CHOSEN], fields[REJECTED], fields.get(PROMPT)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return _of_texts(prompt, chosen, rejected)
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        return _of_chats(fields, prompt, chosen, rejected)
+    raise BadConversationError(
+        f"{CHOSEN} is a {type(chosen).__name__} and {REJECTED} a {type(rejected).__name__}; use "
+        "two texts, or two lists of messages"
+    )
+
+
+def _of_texts(prompt: object, chosen: str, rejected: str) -> Texts:
+    if prompt is None:
+        place = _differ_at(chosen, rejected)
+        place -= chosen[place - 1 : place] == " "  # a space belongs to the word after it
+        prompt, chosen, rejected = chosen[:place], chosen[place:], rejected[place:]
+    if not isinstance(prompt, str):
+        raise BadConversationError(
+            f"{PROMPT} is a {type(prompt).__name__}; use a text, as they are"
+        )
+    for name, text in ((CHOSEN, chosen), (REJECTED, rejected)):
+        if not text.strip():
+            raise BadConversationError(f"{name}={text!r}: use a text that is not empty")
+    return Texts(prompt=prompt, chosen=chosen, rejected=rejected)
+
+
+def _of_chats(
+    fields: Mapping[str, Any], prompt: object, chosen: list[Any], rejected: list[Any]
+) -> Chats:
+    sides = {name: _messages(name, fields[name]) for name in (CHOSEN, REJECTED)}
+    if isinstance(prompt, list):
+        before = _messages(PROMPT, prompt)
+    else:
+        # Some rows repeat the question as a text next to the messages that begin with it.
+        place = _differ_at(sides[CHOSEN], sides[REJECTED])
+        before = sides[CHOSEN][:place]
+        sides = {name: messages[place:] for name, messages in sides.items()}
+    if not before:
+        raise BadConversationError(
+            f"{CHOSEN} and {REJECTED} begin with different messages, so no prompt; give {PROMPT}, "
+            "a list of messages"
+        )
+    for name, messages in sides.items():
+        last = messages[-1] if messages else None
+        if last is None or last["role"] != "assistant":
+            raise BadConversationError(f"{name} does not end with a message of the assistant")
+        if not ((last["content"] or "").strip() or last.get("tool_calls")):
+            raise BadConversationError(f"{name}: its last message is empty")
+    return Chats(
+        prompt=[*conversations.system(fields, before), *before],
+        chosen=sides[CHOSEN],
+        rejected=sides[REJECTED],
+        tools=conversations.tools(fields),
+    )
+
+
+def _messages(name: str, values: list[Any]) -> list[Message]:
+    messages = [conversations.message(name, number, one) for number, one in enumerate(values, 1)]
+    if name != PROMPT and not all(is_learned for _, is_learned in messages):
+        raise BadConversationError(
+            f"{name} has a message with a weight of 0, and a side is learned as a whole; leave the "
+            "weight out"
+        )
+    return [message for message, _ in messages]
+
+
+def _differ_at(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how much both begin with. If one is the beginning of the other, both keep an item."""
+    both = enumerate(zip(first, second, strict=False))
+    shorter = min(len(first), len(second))
+    return next((place for place, (a, b) in both if a != b), max(shorter - 1, 0))
+
+
+def of_texts(pair: Texts, tokenise: Callable[[str], list[int]], end: str | None) -> Encoded:
+    """Return the tokens of a pair of texts. A side that doesn't end with the text `end` gets it."""
+    chosen, rejected = (
+        tokenise(pair.prompt + (side if end is None or side.endswith(end) else side + end))
+        for side in (pair.chosen, pair.rejected)
+    )
+    return encoded(tokenise(pair.prompt) if pair.prompt else [], chosen, rejected)
+
+
+def encoded(prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int]) -> Encoded:
+    """Return the tokens of both sides, and how many of them are those of the prompt in both."""
+    shared = min(_num_shared(prompt, chosen), _num_shared(prompt, rejected))
+    return Encoded(num_prompt=shared, chosen=chosen, rejected=rejected)
+
+
+def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    both = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in both if a != b), min(len(one), len(other)))
+
+
+def require_different(pair: Encoded) -> None:
+    """Raise BadConversationError if both sides are equal, or one has no token to predict."""
+    if list(pair.chosen) == list(pair.rejected):
+        raise BadConversationError(
+            f"{CHOSEN} and {REJECTED} are equal, so neither is preferred; leave such rows out"
+        )
+    for name, tokens in ((CHOSEN, pair.chosen), (REJECTED, pair.rejected)):
+        if len(tokens) <= max(pair.num_prompt, 1):
+            raise BadConversationError(f"{name} has no token after the prompt")

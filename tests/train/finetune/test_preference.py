@@ -1,0 +1,88 @@
+"""Runs of `entrenar finetune` on pairs: the same bits for any workers, and their scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py import entrenar as cli
+from entrenar_py.train.service import exit_codes
+from tests.train.finetune import runs
+
+# peft asks for what a later transformers will lack.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+NUM_PAIRS, EPOCHS = 16, 12
+USUAL: dict[str, Any] = {
+    "task": "preference",
+    "preference": {"beta": 0.5},
+    "data": {"validation_share": 0.25},
+    "evaluate_every": 6,
+    "training": {"epochs": EPOCHS, "batch_size": 6, "learning_rate": 1e-2},
+}
+
+
+def configured(folder: Path, small: Path, **changes: Any) -> Path:
+    """Write chats in which a safe command is preferred, and a configuration."""
+    config = runs.configured(folder, small, **{**USUAL, **changes})
+    settings = json.loads(config.read_text())
+    del settings["classes"]
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    rows = [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
+    pairs = zip(rows[6 : 6 + NUM_PAIRS], 3 * rows[:6], strict=False)  # six of them are unsafe
+    lines = [
+        json.dumps(
+            {
+                "prompt": [{"role": "user", "content": f"{number}"}],
+                "chosen": [{"role": "assistant", "content": chosen}],
+                "rejected": [{"role": "assistant", "content": rejected}],
+            }
+        )
+        for number, (chosen, rejected) in enumerate(pairs)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return config
+
+
+def trained(folder: Path, small: Path, workers: int) -> Path:
+    output = f"out{workers}"
+    config = configured(folder, small, workers=workers, output=output)
+    assert cli.main(["finetune", str(config)]) == exit_codes.DONE
+    return folder / output
+
+
+def test_the_same_adapters_for_any_workers_and_the_safe_command_is_preferred(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One worker, two, and three of which one is killed, with dropout in the adapters."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    one = trained(tmp_path, small, 1)
+    told = capsys.readouterr().out
+    two = trained(tmp_path, small, 2)
+    runs.kill_one(monkeypatch)
+    three = trained(tmp_path, small, 3)
+    assert "worker 1 died (SIGKILL)" in capsys.readouterr().out
+    assert runs.adapters(one) == runs.adapters(two) == runs.adapters(three)
+
+    first, *_, last = runs.told(one, "step")
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-6)
+    assert last["loss"] < 0.5 * first["loss"]
+    scored = runs.told(one, "evaluation")
+    assert [event["step"] for event in scored] == [6, 12, 18, 24]
+    assert scored[-1]["weight"] == NUM_PAIRS // 4
+    assert scored[-1]["accuracy"] == 1.0
+    assert scored[-1]["margin"] > scored[0]["margin"] > 0
+    assert scored[-1]["perplexity"] is None
+    loss, margin = scored[-1]["loss"], scored[-1]["margin"]
+    assert (
+        f"validation: loss {loss:.4f}, 4 of 4 right\nvalidation: mean margin {margin:.4f}" in told
+    )
+    page = (one / "report.html").read_text(encoding="utf-8")
+    assert "Mean margin" in page
+
+    evaluated = ["eval", str(one), "--data", str(tmp_path / "rows.jsonl")]
+    assert cli.main(evaluated) == exit_codes.DONE
+    assert f"of {NUM_PAIRS} right" in capsys.readouterr().out
+    assert cli.main(["infer", str(one), "--prompt", "list", "--new-tokens", "2"]) == exit_codes.DONE
