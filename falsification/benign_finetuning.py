@@ -26,6 +26,7 @@ _LONGER = 5  # columns of padding
 
 _WRITTEN = ("F-FT-001", "F-FT-002", "F-FT-003", "F-FT-004", "F-FT-005")
 _STEPS = ("F-FT-009", "F-FT-010", "F-FT-014")
+_PAIRS = ("F-FT-017", "F-FT-018", "F-FT-019")
 
 
 def longer(self: workload.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,6 +164,37 @@ VARIANTS = (
         plants={},
         scenario=finetuned("samples", "merged", seed=5, options={"method": "qlora"}),
         tried=("F-FT-006", *_WRITTEN, "F-FT-010", "F-FT-014", "F-FT-015"),
+    ),
+    Variant(
+        name="ft-pairs-backwards",
+        summary="the pairs of a shard are added up in the opposite order",
+        plants={f"{TRAINING}.sharding.cut": backwards},
+        scenario=finetuned("samples", "gradients", num_samples=6, options={"task": "preference"}),
+        tried=(*_PAIRS, "F-FT-011"),
+    ),
+    Variant(
+        name="ft-other-beta",
+        summary="a different seed, and a beta of 0.7",
+        plants={},
+        scenario=finetuned(
+            *("samples", "gradients"),
+            num_samples=6,
+            seed=7,
+            options={"task": "preference", "beta": 0.7},
+        ),
+        tried=_PAIRS,
+    ),
+    Variant(
+        name="ft-smoothed-labels",
+        summary="pairs with label smoothing, on a model of another family",
+        plants={},
+        scenario=finetuned(
+            *("samples", "gradients"),
+            num_samples=6,
+            seed=3,
+            options={"task": "preference", "label_smoothing": 0.2, "family": "llama"},
+        ),
+        tried=_PAIRS,
     ),
     Variant(
         name="ft-in-stages",

@@ -24,6 +24,7 @@ from entrenar_py.train.model import (
     model,
     objectives,
     precision,
+    preference,
     samples,
     stock,
     workload,
@@ -38,6 +39,7 @@ from .subjects import REPLICAS, SERVER, TRAINING
 TUNING = "entrenar_py.train.model"
 WORKLOAD = f"{TUNING}.workload.Finetuning"
 ROWS = f"{TUNING}.workload.Rows.batch"
+PREFERENCE = f"{TUNING}.preference.PreferenceObjective"
 STRATEGIES = "entrenar_py.train.finetune.strategies"
 ADAPTERS = f"{TUNING}.stock.adapted"
 FIRST = "model.layers.0.self_attn.q_proj"  # the first layer with an adapter
@@ -49,6 +51,7 @@ _load, _merge, _restore = model.load, stock.merge, Server.restore
 _compute, _clip, _step = replicas.Replicas.compute, optimizer.clip, optimizer.step
 _class_weights, _loading = samples.class_weights, precision.quantised_loading
 _targets = TokenRanges.targets
+_log_probabilities, _margins = preference.PreferenceObjective.log_probabilities, preference.margins
 
 
 def finetuned(*facts: str, **changes: Any) -> Scenario:
@@ -234,6 +237,30 @@ def mean_of_sample(self: Any, tokens: Tensor, places: Tensor, targets: Tensor) -
 def number_of_samples(self: workload.Finetuning, ids: Sequence[int]) -> float:
     """Counts samples."""
     return float(len(ids))
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+PAIRS: dict[str, Any] = {"task": "preference"}
+
+
+def reference_adapted(self: Any, *batch: Tensor) -> Tensor:
+    """Lets the reference compute with the adapters, as they are by then."""
+    with torch.no_grad():
+        found: Tensor = self.log_probabilities(*batch)
+    return found
+
+
+def mean_log_probability(self: Any, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+    """Divides a log-probability by the number of tokens."""
+    return _log_probabilities(self, tokens, places, targets) / (targets != objectives.IGNORED).sum(
+        1
+    )
+
+
+def sides_exchanged(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
+    """Prefers the rejected side."""
+    return -_margins(policy, reference, beta)
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -517,6 +544,51 @@ VARIANTS = (
         scenario=finetuned(options={"method": "qlora"}),
         invariants=("F-FT-015",),
         place={"tensor": "model.layers.0.mlp.down_proj"},
+    ),
+    Variant(
+        name="ft-reference-adapted",
+        summary="the reference of a preference computes with the adapters, which change",
+        source="classic (a reference that is the trained model)",
+        plants={f"{PREFERENCE}.reference": reference_adapted},
+        scenario=finetuned("samples", num_samples=6, options=PAIRS),
+        invariants=("F-FT-017",),
+        place={"sample_ids": (0,)},
+    ),
+    Variant(
+        name="ft-pair-prompt-counted",
+        summary="the log-probability of a side includes its prompt",
+        source="classic (labels without -100)",
+        plants={ROWS: prompt_counted},
+        scenario=finetuned("samples", num_samples=6, options=PAIRS),
+        invariants=("F-FT-018",),
+        place={"sample_ids": (0,)},
+    ),
+    Variant(
+        name="ft-pair-padding-counted",
+        summary="the log-probability of the shorter side includes its padding",
+        source="classic",
+        plants={ROWS: padding_counted},
+        scenario=finetuned("samples", num_samples=6, options=PAIRS),
+        invariants=("F-FT-018",),
+        place={"sample_ids": (0,)},
+    ),
+    Variant(
+        name="ft-mean-log-probability",
+        summary="a side's log-probability is the mean over its tokens, not their sum",
+        source="classic (average_log_prob)",
+        plants={f"{PREFERENCE}.log_probabilities": mean_log_probability},
+        scenario=finetuned("samples", "gradients", num_samples=6, options=PAIRS),
+        invariants=("F-FT-019",),
+        place={"step": 0},
+    ),
+    Variant(
+        name="ft-sides-exchanged",
+        summary="the rejected side is preferred",
+        source="classic",
+        plants={f"{TUNING}.preference.margins": sides_exchanged},
+        scenario=finetuned("samples", "gradients", num_samples=6, options=PAIRS),
+        invariants=("F-FT-019",),
+        place={"step": 0},
     ),
     Variant(
         name="ft-same-share",

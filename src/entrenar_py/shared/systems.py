@@ -89,7 +89,8 @@ TUNED = (
     *("task", "method", "family", "rank", "alpha", "class_weights", "oversample", "blocks"),
     "marks",
 )
-OWN = (*TUNED, "facts", "recompute")  # options if the trainer itself fine-tunes
+# Options if the trainer itself fine-tunes; the last two are of pairs.
+OWN = (*TUNED, "facts", "recompute", "beta", "label_smoothing")
 BY_RANKS = (*TUNED, "strategy")
 # Options that say which part of the model each worker has.
 _PARTS = ("cuts",)

@@ -236,6 +236,7 @@ EVENTS: tuple[trace.Event, ...] = (
         label=-1,
     ),
     trace.Taught(sample=3, positions=(0,)),
+    trace.Referred(sample=3, use=1, chosen=-12.5, rejected=-0.25),
     trace.Weighed(asked="inverse", weights=(0.5, INF)),
     trace.Frozen(when="before step 0", weights=TENSORS),
     trace.Quantised(layer="q_proj", due=True, held=TENSORS, stock=TENSORS),

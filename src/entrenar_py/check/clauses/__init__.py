@@ -20,6 +20,7 @@ from entrenar_py.check.clauses import (
     liveness,
     local_sgd,
     parity,
+    preferences,
     randomness,
     reductions,
     replicas,
@@ -37,8 +38,8 @@ __all__ = ["CHECKS", "Check", "bind", "terms"]
 
 _FAMILIES = (
     *(audits, backends, coverage, devices, distillation, fine_tuning, finiteness, language_model),
-    *(liveness, local_sgd, parity, randomness, reductions, replicas, resume, same_bits, step_rule),
-    *(tuned_samples, weighting, wire),
+    *(liveness, local_sgd, parity, preferences, randomness, reductions, replicas, resume),
+    *(same_bits, step_rule, tuned_samples, weighting, wire),
 )
 # The order of the table, and so of lists and pages: by family of clauses, then by number.
 _SOURCES = ("DP", "WGPU", "HET", "TI", "PAR", "WP", "RED", "LS", "FT", "LP", "KD", "LM")

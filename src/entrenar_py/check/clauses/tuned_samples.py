@@ -52,15 +52,15 @@ def plan_copies(invariant: Invariant) -> list[Scenario]:
 
 def compare_tokens(tally: Tally, trace: Trace) -> None:
     """Compare tokens, tokens to predict, and what the loss depends on with the stock template."""
-    samples = {event.sample: event for event in trace.of(Encoded)}
+    samples = {event.sample: event for event in trace.of(Encoded) if not event.side}
     for event in samples.values():
-        _as_stock(tally, trace, event)
+        as_stock(tally, trace, event)
     if not samples:
         return
     taught = trace.of(Taught)
     for lesson in taught:
         if lesson.sample in samples:
-            _learned(tally, trace, samples[lesson.sample], lesson)
+            learned(tally, trace, samples[lesson.sample], lesson)
     seen = {lesson.sample for lesson in taught}
     drawn = {i for shard in trace.of(Shard) for i in shard.ids}
     if unseen := drawn - seen:
@@ -73,20 +73,27 @@ def compare_tokens(tally: Tally, trace: Trace) -> None:
             tally.equal(float(due), shard.weight, message, sample_ids=shard.ids, **place)
 
 
-def _as_stock(tally: Tally, trace: Trace, event: Encoded) -> None:
+def as_stock(tally: Tally, trace: Trace, event: Encoded) -> None:
+    """Check that a sample has the tokens of stock transformers, and predicts the completion's."""
     place = {"sample_ids": (event.sample,), "scenario": trace.scenario}
     apart = _first_apart(event.tokens, event.stock_tokens)
     tally.check(
         apart is None,
-        f"sample {event.sample} has other tokens than transformers makes of row {event.row}, from "
+        f"{_name(event)} has other tokens than transformers makes of row {event.row}, from "
         f"position {apart} on",
         expected=str(event.stock_tokens[apart or 0 :][:6]),
         got=str(event.tokens[apart or 0 :][:6]),
         **place,
     )
     if apart is None:
-        message = f"sample {event.sample} predicts other tokens than the completion's"
+        message = f"{_name(event)} predicts other tokens than the completion's"
         tally.equal(event.completion, event.predicted, message, **place)
+
+
+def _name(event: Encoded | Taught) -> str:
+    return (
+        f"the {event.side} side of pair {event.sample}" if event.side else f"sample {event.sample}"
+    )
 
 
 def _first_apart(tokens: Sequence[int], other: Sequence[int]) -> int | None:
@@ -96,16 +103,16 @@ def _first_apart(tokens: Sequence[int], other: Sequence[int]) -> int | None:
     return next((i for i, (x, y) in pairs if x != y), min(len(tokens), len(other)))
 
 
-def _learned(tally: Tally, trace: Trace, sample: Encoded, event: Taught) -> None:
+def learned(tally: Tally, trace: Trace, sample: Encoded, event: Taught) -> None:
     """Compare the states that a loss depends on with those that predict the due tokens."""
     length = len(sample.tokens)
     due = {length - 1} if sample.label != NO_CLASS else {p - 1 for p in sample.completion}
     extra, lacking = sorted(set(event.positions) - due), sorted(due - set(event.positions))
     if extra:
         what = "beyond its last token" if extra[-1] >= length else "that predict no due token"
-        message = f"the loss of sample {event.sample} depends on states {extra[:6]}, {what}"
+        message = f"the loss of {_name(event)} depends on states {extra[:6]}, {what}"
     else:
-        message = f"the loss of sample {event.sample} doesn't depend on states {lacking[:6]}"
+        message = f"the loss of {_name(event)} doesn't depend on states {lacking[:6]}"
     tally.check(
         not extra and not lacking,
         message,

@@ -18,6 +18,7 @@ class Encoded(Event):
     - `completion`: the positions of the tokens that it should predict: all but the first in plain
       text, the assistant's turns in a chat, none in a classifier.
     - `label`: the number of the class, -1 without classes.
+    - `side`: "chosen" or "rejected" if the sample is a pair; the event is about this side's row.
     """
 
     sample: int
@@ -27,6 +28,7 @@ class Encoded(Event):
     stock_tokens: tuple[int, ...]
     completion: tuple[int, ...]
     label: int
+    side: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +37,25 @@ class Taught(Event):
 
     The derivatives of the loss with respect to these states are not zero there. A language model
     predicts the token at p + 1 from the state at p, a classifier the class from the last state.
+    `side` is as in `Encoded`.
     """
 
     sample: int
     positions: tuple[int, ...]
+    side: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Referred(Event):
+    """The reference's log-probabilities of both sides of pair `sample`, at their `use`-th use.
+
+    Uses are counted from 0. The reference is what preference optimisation compares a model with.
+    """
+
+    sample: int
+    use: int
+    chosen: float
+    rejected: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
 from entrenar_py.systems.finetuned import records, small_run, textbook
-from entrenar_py.systems.finetuned.records import Watched
+from entrenar_py.systems.finetuned.records import Watched, WatchedPairs
 from entrenar_py.systems.finetuned.small_run import Fixture, Request
-from entrenar_py.systems.finetuned.textbook import Textbook
+from entrenar_py.systems.finetuned.textbook import PairTextbook, Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulation import SimulatedTransport
 from entrenar_py.train.model import preparation
@@ -30,7 +30,8 @@ def run(scenario: Scenario) -> Trace:
     with small_run.quiet(), tempfile.TemporaryDirectory() as folder:
         fixture = small_run.make(Path(folder), scenario, request)
         prepared = preparation.prepare(fixture.settings, Path(folder, "cache"))
-        workload = prepared.workload(Watched)
+        is_of_pairs = request.task == "preference"
+        workload = prepared.workload(WatchedPairs if is_of_pairs else Watched)
         assert isinstance(workload, Watched), "it was asked for"
         training = _Training(scenario, workload, fixture)
         first = training.server.replicas.initial()
@@ -67,7 +68,9 @@ def _facts(
     training.watch("after the training")
     yield training.frozen.pop()
     final = {name: array.copy() for name, array in training.server.replica.replica.arrays.items()}
-    if "samples" in request.facts:
+    if "samples" in request.facts and isinstance(training.workload, WatchedPairs):
+        yield from records.pair_events(fixture, prepared, training.workload)
+    elif "samples" in request.facts:
         yield from records.sample_events(fixture, prepared, training.workload)
     if request.method == "qlora":
         yield from records.nf4_events(fixture, training.workload.module)
@@ -77,4 +80,5 @@ def _facts(
         yield from textbook.merged(fixture, request, prepared, final)
     if "gradients" in request.facts:
         shapes = {name: array.shape for name, array in final.items()}
-        yield from Textbook(fixture, request, shapes).steps(done)
+        kind = PairTextbook if request.task == "preference" else Textbook
+        yield from kind(fixture, request, shapes).steps(done)

@@ -19,6 +19,7 @@ from entrenar_py.systems.finetuned import small_run
 from entrenar_py.systems.finetuned.small_run import Fixture
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Tensors
 from entrenar_py.train.model import objectives
+from entrenar_py.train.model.preference import SIDES, DirectPreference
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.samples import Samples
 from entrenar_py.train.model.workload import Finetuning
@@ -126,6 +127,9 @@ def _functional() -> Any:
     return functional
 
 
+_SIDES = ("chosen", "rejected")
+
+
 class _Part(NamedTuple):
     """The part of a batch that belongs to a sample: its first token is in column `begin`."""
 
@@ -188,6 +192,59 @@ class Watched(Finetuning):
             self.taught[part.sample].update(positions.tolist())
 
 
+class WatchedPairs(Watched, DirectPreference):
+    """Records the same for each row of a pair, and what the reference gives it.
+
+    `taught` has rows in the place of samples, and `referred` the values of each pair, in order.
+    """
+
+    def __init__(self, module: nn.Module, samples: Samples, **named: Any) -> None:
+        super().__init__(module, samples, **named)
+        self.referred: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self._ids_now: Sequence[int] = ()
+        objective: Any = self.objective
+        self._reference = objective.reference
+        objective.reference = self._noted
+
+    def _parts(self, ids: Sequence[int]) -> list[_Part]:
+        self._ids_now = tuple(ids)
+        rows = (SIDES * sample + side for sample in ids for side in range(SIDES))
+        return [_Part(row, place, slice(None), 0) for place, row in enumerate(rows)]
+
+    def _noted(self, *batch: Tensor) -> Tensor:
+        values: Tensor = self._reference(*batch)
+        for sample, (chosen, rejected) in zip(
+            self._ids_now, values.view(-1, SIDES).tolist(), strict=True
+        ):
+            self.referred[sample].append((chosen, rejected))
+        return values
+
+
+def pair_events(
+    fixture: Fixture, prepared: Prepared, workload: WatchedPairs
+) -> Iterator[trace.Event]:
+    """Yield Encoded and Taught events of both sides of all pairs, and Referred events."""
+    stock, sides = list(stock_rows(fixture)), prepared.train.rows
+    for row, (stock_tokens, completion) in enumerate(stock):
+        part = sides.part(row)
+        yield trace.Encoded(
+            sample=row // SIDES,
+            row=row // SIDES,
+            tokens=tuple(sides.tokens[part].tolist()),
+            predicted=tuple(sides.is_target[part].nonzero()[0].tolist()),
+            stock_tokens=stock_tokens,
+            completion=completion,
+            label=-1,
+            side=_SIDES[row % SIDES],
+        )
+    for row, positions in sorted(workload.taught.items()):
+        learned = tuple(sorted(positions))
+        yield trace.Taught(sample=row // SIDES, positions=learned, side=_SIDES[row % SIDES])
+    for sample, values in sorted(workload.referred.items()):
+        for use, (chosen, rejected) in enumerate(values):
+            yield trace.Referred(sample=sample, use=use, chosen=chosen, rejected=rejected)
+
+
 def sample_events(fixture: Fixture, prepared: Prepared, workload: Watched) -> Iterator[trace.Event]:
     """Yield Encoded and Taught events of all samples, and for classes a Weighed event."""
     stock = list(stock_rows(fixture))
@@ -222,12 +279,28 @@ def rows_of(samples: Samples, num_rows: int) -> list[int]:
 
 
 def stock_rows(fixture: Fixture) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the tokens of each row as `transformers` makes them, and the positions to predict."""
+    """Yield the tokens of each row as `transformers` makes them, and the positions to predict.
+
+    A pair has two: its chosen side, then its rejected side.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(fixture.settings.model, local_files_only=True)
     for row in fixture.rows:
-        yield _stock(tokenizer, fixture.settings.task, row)
+        if fixture.settings.task == "preference":
+            for side in _SIDES:
+                yield _stock_side(tokenizer, row["prompt"], row[side])
+        else:
+            yield _stock(tokenizer, fixture.settings.task, row)
+
+
+def _stock_side(tokenizer: Any, prompt: Any, said: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens of a side of a pair, and the positions of those after its prompt."""
+    if isinstance(prompt, list):
+        return _chat(tokenizer, [*prompt, *said])
+    before = tokenizer(prompt)["input_ids"]
+    tokens = [*before, *tokenizer(f"{said}{small_run.END}", add_special_tokens=False)["input_ids"]]
+    return tuple(tokens), tuple(range(len(before), len(tokens)))
 
 
 def _stock(

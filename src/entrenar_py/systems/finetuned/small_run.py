@@ -26,6 +26,7 @@ from entrenar_py.train.model.settings import (
     Classes,
     Data,
     Lora,
+    Preference,
     Settings,
 )
 
@@ -60,6 +61,8 @@ class Request:
     method: str = "lora"
     rank: int = 2
     alpha: float = 6.0
+    beta: float = 0.1
+    label_smoothing: float = 0.0
     class_weights: str = "none"
     oversample: bool = False
     packing: bool = False
@@ -79,12 +82,17 @@ class Request:
             raise _refused("rank", self.rank, "use a whole number >= 1")
         if type(self.blocks) is not int or self.blocks < 1:
             raise _refused("blocks", self.blocks, "use a whole number >= 1")
-        if type(self.alpha) not in (int, float) or self.alpha <= 0:
-            raise _refused("alpha", self.alpha, "use a number > 0")
+        for name in ("alpha", "beta"):
+            if type(getattr(self, name)) not in (int, float) or getattr(self, name) <= 0:
+                raise _refused(name, getattr(self, name), "use a number > 0")
+        if type(self.label_smoothing) not in (int, float) or not 0 <= self.label_smoothing < 0.5:
+            raise _refused("label_smoothing", self.label_smoothing, "use a number >= 0 and < 0.5")
+        if self.task == "preference" and not self.adapts:
+            raise _refused("method", self.method, "with task preference, use lora or qlora")
         for name in ("oversample", "packing", "marks"):
             if type(getattr(self, name)) is not bool:
                 raise _refused(name, getattr(self, name), "use true or false")
-        if self.packing and self.task == "classify":
+        if self.packing and self.task in ("classify", "preference"):
             raise _refused("packing", self.packing, "use task instruct or text with it")
         if self.method == "qlora" and self.family == "gpt2":
             raise _refused("family", self.family, "use qwen3 or llama with method qlora")
@@ -188,6 +196,7 @@ def make(folder: Path, scenario: Scenario, request: Request) -> Fixture:
             weights=request.class_weights if is_classes else "none",
             oversample=request.oversample and is_classes,
         ),
+        preference=Preference(beta=request.beta, label_smoothing=request.label_smoothing),
         lora=Lora(
             rank=request.rank,
             alpha=request.alpha,
@@ -236,6 +245,8 @@ def _rows(draw: np.random.Generator, scenario: Scenario, request: Request) -> li
         return [_chat(draw, place, request.marks) for place in range(number)]
     if request.task == "text":
         return [_text(draw, place) for place in range(number)]
+    if request.task == "preference":
+        return [_pair(draw, place) for place in range(number)]
     if request.oversample and number % 2:
         raise UsageError(f"num_samples={number} with oversample: use an even number")
     num_safe = number // 2 if request.oversample else number
@@ -264,6 +275,19 @@ def _chat(draw: np.random.Generator, place: int, is_spaced: bool) -> dict[str, A
             said = f"{'  ' * number}{said}\n    {_words(draw)}  "
         turns.append({"role": "assistant", "content": said})
     return {"messages": turns}
+
+
+def _pair(draw: np.random.Generator, place: int) -> dict[str, Any]:
+    """Return a chat, or for each third row texts. Both sides differ, also in their lengths."""
+    prompt, chosen = f"{place} {_words(draw)}", _words(draw)
+    rejected = f"{_words(draw)} {chosen}"
+    if place % 3 == 2:
+        return {"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"}
+    return {
+        "prompt": [{"role": "user", "content": prompt}],
+        "chosen": [{"role": "assistant", "content": chosen}],
+        "rejected": [{"role": "assistant", "content": rejected}],
+    }
 
 
 def _tokenizer(rows: tuple[dict[str, Any], ...], *, is_marked: bool) -> Any:

@@ -77,14 +77,19 @@ class Textbook:
     def _adapt(self, a: str, b: str) -> Any:
         scale = self._request.alpha / self._request.rank
 
-        def add(layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            low = F.linear(given[0], self._tensors[a])
+        def add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if a not in self._tensors:
+                return output
+            low = F.linear(inputs[0], self._tensors[a])
             return output + scale * F.linear(low, self._tensors[b])
 
         return add
 
     def outputs(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return logits, [n, t, tokens] or [n, classes], for `tokens` [n, t], right-padded."""
+        """Return logits, [n, t, tokens] or [n, classes], for `tokens` [n, t], right-padded.
+
+        Layers with no adapter in `tensors` are the checkpoint's own.
+        """
         self._tensors = tensors
         inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
         if self._request.task != "classify":
@@ -197,6 +202,35 @@ class Textbook:
         if values is None:
             raise UsageError("options facts=gradients needs detail: values")
         return torch.tensor(np.array(values)).view(self.shapes[name])
+
+
+class PairTextbook(Textbook):
+    """The same for pairs: the mean of -log sigmoid(m), or of both signs with label smoothing.
+
+    The margin m is beta times the sum over the chosen side's completion of log p - log q, less that
+    over the rejected side's. q is the checkpoint's own model.
+    """
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `Textbook.batch` does for both rows of each pair, chosen sides first."""
+        return super().batch([*(2 * i for i in ids), *(2 * i + 1 for i in ids)])
+
+    def loss(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, due: Tensor) -> Any:
+        """Return the mean loss of pairs, 0-d."""
+        reference = self._sums({}, tokens, mask, due)
+        ratios = self._sums(tensors, tokens, mask, due) - reference
+        number = len(tokens) // 2
+        margins = self._request.beta * (ratios[:number] - ratios[number:])
+        share = self._request.label_smoothing
+        right, wrong = torch.log(torch.sigmoid(margins)), torch.log(torch.sigmoid(-margins))
+        return -((1 - share) * right + share * wrong).sum() / number
+
+    def _sums(
+        self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, due: Tensor
+    ) -> Tensor:
+        logs = F.log_softmax(self.outputs(tensors, tokens, mask), -1)
+        logs = logs[:, :-1].gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return (logs * due[:, 1:]).sum(1)
 
 
 def compare(
