@@ -215,7 +215,7 @@ def test_the_argument_that_shows_documents_is_named() -> None:
     """It is that of the model."""
     packed = replace(TOKENS, documents=4, shown="position_ids")
     found = broken(judged("packed_documents", packed, SCORED, replace(APART, still=0.2)))
-    assert "though position_ids parts them" in found.message
+    assert "though position_ids separates them" in found.message
 
 
 # --- targets --------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_rows_that_are_restored_have_no_next_token() -> None:
     for check in ("label_shift", "causality"):
         finding = judged(check, TOKENS, own, replace(LATER, still=0.3))
         assert is_not_applied(finding), check
-        assert "may be trained to restore its rows" in finding.reason
+        assert "may be trained to reconstruct its rows" in finding.reason
 
 
 # --- shares ---------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def judged(check: str, *events: Event, **fields: Any) -> Any:
         ((CHAT, Taught(sample=0, positions=(2, 3)), shard(0, weight=5.0)), "counts 5 tokens"),
         ((replace(CHAT, tokens=(1, 1, 5, 6, 7, 2)), shard(0)), "from position 1 on"),
         ((replace(CHAT, tokens=(1, 5, 6, 7)), shard(0)), "from position 4 on"),
-        ((replace(CHAT, predicted=(2, 3, 4)), shard(0)), "predicts other tokens"),
+        ((replace(CHAT, predicted=(2, 3, 4)), shard(0)), "predicts tokens that are not"),
     ],
 )
 def test_the_completion_counts_and_nothing_else(events: tuple[Event, ...], words: str) -> None:

@@ -48,7 +48,7 @@ _DATA_OVER = default(
 )
 _RATE_AHEAD = default(
     clause="F-TI-003",
-    words="the resumed run has another learning rate, 0.005 and not 0",
+    words="learning rate, 0.005 and not 0",
     because="WarmupLR gives the first two steps the rate 0. A run that is resumed after the first "
     "goes on with the rate of the third.",
     reproduction="deepspeed_warmup_begins_twice.py",

@@ -61,7 +61,7 @@ _PACKED = tuple(
     default(
         clause=clause,
         verdict="inconclusive",
-        words="step 3 draws other samples than the single device's",
+        words="samples than the single device's",
         because="Two ranks draw some samples of the short last batch again, and one doesn't.",
     )
     for clause in ("F-DP-005", "F-TI-001")

@@ -54,7 +54,7 @@ _APART = defect(
 )
 _OTHER_SAMPLES = by_design(
     clause="F-DP-002",
-    words="the model is given other rows in step 0 with 1 workers than",
+    words="rows in step 0 with 1 workers than",
     because="Each rank packs rows of documents of its own, so other rows come out with another "
     "number of ranks.",
 )

@@ -61,7 +61,7 @@ _LINE = (
 )
 _SEEDED_BY_RANK = by_design(
     clause="F-DP-005",
-    words="one worker draws other samples than 2 workers",
+    words="workers: draw each batch for all workers",
     because="Each rank draws places in the text by a seed of its own, so one worker draws others.",
 )
 _DATA_OVER = defect(

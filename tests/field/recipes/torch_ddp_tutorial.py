@@ -46,7 +46,7 @@ _NONE_MOVES = tuple(
 _OWN_DATA = tuple(
     by_design(
         clause=clause,
-        words="reaches the model with other contents",
+        words="reaches the model with",
         because="`MyTrainDataset` draws its data by `torch.rand`, and the script sets no seed. So "
         "each rank makes data of its own: a sample has other contents on rank 1 than on one "
         "worker, which is rank 0.",
@@ -56,7 +56,7 @@ _OWN_DATA = tuple(
 _EPOCH_AGAIN = defect(
     clause="F-TI-003",
     verdict="inconclusive",
-    words="at which step it goes on can't be told",
+    words="the script read a checkpoint (",
     because="Where a resumed run goes on is seen from weights, and none ever moves. In fact each "
     "resume trains an epoch again: the snapshot has the number of the last epoch as the number of "
     "epochs that were run.",

@@ -32,7 +32,7 @@ _COMMAND = (
 _EXPECTED = (
     defect(
         clause="F-DP-002",
-        words="rank 1 trains on other samples than rank 0",
+        words="samples are in the data of both",
         because="`random_split` is called on each rank without a seed. So each rank has a training "
         "set of its own, and trains on samples that other ranks test on.",
         reproduction="split_by_every_rank.py",

@@ -42,7 +42,7 @@ _BEGINS_APART = tuple(
     )
     for clause, words in (
         ("F-DP-001", "hold different weights"),
-        ("F-TI-005", "starts from other weights than rank 0"),
+        ("F-TI-005", "rank 1 starts from"),
         ("F-DP-005", "weights before the first step are not the single device's"),
         ("F-TI-001", "weights before the first step are not the single device's"),
     )

@@ -59,7 +59,7 @@ _RESUMED = (
 _OTHER_WEIGHTS = tuple(
     by_design(
         clause=clause,
-        words="begins with other weights",
+        words="the run on 1 worker (tok_embeddings.weight)",
         because="DTensors draw their weights by rank on a CPU, so one worker begins with others. "
         "A seed checkpoint (`--checkpoint.create_seed_checkpoint`) would give both the same.",
     )

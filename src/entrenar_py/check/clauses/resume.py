@@ -54,7 +54,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             tally,
             trace="no run was stopped and resumed: record one with stops=(k,) in its scenario, and "
             "in it a Start with resumed=True and step=k on every rank",
-            script="the run that was stopped did not go on where it stopped: after loading a "
+            script="the stopped run did not continue where it had stopped: after loading a "
             "checkpoint, tell observe(..., step=k) how many steps were made before",
         )
     )
@@ -157,8 +157,8 @@ def _ends_as_late(tally: Tally, straight: Trace, trace: Trace) -> None:
     if trace.end.status == "completed" and "ended" not in trace.environment:
         tally.check(
             num_steps >= due,
-            f"the resumed run ended by itself after {counted(num_steps, 'step')}, and the one "
-            f"without stops after {due}: it counts more than were made",
+            f"the resumed run ended by itself after {counted(num_steps, 'step')}, and "
+            f"the one without stops after {due}: it counts more steps than were made",
             step=num_steps,
             scenario=trace.scenario,
         )
@@ -178,7 +178,7 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
                 is_told = due != got and tally.would_keep(update.step)
                 source = _rate_of(name, got, update.step, expected, trace) if is_told else ""
                 rate = f"{got:.6g} and not {due:.6g}{source}"
-                message = f"the resumed run has another learning rate, {rate}"
+                message = f"the resumed run has a different learning rate, {rate}"
                 tally.equal(*pair, message, tensor=name, **place)
 
 
@@ -296,7 +296,7 @@ def _differences(straight: Trace, trace: Trace) -> Iterator[str]:
             due = ids.get((event.step, event.rank, event.shard), ())
             if due and event.ids and due != event.ids:
                 yield (
-                    f"before it was stopped, rank {event.rank} drew other samples in step "
+                    f"before it was stopped, rank {event.rank} drew different samples in step "
                     f"{event.step} than without stops: seed the order of the samples, and don't "
                     "let it depend on {steps}"
                 )
@@ -425,8 +425,8 @@ def _tell_anew(
         if trace.traits.read_back and not is_enough and _moves(trace, first):
             message = (
                 f"after the stop before step {stop} the script read a checkpoint "
-                f"({trace.traits.read_back}) and trained from its initial weights: nothing of it "
-                "was restored"
+                f"({trace.traits.read_back}) and trained from its initial weights: nothing "
+                "was restored from it"
             )
             tally.check(False, message, **evidence.place(trace, start))
             return
@@ -438,17 +438,17 @@ def _tell_anew(
             return
         if trace.traits.read_back and not _moves(trace, first):
             what = (
-                f"the script read a checkpoint ({trace.traits.read_back}), and steps leave its "
-                "first weights as they are: at which step it goes on can't be told"
+                f"the script read a checkpoint ({trace.traits.read_back}), and steps don't "
+                "change its first weights: at which step it continues can't be told"
             )
             tally.miss(what)
             return
         tally.miss(f"{what}: {_how_to_resume(trace)}")
         return
     tally.miss(
-        f"after the stop before step {stop} the script began at step {start.step}, with weights of "
-        "no earlier step: if it resumes, say how many optimizer steps were made before, "
-        "observe(..., step=...)"
+        f"after the stop before step {stop} the script began at step {start.step}, "
+        "with weights that no earlier step had: if it resumes, say how many "
+        "optimizer steps were made before, observe(..., step=...)"
     )
 
 
@@ -487,8 +487,9 @@ def compare_first_steps(tally: Tally, straight: Trace, trace: Trace) -> None:
         if model is None or update is None or not _rests_on_the_same(resume, model, update):
             continue
         message = (
-            f"rank {start.rank} resumed at step {start.step} with the weights and the optimizer "
-            "state that it had, its gradient and rate are right, and the step is another one"
+            f"rank {start.rank} resumed at step {start.step} with the weights and the "
+            "optimizer state that it had, its gradient and learning rate are right, "
+            "but the step differs"
         )
         place = evidence.place(trace, update)
         words = _cause(resume, update)
@@ -512,8 +513,8 @@ def _cause(resume: resumes.Resume, update: Update) -> str:
     """Return what was not restored: copies, if the weights went back to those of the start."""
     first = resume.begun.get(resume.start.rank)
     general = (
-        "what the optimizer was made with (decay, momentum), or copies of the weights that it "
-        "steps, were not restored"
+        "the optimizer's settings (decay, momentum), or copies of the weights that "
+        "it steps, were not restored"
     )
     states = [resume.start.weights, update.weights, {} if first is None else first.weights]
     known = [vectors for vectors in map(evidence.vectors, states) if vectors is not None]
@@ -524,8 +525,9 @@ def _cause(resume: resumes.Resume, update: Update) -> str:
     if not np.linalg.norm(came - begun) < np.linalg.norm(came - was):  # also for NaN
         return general
     return (
-        "it went back to nearly what it was before the first step: the optimizer steps copies of "
-        "the weights, which were made before the checkpoint was read"
+        "it went back to nearly what it was before the first step: the optimizer "
+        "steps copies of the weights, which were made before the checkpoint was "
+        "loaded"
     )
 
 

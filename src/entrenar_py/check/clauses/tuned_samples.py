@@ -78,14 +78,14 @@ def _as_stock(tally: Tally, trace: Trace, event: Encoded) -> None:
     apart = _first_apart(event.tokens, event.stock_tokens)
     tally.check(
         apart is None,
-        f"sample {event.sample} has other tokens than transformers makes of row {event.row}, from "
-        f"position {apart} on",
+        f"sample {event.sample} has different tokens than transformers makes of row "
+        f"{event.row}, from position {apart} on",
         expected=str(event.stock_tokens[apart or 0 :][:6]),
         got=str(event.tokens[apart or 0 :][:6]),
         **place,
     )
     if apart is None:
-        message = f"sample {event.sample} predicts other tokens than the completion's"
+        message = f"sample {event.sample} predicts tokens that are not the completion's"
         tally.equal(event.completion, event.predicted, message, **place)
 
 
@@ -125,7 +125,7 @@ def compare_class_weights(tally: Tally, trace: Trace) -> None:
     for event in trace.of(Weighed):
         counts = Counter(label for label in label_of.values() if label != NO_CLASS)
         if event.asked not in _POWERS or not counts:
-            tally.miss(f"weights={event.asked} of {len(counts)} classes: nothing is known of them")
+            tally.miss(f"weights={event.asked} of {len(counts)} classes: their counts are unknown")
             continue
         due = _weights(counts, event.asked)
         for label, weight in due.items():

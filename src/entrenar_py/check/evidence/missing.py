@@ -54,12 +54,12 @@ def told(tally: Tally, *, trace: str, script: str) -> str:
 
 
 def other_samples(*runs: Trace) -> str:
-    """Return `draws other samples`, or `gives the model other rows` if only contents are known.
+    """Return `draws different samples`, or `gives the model different rows` if only contents are known.
 
     If samples are identified by their contents, a row with noise or padding is not a sample.
     """
     is_content = any(run.traits.sample_ids == "content" for run in runs)
-    return "gives the model other rows" if is_content else "draws other samples"
+    return "gives the model different rows" if is_content else "draws different samples"
 
 
 class Gaps:

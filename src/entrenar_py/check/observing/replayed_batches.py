@@ -300,7 +300,7 @@ class Giving:
         names = [name for name in tensors if all(name in call for call in calls)]
         are_all = all(len(call) == len(names) == len(tensors) for call in calls)
         if len(calls) < len(ranks) or not (are_all or what == _BESIDE):
-            raise LookupError(f"{what} {place}: ranks were given other tensors than one worker")
+            raise LookupError(f"{what} {place}: ranks were given different tensors from one worker")
         rows = next((len(one) for call in calls for one in call.values() if one.dim()), 0)
         if rows == 1 < len(calls):
             raise LookupError(f"{what} {place}: two rows may be taken with one by broadcasting")

@@ -170,7 +170,7 @@ class Judge:
             odd = digests
         others = [rank for rank in digests if rank not in odd]
         what = (
-            f"hold other weights than {named('rank', others)}"
+            f"hold different weights from {named('rank', others)}"
             if others
             else "hold different weights"
         )

@@ -367,7 +367,7 @@ class Lists:
                 listed = Listed(own.facts, dict(own.shards))
             elif listed.facts != own.facts:
                 raise UsageError(
-                    f"{path}: it is of other shards than the other lists in its folder "
+                    f"{path}: it describes different shards from the other lists in its folder "
                     f"({_difference(own.facts, listed.facts)}); give each its own folder"
                 )
             else:

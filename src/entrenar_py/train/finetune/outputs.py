@@ -258,9 +258,10 @@ def _require_same(path: Path, settings: Settings, digests: Digests | None) -> No
         return
     if settings.adapts and (digest := model_folder.digest(settings.model)) != digests.model:
         raise UsageError(
-            f"{path}: its adapters were trained on another model than {settings.model}, which has "
-            f"the digest {digest}; the run's had {digests.model}. Put that checkpoint there, or "
-            f"name its folder in {SETTINGS} (model)"
+            f"{path}: its adapters were trained on a different model from "
+            f"{settings.model}, which has the digest {digest}; the run's had "
+            f"{digests.model}. Put that checkpoint there, or name its folder in "
+            f"{SETTINGS} (model)"
         )
     if (digest := tokenizer_digest(path)) != digests.tokenizer:
         raise UsageError(

@@ -395,7 +395,7 @@ class ReceivedFiles:
         if wrong == WRONG_MAX:
             path.unlink()
             raise SystemFailure(
-                f"{file.name}: the coordinator sends other bytes than those of SHA-256 "
+                f"{file.name}: the coordinator sends bytes that don't match SHA-256 "
                 f"{file.digest}; start the run again"
             )
         self._say(f"{file.name}: what came is damaged; it is fetched again")
