@@ -29,11 +29,11 @@ IN_PIECES = tuple(
     limit(
         clause=clause,
         words=words,
-        because="Weights in pieces are brought together for the script's own passes only, so the "
+        because="Sharded weights are gathered for the script's own passes only, so the "
         "model is passed nothing again.",
     )
     for clause, words in (
-        ("F-LM-001", "weights are in pieces"),
+        ("F-LM-001", "its weights are"),
         ("F-LM-003", "no padding is known"),
     )
 )

@@ -74,7 +74,9 @@ def test_a_step_that_divides_gradients_by_itself_is_right(check: str, optimizer:
     finding = judged(check, undivided(own(3, optimizer)), own(1, optimizer))
     assert finding.verdict is not Verdict.FALSIFIED, finding
     assert finding.compared > 0
-    assert any("the optimizer's step divides the gradients itself" in note for note in finding.notes)
+    assert any(
+        "the optimizer's step divides the gradients itself" in note for note in finding.notes
+    )
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_weights_that_never_move_are_never_held() -> None:
         ("replica_identity", [own(2)]),
         ("resume", traces.family("resume", subject)),
     ):
-        assert "no weight moves in 6 steps" in left_open(check, *map(traces.without_motion, runs))
+        assert "no weight changes in 6 steps" in left_open(check, *map(traces.without_motion, runs))
         traces.held(check, *[traces.without_motion(run, until=3) for run in runs])
     parted = of_ranks(traces.without_motion(own(2)), "weights", min(copies.known_names(own(2))))
     assert falsified("replica_identity", parted).step == 0

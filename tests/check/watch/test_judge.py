@@ -68,7 +68,7 @@ def test_shards_are_compared_with_copies_alone() -> None:
 @pytest.mark.parametrize(
     ("ranks", "note"),
     [
-        ([[A]], "one process: there is no other to compare with"),
+        ([[A]], "there is only one process, and no other to compare it with"),
         (
             [[A, piece("w", shard=0)], [A, piece("w", shard=1)]],
             "2 tensors or shards are held by one rank alone, the first w",

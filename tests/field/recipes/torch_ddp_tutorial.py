@@ -40,7 +40,7 @@ _NOTHING_MOVES = defect(
     reproduction="ddp_tutorial_zero_loss.py",
 )
 _NONE_MOVES = tuple(
-    replace(_NOTHING_MOVES, clause=clause, words="no weight moves in")
+    replace(_NOTHING_MOVES, clause=clause, words="in a trainer that loses its gradients")
     for clause in ("F-DP-001", "F-TI-008")
 )
 _OWN_DATA = tuple(

@@ -164,7 +164,7 @@ def test_a_file_of_another_place(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="column rest is missing"):
         File(tmp_path, FACTS, 0, STARTS[0])
     path.write_bytes(b"PAR1 but not really")
-    with pytest.raises(UsageError, match="it is no Parquet file"):
+    with pytest.raises(UsageError, match="it is not a Parquet file"):
         File(tmp_path, FACTS, 0, STARTS[0])
 
 

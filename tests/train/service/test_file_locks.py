@@ -93,7 +93,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     warned: list[str] = []
     claim(tmp_path / "state", warned=warned)
     assert len(warned) == 1
-    assert "its file system gives no locks (No locks available)" in warned[0]
+    assert "its file system supports no locks (No locks available)" in warned[0]
 
 
 def test_a_lock_that_is_removed_while_it_is_taken(

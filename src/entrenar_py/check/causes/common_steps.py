@@ -146,10 +146,10 @@ def uneven(compared: Compared) -> str:
         if (seen := _first_uneven(run)) is None:
             continue
         step, made = seen
-        told = ", ".join(f"rank {rank} {count}" for rank, count in sorted(made.items()))
+        counts = ", ".join(f"rank {rank} {count}" for rank, count in sorted(made.items()))
         return (
             f"in {run_name(run)} ranks make different numbers of passes and steps "
-            f"({told}), so from step {step} on a step number may mean a different step "
+            f"({counts}), so from step {step} on a step number may mean a different step "
             "on each rank: give all ranks as many batches for the check, or let those "
             "that have none make empty passes, with obs.samples([])"
         )

@@ -50,8 +50,9 @@ FACTOR_BOUND = 1e-3
 CANCELLED_MIN = 8
 
 _NOTHING = (
-    "all gradients of the first steps are zero in both runs, as in any trainer: nothing was "
-    "compared that could differ; is the loss cut off from the weights, or the same for all samples?"
+    "all gradients of the first steps are zero in both runs: nothing was "
+    "compared that could differ; is the loss detached from the weights, or the "
+    "same for all samples?"
 )
 # The parts of an update that are compared if values were recorded, with the words of a finding.
 _PARTS = {

@@ -178,12 +178,11 @@ def _begins_anew(
     goes_on, is_anew = (_trial(trace, each, update, twice) for each in tried)
     if goes_on or not is_anew:
         return False
-    told = (
-        f"the optimizer's state was emptied before step {update.step}, and later "
-        "steps use the emptied state"
-    )
     if not any("state was emptied" in note for note in tally.notes):
-        tally.note(told)
+        tally.note(
+            f"the optimizer's state was emptied before step {update.step}, and later "
+            "steps use the emptied state"
+        )
     return True
 
 
