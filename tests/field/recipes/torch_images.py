@@ -27,9 +27,9 @@ RECIPES = (
                     defect(
                         clause="F-DP-001",
                         words="each rank applied the gradient of its own samples alone",
-                        because="The script wraps the model in `DistributedDataParallel` only if there "
-                        "is a GPU. Without a GPU it joins the process group and divides the data, but "
-                        "each process trains its own model.",
+                        because="The script wraps the model in `DistributedDataParallel` only if "
+                        "there is a GPU. Without a GPU it joins the process group and divides the "
+                        "data, but each process trains its own model.",
                         reproduction="imagenet_without_ddp.py",
                     ),
                     default(

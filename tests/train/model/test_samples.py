@@ -96,7 +96,7 @@ def test_a_template_that_never_ends_ends_the_run(
     tokenizer = model.tokenizer(chosen)
     tokenizer.chat_template = "{% for i in range(99) %}{% endfor %}"
     chosen.data.train.write_text((json.dumps({"messages": CHAT}) + "\n") * 20, encoding="utf-8")
-    with pytest.raises(UsageError, match=r"more than 10 steps.*for 10 rows, the last at .*:10"):
+    with pytest.raises(UsageError, match=r"more than 10 steps.*in 10 rows, the last at .*:10"):
         samples.load(chosen, chosen.data.train, tokenizer, cache=tmp_path / "cache")
 
 

@@ -205,7 +205,7 @@ def _compare_update(
             for source, holder in zip(known, (model, update), strict=True)
         ]
         if any(bare) and (part == "weights" or not all(bare)):
-            recording = "neither run" if all(bare) else "one run only"
+            recording = "neither run" if all(bare) else "only one run"
             why = f"{recording} recorded the {part} of step {update.step}"
             missing.ask(tally, why, facts.of_update(part))
             continue

@@ -316,7 +316,7 @@ class Endpoint:
             except _TroubleError as trouble:
                 if number == tries or not trouble.again:
                     kind = _Unserved if trouble.is_servers else Failed
-                    return kind(f"{trouble} ({counted(number, 'time')} tried)")
+                    return kind(f"{trouble} (tried {counted(number, 'time')})")
                 due_s = next_s if trouble.after_s is None else max(next_s, trouble.after_s)
                 await asyncio.sleep(min(due_s, WAIT_S_MAX))
                 next_s *= 2
