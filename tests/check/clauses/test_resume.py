@@ -188,7 +188,7 @@ def test_a_shard_that_moved_is_left_to_its_step() -> None:
         ({"saves": "nothing", "unreached": "train.py:7"}, ""),
         (
             {"saves": "nothing", "unreached": "train.py:7", "loads": "nothing"},
-            "the script may save its weights (train.py:7), and no line of it loads any",
+            "the script may save its weights (train.py:7), but no line of it loads any",
         ),
         ({"saves": "weights"}, ""),
         ({}, ""),

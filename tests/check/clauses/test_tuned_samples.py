@@ -42,7 +42,10 @@ def judged(check: str, *events: Event, **fields: Any) -> Any:
     [
         ((CHAT, Taught(sample=0, positions=(2, 3)), shard(0)), ""),
         ((ROW, Taught(sample=0, positions=(4,)), shard(0, weight=0.3)), ""),
-        ((CHAT, Taught(sample=0, positions=(3, 4)), shard(0)), "states [4], that predict no due"),
+        (
+            (CHAT, Taught(sample=0, positions=(3, 4)), shard(0)),
+            "states [4], that predict no target",
+        ),
         ((CHAT, Taught(sample=0, positions=(2, 3, 7)), shard(0)), "[7], beyond its last token"),
         ((CHAT, Taught(sample=0, positions=(2,)), shard(0)), "doesn't depend on states [3]"),
         ((ROW, Taught(sample=0, positions=(5,)), shard(0)), "[5], beyond its last token"),

@@ -114,7 +114,7 @@ _HALF = default(
 )
 _SAME_CROPS = default(
     clause="F-TI-003",
-    words="the resumed run differs from the straight one (gradient of shard 0)",
+    words="one (gradient of shard 0)",
     because="A checkpoint has no generator's state, and each start sets the seed "
     "again. So the epoch after a resume has its own pairs, but crops their "
     "pictures with the random numbers of the first epoch.",

@@ -61,7 +61,7 @@ _OTHER_SAMPLES = by_design(
 )
 _REDUCED_INSIDE = by_design(
     clause="F-DP-005",
-    words="it reduces them itself",
+    words="reduces them itself",
     because="The optimizer gets each rank's own gradient, and takes the mean over "
     "ranks in its step. This mean can't be observed, and the rule of the step "
     "(Muon) is not one that entrenar-check knows.",

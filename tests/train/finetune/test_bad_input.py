@@ -123,7 +123,10 @@ def few_positions(model: Path) -> None:
             "model-00002-of-00003.safetensors is missing, of the 3 files that "
             "model.safetensors.index.json names; copy the whole checkpoint",
         ),
-        (half_a_file, "model.safetensors is no whole file of safetensors (Error while deseriali"),
+        (
+            half_a_file,
+            "model.safetensors is not a complete safetensors file (Error while deseriali",
+        ),
         (quantised_weights, f"model.safetensors has {UP} in F8_E4M3, so its weights are quantised"),
         (another_shape, f"{UP} has the shape [100, 64] in its files, but [192, 64] by config.json"),
         (
@@ -132,7 +135,7 @@ def few_positions(model: Path) -> None:
         ),
         (
             no_record,
-            "config.json can't be read (it is no object of JSON); copy the checkpoint",
+            "config.json can't be read (it is not a JSON object); copy the checkpoint",
         ),
         (no_words, "its tokenizer has no vocabulary, since its file"),
         (

@@ -61,9 +61,10 @@ def unreduced(compared: Compared) -> str:
         if place := _reduced_later(trace):
             step, name = place
             return (
-                f"in {run_name(trace)} ranks hand different gradients of {name} to the optimizer "
-                f"in step {step}, and move it alike: it reduces them itself; call obs.reduced() "
-                "where they are reduced, before they are clipped"
+                f"in {run_name(trace)} ranks hand different gradients of {name} to the "
+                f"optimizer in step {step}, but change it equally: the optimizer reduces "
+                "them itself; call obs.reduced() where they are reduced, before they are "
+                "clipped"
             )
     return ""
 

@@ -139,8 +139,9 @@ def _advice(model: Trace, trace: Trace) -> str:
     if len(declared) > 1:
         return f"the runs declare loss_over differently: declare the same in all, or {off}"
     return (
-        "if all ranks are to compute the loss of the whole batch, say so, observe(..., loss_over="
-        f'"batch"), or "micro-batch" if each has one of its own; if not, {off}'
+        "if all ranks are to compute the loss of the whole batch, declare "
+        'observe(..., loss_over="batch"), or "micro-batch" if each rank has its '
+        f"own loss; if not, {off}"
     )
 
 

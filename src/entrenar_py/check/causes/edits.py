@@ -353,8 +353,8 @@ def _of_an_earlier_step(edit: Edit) -> str:
     for at, update in earlier.items():
         if edit.is_in(update.weights) and _counts_on(updates[step - 1].get(rank), edit.update):
             return (
-                f"became again what it was after step {at}, while the optimizer went on: what was "
-                "put in, to evaluate it, was not taken out again"
+                f"became again what it was after step {at}, while the optimizer went on: "
+                "the weights that replaced it for an evaluation were not replaced back"
             )
     return ""
 
@@ -437,7 +437,7 @@ def _rounded(moves: Moves) -> Explanation | None:
         np.linalg.norm(now - was) > _ROUNDING * np.linalg.norm(was) for was, now in steps
     ):
         return None
-    words = "moved by no more than a rounding: what was added to it was taken out again"
+    words = "moved by no more than a rounding: what was added to it was subtracted again"
     return Explanation(words, is_wrong=False)
 
 

@@ -268,7 +268,9 @@ def _open(steps: Sequence[_Step]) -> str:
             ': right if that is meant, observe(..., loss_over="micro-batch"), wrong if each '
             "element is to count equally"
         )
-    return "each counts as a whole: right if their sum is meant, wrong if their mean is"
+    return (
+        "they are added without division: right if their sum is meant, wrong if their mean is meant"
+    )
 
 
 def _is_known(tally: Tally, trace: Trace, parts: Parts) -> bool:

@@ -384,9 +384,10 @@ def summed_alike(tally: Tally, straight: Trace, trace: Trace) -> tuple[Trace, Tr
     if step is None:
         return straight, trace
     tally.miss(
-        f"step {step} has every rank's own gradient of the straight run, bit by bit, and another "
-        "rounding of their sum: they were added in another order, as DistributedDataParallel does "
-        "in its first step; to compare bits after a resume, run it on two workers (--world-size 2)"
+        f"in step {step} every rank's own gradient has the bits of the "
+        "uninterrupted run, but their sum is rounded differently: they were added "
+        "in a different order, as DistributedDataParallel does in its first step; "
+        "to compare bits after a resume, run it on two workers (--world-size 2)"
     )
     return common_steps.until(straight, step), common_steps.until(trace, step)
 

@@ -182,8 +182,9 @@ class _Judged:
         error = explanations.first(clipping.LIST, clipped)
         if error is None:
             self.tally.miss(
-                f"whether step {update.step} clips the whole gradient can't be told: what is "
-                "applied is no multiple of the sum over micro-batches, see F-TI-001"
+                f"it is unknown whether step {update.step} clips the whole gradient: the "
+                "applied gradient is not a multiple of the sum over micro-batches, see "
+                "F-TI-001"
             )
             return
         self.tally.check(

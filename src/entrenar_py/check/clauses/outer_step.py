@@ -476,8 +476,8 @@ def _tell_collectives(tally: Tally, trace: Trace, unknown: set[tuple[int, int]])
             called_any = True
     if called_any:
         tally.note(
-            "collectives were called within rounds: they are no fault, since each step was made "
-            "with the rank's own gradient"
+            "collectives were called within rounds: that is not an error, since each "
+            "step was made with the rank's own gradient"
         )
 
 

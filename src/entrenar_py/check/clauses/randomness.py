@@ -455,8 +455,8 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
 
 def _seeded_alike(parted: int) -> str:
     return (
-        f"in step {parted} each drew its own, and since then the generator was seeded alike on "
-        f"both; {_OWN_GENERATOR}"
+        f"in step {parted} each drew its own, and since then the generator has had "
+        f"the same seed on both; {_OWN_GENERATOR}"
     )
 
 

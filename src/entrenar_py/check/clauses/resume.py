@@ -78,7 +78,7 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
     if is_own:
         _ends_as_late(tally, straight, trace)
         straight, kept = resumes.summed_alike(tally, straight, kept)
-    message = "the resumed run differs from the straight one"
+    message = "the resumed run differs from the uninterrupted one"
     same_bits.compare_steps(tally, straight, kept, message)
     state.compare_local_buffers(tally, straight, kept, f"{message} (buffers)")
     weight_averages.compare_resumed(tally, straight, kept)
@@ -95,7 +95,7 @@ def _was_stopped(trace: Trace) -> bool:
 def _no_straight_run(tally: Tally, trace: Trace, runs: Traces) -> str:
     if tally.observed:
         return "the run without a stop, with which it would be compared, failed"
-    reason = "no straight run of the same training to compare with: "
+    reason = "no uninterrupted run of the same training to compare with: "
     if not trace.scenario.stops:
         back_to = next(start.step for start in trace.of(Start) if start.resumed)
         return f"{reason}the run that resumed must say so by stops=({back_to},) in its scenario"
@@ -111,8 +111,9 @@ def _absent(traces: Sequence[Trace]) -> str:
         if not all(map(began_anew, stopped)):
             return ""
         return (
-            "the script loads its weights only once it has trained, and it started over where it "
-            "was started again with its checkpoint there: no run goes on from one"
+            "the script loads its weights only once it has trained, and it started "
+            "over when it was restarted with its checkpoint: no run continues from a "
+            "checkpoint"
         )
     unreached = next((trace.traits.unreached for trace in traces if trace.traits.unreached), "")
     if stopped or "" in saves:
@@ -123,7 +124,7 @@ def _absent(traces: Sequence[Trace]) -> str:
     if {trace.traits.loads for trace in traces} != {"nothing"}:
         return ""
     what = "saves its weights" if "weights" in saves else f"may save its weights ({unreached})"
-    return f"the script {what}, and no line of it loads any: no run goes on from them"
+    return f"the script {what}, but no line of it loads any: no run continues from them"
 
 
 def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:
@@ -204,8 +205,8 @@ def _same_scale(tally: Tally, straight: Trace, trace: Trace) -> None:
         factor = None if model is None else _power_of_two(model.gradient, shard.gradient)
         if factor is not None:
             message = (
-                f"after the resume gradients are {factor:g} times those of the straight run: the "
-                "loss scale was not restored"
+                f"after the resume gradients are {factor:g} times those of the "
+                "uninterrupted run: the loss scale was not restored"
             )
             tally.check(False, message, **evidence.place(trace, shard))
 
@@ -470,8 +471,9 @@ def _how_to_resume(trace: Trace) -> str:
     named = f"{option}, say, in the form" if option else "an option of it, say,"
     before = "" if option.startswith("-") or not option else "env "
     return (
-        f"it saved its weights, and loads none by itself; tell it to go on by {named} {before}"
-        f"{{resume:{option or '--resume PATH'}}} in the command: it is filled in after a stop only"
+        "it saved its weights, but doesn't load any by itself; make it continue by "
+        f"{named} {before}{{resume:{option or '--resume PATH'}}} in the command: it "
+        "is filled in after a stop only"
     )
 
 

@@ -313,7 +313,7 @@ def _absent(traces: Sequence[Trace]) -> str:
     came_back = any(len(trace.of(Start)) > trace.scenario.world_size for trace in killed)
     bare = {trace.traits.saves for trace in traces} == {"nothing"}
     if killed and bare and not came_back and not any(trace.traits.unreached for trace in traces):
-        return "no worker was started again, and the script writes no checkpoint to go on from"
+        return "no worker was started again, and the script writes no checkpoint to continue from"
     return ""
 
 

@@ -102,7 +102,7 @@ def _learned(tally: Tally, trace: Trace, sample: Encoded, event: Taught) -> None
     due = {length - 1} if sample.label != NO_CLASS else {p - 1 for p in sample.completion}
     extra, lacking = sorted(set(event.positions) - due), sorted(due - set(event.positions))
     if extra:
-        what = "beyond its last token" if extra[-1] >= length else "that predict no due token"
+        what = "beyond its last token" if extra[-1] >= length else "that predict no target token"
         message = f"the loss of sample {event.sample} depends on states {extra[:6]}, {what}"
     else:
         message = f"the loss of sample {event.sample} doesn't depend on states {lacking[:6]}"
@@ -167,7 +167,7 @@ def compare_copies(tally: Tally, trace: Trace) -> None:
     message = f"classes have {dict(sorted(counts.items()))} samples once rarer ones are repeated"
     tally.check(len(set(counts.values())) == 1, message, **place)
     rows = {event.row for event in labelled}
-    message = f"rows {sorted(set(range(max(rows) + 1)) - rows)[:8]} are no sample at all"
+    message = f"rows {sorted(set(range(max(rows) + 1)) - rows)[:8]} are in no sample"
     tally.equal(max(rows) + 1, len(rows), message, **place)
     _each_once(tally, trace)
 

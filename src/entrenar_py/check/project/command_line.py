@@ -427,7 +427,7 @@ def _path(typed: argparse.Namespace) -> Path | None:
     if config is None:
         return toml_file.find(Path.cwd())
     if not config.is_file():
-        problem = "it is no regular file" if config.exists() else "no such file"
+        problem = "it is not a regular file" if config.exists() else "no such file"
         raise UsageError(f"--config {config}: {problem}; give a TOML file")
     return config.absolute()
 

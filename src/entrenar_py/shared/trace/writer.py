@@ -105,7 +105,7 @@ def create(path: Path, head: Head) -> Writer:
         file = FileIO(path, "x")
     except FileExistsError as error:
         raise UsageError(
-            f"ledger {path}: it already exists; go on with --resume, or give another path"
+            f"ledger {path}: it already exists; continue with --resume, or give another path"
         ) from error
     except OSError as error:
         problem = f"can't be made ({error.strerror}); give another path"

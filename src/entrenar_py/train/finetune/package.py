@@ -152,7 +152,7 @@ def _require_safe(contents: Contents) -> None:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError("settings are no mapping")
+        raise ValueError("settings are not a mapping")
     return value
 
 

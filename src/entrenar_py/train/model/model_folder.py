@@ -51,7 +51,7 @@ def record(path: Path, owner: str) -> Mapping[str, Any]:
     what = "the checkpoint" if path.name == CONFIG else "it"
     try:
         record = json_text.load(files.read(path, bytes_max=_JSON_BYTES_MAX))
-        problem = "" if isinstance(record, dict) else "it is no object of JSON"
+        problem = "" if isinstance(record, dict) else "it is not a JSON object"
     except (OSError, ValueError) as error:
         problem = str(error)
     if not isinstance(record, dict):
@@ -221,8 +221,8 @@ def require_numbers(folder: Path) -> None:
                 kinds = {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
         except (OSError, safetensors.SafetensorError) as error:
             raise UsageError(
-                f"model={folder}: {name} is no whole file of safetensors ({error}); copy the "
-                "checkpoint again"
+                f"model={folder}: {name} is not a complete safetensors file ({error}); copy "
+                "the checkpoint again"
             ) from error
         for key, kind in kinds.items():
             if key.endswith(".weight") and kind not in _NUMBERS:
