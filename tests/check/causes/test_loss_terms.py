@@ -18,7 +18,7 @@ from tests.traces import altered, falsified, left_open, records
 Terms = tuple[tuple[float, ...], ...]
 MEAN: Terms = ((8.0, 1 / 8, 8.0),)
 HALF: Terms = ((8.0, 1 / 16, 2.0, 8.0),)  # divided by 2 micro-batches
-COUNTED = "each counts as a whole"
+COUNTED = "they are added without division"
 UNKNOWN = "by which number it divides their losses is unknown"
 
 

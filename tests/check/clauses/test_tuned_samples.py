@@ -118,7 +118,7 @@ def epochs(*steps: tuple[int, ...]) -> list[Event]:
         (EVEN, ((0, 3), (3, 2)), "(3,) are drawn again in epoch 0"),
         (EVEN, ((0, 3), (1,), (2, 0)), "epoch 0 ended without samples [2]"),
         (copies(rows=(0, 1, 2, 2), labels=(0, 0, 1, 0)), ((0,),), "{0: 3, 1: 1} samples"),
-        (copies(rows=(0, 2, 2, 0), labels=(0, 1, 1, 0)), ((0,),), "rows [1] are no sample"),
+        (copies(rows=(0, 2, 2, 0), labels=(0, 1, 1, 0)), ((0,),), "rows [1] are in no sample"),
         ([*EVEN[:3], replace(EVEN[3], sample=2)], ((0,),), "not numbered from 0"),
     ],
 )
