@@ -87,7 +87,7 @@ def shard(weight: float = 1.0) -> Event:
         ((CHOSEN, *LEARNED, shard()), "pair 0 lacks a side"),
         (
             (CHOSEN, replace(REJECTED, tokens=(1, 5, 5, 8, 9, 2)), *LEARNED, shard()),
-            "the rejected side of pair 0 has other tokens than transformers",
+            "the rejected side of pair 0 has different tokens than transformers",
         ),
         (
             (
@@ -99,7 +99,7 @@ def shard(weight: float = 1.0) -> Event:
         ),
         (
             (CHOSEN, REJECTED, replace(LEARNED[0], positions=(1, 2, 3)), LEARNED[1], shard()),
-            "the loss of the chosen side of pair 0 depends on states [1], that predict no due",
+            "the loss of the chosen side of pair 0 depends on states [1], that predict no target",
         ),
         (
             (CHOSEN, REJECTED, LEARNED[0], replace(LEARNED[1], positions=(2, 3, 4, 7)), shard()),

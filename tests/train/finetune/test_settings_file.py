@@ -198,7 +198,7 @@ workers: yes
         ),
         (
             PAIRS + "distill: {logits: soft}\n",
-            "5:10: error: distill with task: preference: a teacher's logits are of next tokens; "
+            "5:10: error: distill with task: preference: a teacher's logits are for next tokens; "
             "use task: instruct or text",
         ),
         (
@@ -219,12 +219,12 @@ workers: yes
         (
             SMALL + "compile: true\nrecompute: blocks\n",
             "5:10: error: compile: true with recompute: blocks: blocks that are computed again are "
-            "not compiled; leave one of both out",
+            "not compiled; leave out one of the two",
         ),
         (
             CLASSES.replace("b]", "b], weights: inverse, oversample: true"),
-            "5:36: error: weights=inverse with oversample: true: all classes are as frequent then, "
-            "so each weight would be 1; give one of both",
+            "5:36: error: weights=inverse with oversample: true: all classes are equally frequent "
+            "then, so each weight would be 1; give only one of the two",
         ),
         (
             SMALL + "training: {epochs: }\n",
@@ -353,8 +353,8 @@ strategy: layer_pipeline
         ),
         (
             "{layers: [2, 4]}\n- {layers: [0, 2]}",
-            "7:12: error: stages[0] layers=[2, 4]: stages stand in the order of their blocks; put "
-            "the one with layers: [0, 2] here",
+            "7:12: error: stages[0] layers=[2, 4]: stages are listed in the order of their blocks; "
+            "put the one with layers: [0, 2] here",
         ),
         (
             "{layers: [0, 0]}\n- {layers: [0, 2]}",
