@@ -126,6 +126,17 @@ def test_faster_strategies_that_are_not_taken_are_named(folder: Path) -> None:
     assert why.count(". ") == 1
 
 
+def test_pairs_need_the_whole_model(folder: Path) -> None:
+    """As the configuration's reader refuses them. A pair has two rows, which take more memory."""
+    run, options = planned(settings(folder, TINY, task="preference"), "2 x gpu:4GB")
+    able = {name for name, option in options.items() if not option.problem}
+    assert able == {"star", "mesh", "ddp", "ddp_canonical", "fsdp"}
+    assert options["tensor_parallel"].problem.startswith("pairs and their reference need")
+    texts, _ = planned(settings(folder, TINY), "2 x gpu:4GB")
+    pairs, single = (plan.option(one, "star").workers[0].memory for one in (run, texts))
+    assert pairs.activations > 1.5 * single.activations
+
+
 def test_quantised_weights_are_cut_by_no_strategy(folder: Path) -> None:
     """As the configuration's reader refuses them; and no other method's advice is that."""
     found = settings(folder, {**TINY, "hidden_size": 64}, method="qlora")

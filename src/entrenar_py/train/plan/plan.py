@@ -227,6 +227,8 @@ def _problem(run: Run, strategy: str) -> str:
         return "torch's collectives know no wgpu"
     if run.settings.method == "qlora" and strategy not in WHOLE_LAYERS:
         return f"quantised weights can't be cut: use {' or '.join(WHOLE_LAYERS)}"
+    if run.settings.task == "preference" and strategy not in _ALONE:
+        return f"pairs and their reference need the whole model: use {' or '.join(BY_SHARDS)}"
     if strategy == "ddp_canonical" and size & (size - 1):
         return f"{size} ranks can't share a tree evenly: 2, 4, 8 ... can"
     if strategy in ("tensor_parallel", "sequence_parallel"):
