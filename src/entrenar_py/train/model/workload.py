@@ -386,6 +386,8 @@ class Finetuning(Tuned):
         self._is_compiled = self._compiles and device.type == "cuda" and not self.drops
         if self._is_compiled:
             compile_blocks(self.module)
+            if isinstance(self.objective, objectives.NextTokens):
+                self.objective.compiles = True
 
     def _show(self, kind: tuple[bool, ...], tensors: Tensors) -> None:
         """Make the model compile for batches of `kind`, on an example.
