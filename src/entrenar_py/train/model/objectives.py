@@ -167,12 +167,12 @@ def _loss_of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     The gradient has the shape and dtype of `logits`, and is 0 where `targets` [m] are negative.
     """
     shares = logits.log_softmax(-1, dtype=torch.float32)
-    wanted, counts = targets[:, None], targets[:, None] >= 0
-    loss = (shares.gather(1, wanted.clamp(min=0)) * counts).sum().neg()
-    tokens = torch.arange(logits.shape[1], device=logits.device)
+    wanted, counts = targets.clamp(min=0)[:, None], targets[:, None] >= 0
+    loss = (shares.gather(1, wanted) * counts).sum().neg()
     # Not by scatter, since its deterministic kernel reads the targets on the host.
-    shares.exp_().sub_((tokens == wanted).view(torch.uint8)).mul_(counts)
-    return loss, shares.to(logits.dtype)
+    is_wanted = torch.arange(logits.shape[1], device=logits.device) == wanted
+    gradient = shares.exp_().add_(is_wanted, alpha=-1).mul_(counts)
+    return loss, gradient.to(logits.dtype)
 
 
 def _compiled_loss_of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
