@@ -115,7 +115,7 @@ def _cover(covered: set[int], node: Node, num_shards: int) -> None:
     """Add the shards under `node` to `covered`, or raise the ValueError that `fold` describes."""
     shards = span(node, num_shards)
     if node.index < 0 or not shards:
-        raise ValueError(f"{_name(node)} is not of a tree over {num_shards} shards")
+        raise ValueError(f"{_name(node)} does not belong to a tree over {num_shards} shards")
     if not covered.isdisjoint(shards):
         twice = sorted(covered.intersection(shards))
         raise ValueError(f"{_name(node)} was given twice: shards {twice} were already given")
