@@ -211,7 +211,9 @@ class ResidentStep:
 
     def _computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
         """Return `_on_device` of a batch on the CPU, with recorded operations if possible."""
-        inputs = [tensor.to(self._backend.place) for tensor in batch]
+        # From pageable memory, each copy would wait until the GPU has done all earlier work.
+        pinned = [tensor.pin_memory() for tensor in batch]
+        inputs = [tensor.to(self._backend.place, non_blocking=True) for tensor in pinned]
         if not self._records:
             return self._on_device(inputs, drop)
         shapes = _shapes(batch)

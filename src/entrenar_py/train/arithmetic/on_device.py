@@ -1,10 +1,11 @@
 """AdamW in a GPU's memory, with the bits of `optimizer`.
 
-A worker on a GPU would otherwise copy each step's weights there and leave the GPU idle while the
-host computes. Operations are elementwise or additions in a fixed order, so their results are
-IEEE's, as on the host, if three things are avoided: a product and a sum in one kernel, which
-would be rounded once; a division by a number of the host, which torch turns into a product; and
-torch's own sums, whose order depends on the device.
+Otherwise the GPU would wait while the host computes the step and uploads new weights.
+
+All operations are elementwise, or additions in a fixed order. Their results are IEEE's, as on the
+host, if three things are avoided. A product and a sum in one kernel are rounded only once. torch
+turns a division by a number of the host into a product. And the order of torch's own sums depends
+on the device.
 
 The host gets copies of weights and moments after each step, for the record. They arrive while the
 GPU computes the next shard.
@@ -39,7 +40,7 @@ def fits(rule: Rule, num_trainable: int) -> bool:
 
 
 class DeviceOptimizer:
-    """The optimizer of one replica, whose weights are `weights`, float32 [num_trainable].
+    """The optimizer of one replica; `weights` are on the device, float32 [num_trainable].
 
     `state` has the moments on the host. It is copied, and `copy_back` writes to it.
     """
@@ -57,6 +58,12 @@ class DeviceOptimizer:
             torch.empty(tensor.shape, pin_memory=is_cuda) for tensor in (weights, *self._moments)
         ]
         self._stream = torch.cuda.Stream(place) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def new_vector(self, num_elements: int) -> Vector:
+        """Return memory for a vector on the host that `upload` copies fast, float32."""
+        is_cuda = self.weights.device.type == "cuda"
+        vector: Vector = torch.empty(num_elements, pin_memory=is_cuda).numpy()
+        return vector
 
     def upload(self, vector: Vector) -> Tensor:
         """Return `vector`, float32 [num_trainable], on the device."""

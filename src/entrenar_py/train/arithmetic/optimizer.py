@@ -103,7 +103,7 @@ def norm_l2(gradient: Vector) -> float:
 
 
 def _added_by_halves(rows: NDArray[Any]) -> NDArray[Any]:
-    """Return the sum of each row of `rows`, [n, a power of two], whose memory is used."""
+    """Return the sum of each row of `rows`, [n, a power of two], and overwrite `rows`."""
     width = rows.shape[1]
     while width > 1:
         width //= 2

@@ -128,6 +128,8 @@ class Member:
         self.recorder.drain()  # events of an earlier session
         self._applied = None
         self.replicas.workers = {self.rank: self.replicas.take_over(self.rank, payload)}
+        if (device := self.worker.on_device) is not None:
+            self.held.vector = device.new_vector(self.held.vector.size)
         self.nodes.clear()
         self.held.begin(welcome.blocks)
         if self._exchange is not None:
