@@ -51,6 +51,7 @@ TOGETHER = {
     "tests/examples/test_canonical_all_reduce.py": "zygote",
     "tests/train/plan/test_plan.py": "plans",
     "tests/check/pytest_plugin/test_plugin.py": "plugin",
+    "tests/train/service/test_averaging.py": "service",
     "tests/train/service/test_coordinator.py": "service",
     "tests/train/service/test_file_locks.py": "service",
     "tests/train/service/test_mesh.py": "service",
