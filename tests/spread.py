@@ -60,6 +60,7 @@ TOGETHER = {
     "tests/train/service/test_file_locks.py": "service",
     "tests/train/service/test_mesh.py": "service",
     "tests/train/service/test_service.py": "service",
+    "tests/test_architecture.py": "all imports",
     "tests/test_wheel.py": "wheel",
     "tests/check/watch/test_watched_ranks.py": "watched ranks",
 }
