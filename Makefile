@@ -45,10 +45,11 @@ coverage: setup
 	$(BIN)/python $(TESTS) --cov --cov-report=term:skip-covered --cov-fail-under=95
 
 # Trainers of others that own the loop (accelerate, Hugging Face's and Lightning's), which are large:
-# their examples are left alone, and the broken twins of these are found. Not part of `make test`.
+# their examples are left alone, and the broken twins of these are found. And TRL, with which pairs
+# are compared. Not part of `make test`.
 integrations: setup
-	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[integrations]'
-	$(BIN)/python -m pytest tests/check/command/test_integrations.py tests/compute/wgpu/test_qwen3.py
+	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[integrations]' 'trl>=1.16'
+	$(BIN)/python -m pytest tests/check/command/test_integrations.py tests/compute/wgpu/test_qwen3.py tests/train/model/test_preference.py
 
 # Every planted bug, and what kills it.
 mutants: setup

@@ -22,6 +22,7 @@ from entrenar_py.train.model.preference import DirectPreference
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Data, Lora, Preference, Settings
 from tests.train.model import checkpoints
+from tests.train.model.test_objectives import ReadsNothing
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -216,6 +217,21 @@ def test_each_row_has_places_of_its_own(small: Path, tmp_path: Path) -> None:
     assert [objective.item() for objective in counts.sum(1)] == [
         int(workload._samples.rows.num_targets[2 * i + side]) for i in IDS for side in range(2)
     ]
+
+
+def test_a_step_reads_nothing_on_the_host(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it could not be recorded on a GPU. The reference is a part of the recording."""
+    transformers = pytest.importorskip("transformers")
+    workload = workload_of(prepared(small, tmp_path, TEXTS))
+    assert workload.is_static
+    tensors, batch = tensors_of(workload), workload.batch(IDS)
+    # As while a GPU's operations are recorded.
+    monkeypatch.setattr(transformers.utils.import_utils, "is_cuda_stream_capturing", lambda: True)
+    with ReadsNothing():  # type: ignore[no-untyped-call]
+        loss = workload.loss_of(tensors, batch, linear=F.linear, drop=engine.no_dropout)
+        torch.autograd.grad(loss, list(tensors.values()))
 
 
 @given(st.floats(-200, 200), st.floats(0, 0.49))

@@ -101,7 +101,10 @@ class PreferenceObjective(NextTokens):
             return completions(logits.view(*targets.shape, -1), targets)
         hidden = self.hidden_of(tokens, places.flatten(), None, head).view(*targets.shape, -1)
         rows = zip(hidden, targets, strict=True)
-        sums = [objectives.cross_entropy(own, head.weight, wanted) for own, wanted in rows]
+        sums = [
+            objectives.cross_entropy(own, head.weight, wanted, compiled=self.compiles)
+            for own, wanted in rows
+        ]
         return -torch.stack(sums)
 
 
