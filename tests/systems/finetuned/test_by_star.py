@@ -47,10 +47,11 @@ def finding(clause: str, scenario: Scenario) -> Finding:
 
 def test_the_table_has_the_options() -> None:
     names = {field.name for field in fields(Request)} - {"packing"}  # of distillations alone
+    pairs = {"beta", "label_smoothing"}
     others = {
         "finetuned": {"strategy", "cuts"},
-        "finetuned_by_peer": {"strategy", "cuts", "facts", "recompute"},
-        "finetuned_by_ranks": {"cuts", "facts", "recompute"},
+        "finetuned_by_peer": {"strategy", "cuts", "facts", "recompute", *pairs},
+        "finetuned_by_ranks": {"cuts", "facts", "recompute", *pairs},
     }
     for system, left_out in others.items():
         assert set(SYSTEMS[system].options) == names - left_out

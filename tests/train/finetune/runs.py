@@ -46,6 +46,38 @@ def configured(folder: Path, small: Path, **changes: Any) -> Path:
     return path
 
 
+NUM_PAIRS = 16
+PAIRS: dict[str, Any] = {
+    "task": "preference",
+    "preference": {"beta": 0.5},
+    "data": {"validation_share": 0.25},
+    "evaluate_every": 6,
+    "training": {"epochs": 12, "batch_size": 6, "learning_rate": 1e-2},
+}
+
+
+def of_pairs(folder: Path, small: Path, **changes: Any) -> Path:
+    """Write chats in which a safe command is preferred, and a configuration."""
+    config = configured(folder, small, **{**PAIRS, **changes})
+    settings = json.loads(config.read_text())
+    del settings["classes"]
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    rows = [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
+    pairs = zip(rows[6 : 6 + NUM_PAIRS], 3 * rows[:6], strict=False)  # six of them are unsafe
+    lines = [
+        json.dumps(
+            {
+                "prompt": [{"role": "user", "content": f"{number}"}],
+                "chosen": [{"role": "assistant", "content": chosen}],
+                "rejected": [{"role": "assistant", "content": rejected}],
+            }
+        )
+        for number, (chosen, rejected) in enumerate(pairs)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return config
+
+
 def adapters(output: Path) -> bytes:
     """Return the bytes of the adapters that a run wrote."""
     return (output / "adapter_model.safetensors").read_bytes()

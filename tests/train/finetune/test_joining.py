@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,12 +151,15 @@ def test_a_local_model_of_another_content(home: Path, tmp_path: Path) -> None:
     assert not home.exists()
 
 
-def test_what_is_offered_is_what_is_prepared(home: Path, small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("configured", [runs.configured, runs.of_pairs], ids=["classes", "pairs"])
+def test_what_is_offered_is_what_is_prepared(
+    home: Path, small: Path, tmp_path: Path, configured: Callable[..., Path]
+) -> None:
     """A worker makes of the files the coordinator's tensors, samples and weights, bit for bit.
 
     No path of the coordinator's machine is in the list, and no row that is only for evaluation.
     """
-    config = runs.configured(tmp_path, small, workers=2)
+    config = configured(tmp_path, small, workers=2)
     prepared = preparation.prepare(settings_file.load(config))
     offered = OfferedFiles(prepared)
     listed = offered.read(Piece(file=offered.package.digest, offset=0))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,41 +12,11 @@ from tests.train.finetune import runs
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-NUM_PAIRS, EPOCHS = 16, 12
-USUAL: dict[str, Any] = {
-    "task": "preference",
-    "preference": {"beta": 0.5},
-    "data": {"validation_share": 0.25},
-    "evaluate_every": 6,
-    "training": {"epochs": EPOCHS, "batch_size": 6, "learning_rate": 1e-2},
-}
-
-
-def configured(folder: Path, small: Path, **changes: Any) -> Path:
-    """Write chats in which a safe command is preferred, and a configuration."""
-    config = runs.configured(folder, small, **{**USUAL, **changes})
-    settings = json.loads(config.read_text())
-    del settings["classes"]
-    config.write_text(json.dumps(settings), encoding="utf-8")
-    rows = [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
-    pairs = zip(rows[6 : 6 + NUM_PAIRS], 3 * rows[:6], strict=False)  # six of them are unsafe
-    lines = [
-        json.dumps(
-            {
-                "prompt": [{"role": "user", "content": f"{number}"}],
-                "chosen": [{"role": "assistant", "content": chosen}],
-                "rejected": [{"role": "assistant", "content": rejected}],
-            }
-        )
-        for number, (chosen, rejected) in enumerate(pairs)
-    ]
-    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return config
 
 
 def trained(folder: Path, small: Path, workers: int) -> Path:
     output = f"out{workers}"
-    config = configured(folder, small, workers=workers, output=output)
+    config = runs.of_pairs(folder, small, workers=workers, output=output)
     assert cli.main(["finetune", str(config)]) == exit_codes.DONE
     return folder / output
 
@@ -71,7 +39,7 @@ def test_the_same_adapters_for_any_workers_and_the_safe_command_is_preferred(
     assert last["loss"] < 0.5 * first["loss"]
     scored = runs.told(one, "evaluation")
     assert [event["step"] for event in scored] == [6, 12, 18, 24]
-    assert scored[-1]["weight"] == NUM_PAIRS // 4
+    assert scored[-1]["weight"] == runs.NUM_PAIRS // 4
     assert scored[-1]["accuracy"] == 1.0
     assert scored[-1]["margin"] > scored[0]["margin"] > 0
     assert scored[-1]["perplexity"] is None
@@ -84,5 +52,5 @@ def test_the_same_adapters_for_any_workers_and_the_safe_command_is_preferred(
 
     evaluated = ["eval", str(one), "--data", str(tmp_path / "rows.jsonl")]
     assert cli.main(evaluated) == exit_codes.DONE
-    assert f"of {NUM_PAIRS} right" in capsys.readouterr().out
+    assert f"of {runs.NUM_PAIRS} right" in capsys.readouterr().out
     assert cli.main(["infer", str(one), "--prompt", "list", "--new-tokens", "2"]) == exit_codes.DONE
