@@ -346,7 +346,8 @@ def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> 
         raise UsageError(
             f"{where}: its shards are of the tokenizer {facts.tokenizer}, and the student's is "
             f"{own} ({prepared.settings.model}): their tokens are not the same; learn from the "
-            "teacher's answers instead, by `entrenar distill text`"
+            "teacher's answers instead, by `entrenar distill text`",
+            kind="tokenizer",
         )
     if facts.data != prepared.train.digest:
         raise UsageError(
