@@ -29,7 +29,7 @@ from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Counterexample
 from entrenar_py.train.finetune import foreign_keys
 from entrenar_py.train.service import config, exit_codes
-from entrenar_py.train.wire import attendance, frames, messages, phases, terms
+from entrenar_py.train.wire import attendance, frames, messages, terms
 from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import MESSAGES, Accept, Message
 from entrenar_py.train.wire.pipeline_peers import PipelineWorker
@@ -189,18 +189,18 @@ def protocol(page: str) -> str:
     tables = {
         "frame": layout(),
         "messages": message_table(),
-        "peer": _legal(phases.PEER_MAY_SAY),
-        "worker": _legal(phases.WORKER_MAY_HEAR),
-        "mesh-peer": _legal(phases.MESH_PEER_MAY_SAY),
-        "mesh-worker": _legal(phases.MESH_WORKER_MAY_HEAR),
-        "pipeline-peer": _legal(phases.PIPELINE_PEER_MAY_SAY),
-        "pipeline-worker": _legal(phases.PIPELINE_WORKER_MAY_HEAR),
-        "applicant": _legal(phases.APPLICANT_MAY_HEAR),
-        "applicant-moves": diagram(phases.APPLICANT_MOVES, phases.ApplicantPhase.CONNECTED),
-        "run-moves": diagram(phases.RUN_MOVES, phases.Stage.GATHERING),
-        "peer-moves": diagram(phases.PEER_MOVES, phases.PeerPhase.CHALLENGED),
-        "fetching-moves": diagram(phases.FETCHING_PEER_MOVES, phases.PeerPhase.CHALLENGED),
-        "worker-moves": diagram(phases.WORKER_MOVES, phases.WorkerPhase.CONNECTED),
+        "peer": _legal(messages.PEER_MAY_SAY),
+        "worker": _legal(messages.WORKER_MAY_HEAR),
+        "mesh-peer": _legal(messages.MESH_PEER_MAY_SAY),
+        "mesh-worker": _legal(messages.MESH_WORKER_MAY_HEAR),
+        "pipeline-peer": _legal(messages.PIPELINE_PEER_MAY_SAY),
+        "pipeline-worker": _legal(messages.PIPELINE_WORKER_MAY_HEAR),
+        "applicant": _legal(messages.APPLICANT_MAY_HEAR),
+        "applicant-moves": diagram(messages.APPLICANT_MOVES, messages.ApplicantPhase.CONNECTED),
+        "run-moves": diagram(messages.RUN_MOVES, messages.Stage.GATHERING),
+        "peer-moves": diagram(messages.PEER_MOVES, messages.PeerPhase.CHALLENGED),
+        "fetching-moves": diagram(messages.FETCHING_PEER_MOVES, messages.PeerPhase.CHALLENGED),
+        "worker-moves": diagram(messages.WORKER_MOVES, messages.WorkerPhase.CONNECTED),
         "bounds": bounds(),
     }
     return _filled(page, tables)
@@ -419,15 +419,15 @@ def message_table() -> str:
 
 def _sender(kind: type[Message]) -> str:
     """Return the sender of a message: worker, coordinator, or either."""
-    by_worker = {*phases.ALWAYS, *AMONG_WORKERS}
+    by_worker = {*messages.ALWAYS, *AMONG_WORKERS}
     for peers in (
-        phases.PEER_MAY_SAY,
-        phases.MESH_PEER_MAY_SAY,
-        phases.PIPELINE_PEER_MAY_SAY,
+        messages.PEER_MAY_SAY,
+        messages.MESH_PEER_MAY_SAY,
+        messages.PIPELINE_PEER_MAY_SAY,
     ):
         by_worker |= {one for row in peers.values() for one in row}
-    by_coordinator = {one for row in phases.APPLICANT_MAY_HEAR.values() for one in row}
-    for workers in (phases.WORKER_MAY_HEAR, phases.MESH_WORKER_MAY_HEAR):
+    by_coordinator = {one for row in messages.APPLICANT_MAY_HEAR.values() for one in row}
+    for workers in (messages.WORKER_MAY_HEAR, messages.MESH_WORKER_MAY_HEAR):
         by_coordinator |= {one for row in workers.values() for one in row}
     if kind in by_worker & by_coordinator:
         return "either"
