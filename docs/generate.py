@@ -27,8 +27,9 @@ from entrenar_py.shared.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL,
 from entrenar_py.shared.scenario import CHOICES, Scenario
 from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Counterexample
-from entrenar_py.train.finetune import foreign_keys
-from entrenar_py.train.service import config, exit_codes
+from entrenar_py.train.finetune import foreign_keys, own_models, settings_file
+from entrenar_py.train.model.settings import Serving, Timeouts, Tls
+from entrenar_py.train.service import exit_codes
 from entrenar_py.train.wire import attendance, frames, messages, terms
 from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import MESSAGES, Accept, Message
@@ -90,10 +91,13 @@ TYPES = {
     "Mapping[str, Any]": "mapping",
 }
 # Fields that mean something else in a configuration of `entrenar`.
-SERVED = {
-    "workload": "the model and its data; the gradients of `vectors` are known beforehand",
-    "world_size": "largest number of workers at a time",
-    "seed": "the only source of randomness",
+# Table of docs/entrenar.md -> the section of a configuration.
+SECTIONS: Mapping[str, type[Any]] = {
+    "training": own_models.OwnRun,
+    "service": Serving,
+    "checkpoint": own_models.Checkpoint,
+    "tls": Tls,
+    "timing": Timeouts,
 }
 # Type of a message's field -> its JSON.
 WIRE_TYPES = {
@@ -222,16 +226,8 @@ def original_workers(page: str) -> str:
 def service(page: str) -> str:
     """Return `page` with the current keys of a configuration, and exit codes."""
     head = ("key", "holds", "default", "means")
-    waits = [
-        (f"`{name}`", "seconds > 0", f"`{getattr(Timing(), name):g}`", meaning)
-        for name, meaning in config.TIMING.items()
-    ]
     tables = {
-        "training": _table(head, _training()),
-        "service": _table(head, _keys(config.SERVICE)),
-        "checkpoint": _table(head, _keys(config.CHECKPOINT)),
-        "tls": _table(head, _keys(config.TLS)),
-        "timing": _table(head, waits),
+        **{name: _table(head, _keys(kind)) for name, kind in SECTIONS.items()},
         "exits": _table(
             ("code", "means"), [(str(code), text) for code, text in exit_codes.MEANINGS.items()]
         ),
@@ -282,19 +278,16 @@ def configuration(page: str) -> str:
     return _filled(page, tables)
 
 
-def _training() -> list[tuple[str, ...]]:
-    """A row for each field of a scenario that a configuration may hold."""
+def _keys(section: type[Any]) -> list[tuple[str, ...]]:
+    """A row for each key of a section of a configuration."""
     rows: list[tuple[str, ...]] = []
-    for name in config.TRAINING:
-        field = Scenario.__dataclass_fields__[name]
-        default = "required" if name in config.REQUIRED else _default(field)
-        holds = _holds(field).removesuffix(", `finetune`, `own`")
-        rows.append((f"`{name}`", holds, default, {**MEANINGS, **SERVED}[name]))
+    for field in settings_file.fields_of(section):
+        holds = "mapping" if field.is_section else settings_file.holds(field)
+        default = "see below" if field.is_section else f"`{field.default}`"
+        if field.is_required or field.default is None:
+            default = "required" if field.is_required else "none"
+        rows.append((f"`{field.name}`", holds, default, field.key.meaning))
     return rows
-
-
-def _keys(table: Mapping[str, tuple[str, str, str]]) -> list[tuple[str, ...]]:
-    return [(f"`{name}`", *row) for name, row in table.items()]
 
 
 def _filled(page: str, tables: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.kill_matrix import Row
 from entrenar_py.shared import mutants
 from entrenar_py.shared.scenario import expand
-from entrenar_py.train.service import config
+from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.wire import messages
 from falsification import classes
 from tests.check.command import twins
@@ -129,6 +129,5 @@ def test_every_key_of_a_configuration_has_a_row() -> None:
     """Each key has a row in the table of its mapping."""
     page = generate.SERVICE.read_text("utf-8")
     assert generate.service(page) == page, "say `make docs`"
-    tables = (config.TRAINING, config.SERVICE, config.CHECKPOINT, config.TLS, config.TIMING)
-    names = [name for table in tables for name in table]
+    names = [key.name for one in generate.SECTIONS.values() for key in settings_file.fields_of(one)]
     assert [row.split("`")[1] for row in page.splitlines() if row.startswith("| `")] == names

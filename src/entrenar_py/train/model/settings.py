@@ -256,6 +256,13 @@ class Serving:
     listen: Annotated[str, Key("where workers connect, host:port; port 0 is any free one")] = (
         "127.0.0.1:7411"
     )
+    topology: Annotated[
+        str,
+        Key(
+            "where gradients go: all to the coordinator, or from worker to worker",
+            choices=("star", "mesh"),
+        ),
+    ] = "star"
     tls: Annotated[Tls | None, Key("connections over TLS 1.3, and no others")] = None
     wait_for: Annotated[
         int, Key("workers that must be there before the first step", least=1, most=2**10)
