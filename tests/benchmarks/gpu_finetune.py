@@ -1,10 +1,12 @@
-"""A fine-tuning step of Qwen3-4B's shape on one GPU, beside `transformers.Trainer` with `peft`.
+"""A fine-tuning step of Qwen3-4B's shape on one GPU, compared with `transformers.Trainer`.
 
-    python tests/benchmarks/gpu_finetune.py --batch 4 --tokens 512
+    python tests/benchmarks/gpu_finetune.py --batch 8 --tokens 1024
+    python tests/benchmarks/gpu_finetune.py --batch 2 --tokens 2048 --shards 4 --targets all
 
-Random weights in bfloat16, adapters of rank 16 on q_proj and v_proj, rows of a fixed length. Each
-side trains in a process of its own on the same rows, and the first steps don't count. Prints as
-JSON tokens per second and peak memory. CI does not run it.
+The peers are the Trainer with `peft`, and the same with `use_liger_kernel=True`. Random weights in
+bfloat16, adapters of rank 16, rows of a fixed length. Each side trains in a process of its own on
+the same rows, and the first steps don't count. Prints as JSON tokens per second and peak memory.
+CI does not run it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +46,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "vocab_size": 512,
     },
+}
+TARGETS = {
+    "qv": ["q_proj", "v_proj"],
+    "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
 WORDS, UNCOUNTED = 300, 4  # words of the tokenizer; steps before the clock starts
 
@@ -79,8 +86,11 @@ def rows(path: Path, number: int, tokens: int) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def peer(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+def peer(
+    folder: Path, given: argparse.Namespace, *, liger: bool = False, compiles: bool = False
+) -> dict[str, Any]:
     """Train with `transformers.Trainer` and `peft`, as their documents show."""
+    began = time.perf_counter()
     import peft
     from transformers import (
         AutoModelForCausalLM,
@@ -108,7 +118,7 @@ def peer(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
     lora = peft.LoraConfig(
-        r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        r=16, lora_alpha=32, target_modules=TARGETS[given.targets], task_type="CAUSAL_LM"
     )
     model = peft.get_peft_model(model, lora)
     times: list[float] = []
@@ -129,10 +139,16 @@ def peer(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         logging_strategy="no",
         save_strategy="no",
         report_to=[],
+        use_liger_kernel=liger,
+        torch_compile=compiles,
     )
     Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Clock()]).train()
     passed = [b - a for a, b in itertools.pairwise(times)][UNCOUNTED:]
-    return {"step_s": median(passed), "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+    return {
+        "step_s": median(passed),
+        "first_step_s": times[0] - began,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+    }
 
 
 def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +156,7 @@ def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     from entrenar_py import compute as backends
     from entrenar_py.train.arithmetic import engine
     from entrenar_py.train.model import preparation
-    from entrenar_py.train.model.settings import Data, Settings
+    from entrenar_py.train.model.settings import Data, Lora, Settings
 
     settings = Settings(
         model=folder,
@@ -149,6 +165,7 @@ def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         precision="bfloat16",
         method="qlora" if given.qlora else "lora",
         compile=not given.eager,
+        lora=Lora(targets=tuple(TARGETS[given.targets])),
         data=Data(train=folder / "rows.jsonl", max_tokens=given.tokens),
     )
     began = time.perf_counter()
@@ -190,6 +207,7 @@ def ours(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         "precision": "bfloat16",
         "compile": not given.eager,
         "checkpoint_every": 10**6,
+        "lora": {"targets": TARGETS[given.targets]},
         "data": {"train": str(folder / "rows.jsonl"), "max_tokens": given.tokens},
         "training": {
             "batch_size": given.batch * given.shards,
@@ -243,7 +261,13 @@ class Memory:
         return {"device_gb": round(self._most * 2**20 / 1e9, 1)}
 
 
-SIDES = {"peer": peer, "stepper": stepper, "ours": ours}
+SIDES = {
+    "peer": peer,
+    "liger": partial(peer, liger=True),
+    "liger_compiled": partial(peer, liger=True, compiles=True),
+    "stepper": stepper,
+    "ours": ours,
+}
 
 
 def main() -> None:
@@ -254,11 +278,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="tokens a row")
     parser.add_argument("--shards", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--targets", choices=TARGETS, default="qv")
     parser.add_argument("--qlora", action="store_true")
     parser.add_argument("--eager", action="store_true", help="ours without compilation")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", type=Path, help="keep checkpoint and rows there")
-    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--sides", default="peer,liger,ours")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
