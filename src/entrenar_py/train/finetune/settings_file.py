@@ -375,7 +375,8 @@ def _converted(node: Node, kind: Any, folder: Path) -> Any:
 def _normal(path: Path) -> Path:
     """Return `path` without `..`, unless a link makes that a different place."""
     short = Path(os.path.normpath(path))
-    return short if short.resolve() == path.resolve() else path
+    # Not `Path.resolve`, which raises if links lead in a circle.
+    return short if os.path.realpath(short) == os.path.realpath(path) else path
 
 
 def _advice(value: Any, key: Key) -> str:
