@@ -30,6 +30,7 @@ from entrenar_py.shared.verdict import Counterexample
 from entrenar_py.train.finetune import foreign_keys, own_models, settings_file
 from entrenar_py.train.model.settings import Serving, Timeouts, Tls
 from entrenar_py.train.service import exit_codes
+from entrenar_py.train.service.config import Checkpoint
 from entrenar_py.train.wire import attendance, frames, messages, terms
 from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import MESSAGES, Accept, Message
@@ -95,7 +96,7 @@ TYPES = {
 SECTIONS: Mapping[str, type[Any]] = {
     "training": own_models.OwnRun,
     "service": Serving,
-    "checkpoint": own_models.Checkpoint,
+    "checkpoint": Checkpoint,
     "tls": Tls,
     "timing": Timeouts,
 }

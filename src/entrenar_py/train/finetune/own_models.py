@@ -6,7 +6,7 @@ The file is read as one that fine-tunes, and has the same section `coordinator`.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,20 +18,12 @@ from entrenar_py.shared.scenario import CHOICES, OF_USERS, TrainingPlan
 from entrenar_py.train.coordinator import topology
 from entrenar_py.train.finetune import serving, settings_file
 from entrenar_py.train.model.settings import Key, Serving
-from entrenar_py.train.service import config, coordinator
-from entrenar_py.train.service.config import Config
+from entrenar_py.train.service import coordinator
+from entrenar_py.train.service.config import Checkpoint, Config
 from entrenar_py.train.service.coordinator import Task
 
 WORKLOADS = tuple(name for name in CHOICES["workload"] if name not in OF_USERS)
 SIZED = ("mlp", "vectors")  # workloads with a variable `width`
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """The file for the state, and the number of steps between saves."""
-
-    path: Annotated[Path, Key("the file; it is replaced atomically")]
-    every_steps: Annotated[int, Key("steps from one save to the next", least=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +130,7 @@ def load(path: Path) -> Config:
     saves = own.checkpoint
     return service.configured(
         plan,
-        checkpoint=saves and config.Checkpoint(_target(saves.path), saves.every_steps),
+        checkpoint=saves and replace(saves, path=_target(saves.path)),
         metrics=own.metrics,
         ledger=own.ledger,
     )

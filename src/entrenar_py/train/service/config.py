@@ -5,10 +5,12 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import files
+from entrenar_py.train.model.settings import Key
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io.tcp import SECRET_BYTES_MIN
@@ -18,12 +20,12 @@ TOPOLOGIES = ("star", "mesh")
 SECRET_BYTES_MAX = 2**16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """The file for the state, and the number of steps between saves."""
 
-    path: Path
-    every_steps: int
+    path: Annotated[Path, Key("the file; it is replaced atomically")]
+    every_steps: Annotated[int, Key("steps from one save to the next", least=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
