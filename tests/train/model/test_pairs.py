@@ -143,7 +143,7 @@ def test_the_longer_side_must_fit(small: Path, tmp_path: Path) -> None:
         max_tokens=found.longest - 1,
         on_error="skip",
     ).skipped
-    assert samples.length_of(bad) == found.longest
+    assert bad.num_tokens == found.longest
 
 
 def test_messages_need_a_template(small: Path, tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ CHARS_PER_TOKEN_MAX = 64
 SHORT_CHARS = 2**16
 NO_LABEL = -1
 _ENDLESS_MAX = 10  # rows with a template that does not end; each takes a second or more
-_LONG = "has "  # the beginning of the problem of a row with too many tokens
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,6 @@ class Sample:
     def num_tokens(self) -> int:
         """The number of tokens that the model gets in one row: of a pair, those of a side."""
         return max(self.cut, len(self.tokens) - self.cut)
-
-
-def length_of(bad: BadRow) -> int | None:
-    """Return the number of tokens of a row that is too long; None for any other problem."""
-    number = bad.problem.removeprefix(_LONG).partition(" tokens; ")[0]
-    return int(number) if bad.problem.startswith(_LONG) and number.isdigit() else None
 
 
 def too_long(value: Any, max_tokens: int) -> str:
@@ -146,11 +139,10 @@ class Encoder:
             return BadRow(row.place, "is nested too deeply")
         except (_BadValueError, BadConversationError) as problem:
             return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
-        most = self._settings.data.max_tokens
-        if sample.num_tokens > most:
-            return BadRow(
-                row.place, f"{_LONG}{sample.num_tokens} tokens; data.max_tokens allows {most}"
-            )
+        most, length = self._settings.data.max_tokens, sample.num_tokens
+        if length > most:
+            told = f"has {length} tokens; data.max_tokens allows {most}"
+            return BadRow(row.place, told, length)
         return sample
 
     def _plain(self, fields: Mapping[str, Any]) -> Sample:
@@ -246,7 +238,7 @@ def _hint(label: str, num_labels: int) -> str:
     return ""
 
 
-VERSION = 5  # of the file, and of what is learned from a row; others are created again
+VERSION = 6  # of the file, and of what is learned from a row; others are created again
 _SHOWN = 20  # bad rows in a message
 
 
