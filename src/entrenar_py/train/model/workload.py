@@ -72,9 +72,11 @@ def compile_blocks(module: nn.Module) -> None:
     """Make torch compile each block of `module` at its first call, once for all lengths.
 
     Blocks are the members of a list of layers that isn't inside another list. Kernels are chosen by
-    rules, never by timing, so that every process has the same kernels. If the embedding is frozen,
-    nothing before the first block needs a gradient. That block would be a program of its own, which
-    takes as long to compile as that of all others, so it is not compiled.
+    rules, never by timing, so that every process has the same kernels.
+
+    If the embedding is frozen, the first block's input needs no gradient. That block would be a
+    program of its own, and twice as long would be spent on compiling. So the embedding's output is
+    made to need a gradient, which costs one block's share of the backward pass.
     """
     from torch._inductor import config
     from torch.fx.experimental import _config as shapes
@@ -88,14 +90,16 @@ def compile_blocks(module: nn.Module) -> None:
     dynamo.specialize_float = True
     dynamo.recompile_limit = max(dynamo.recompile_limit, _KINDS_MAX)
     stacks = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
-    embedding = cast("Any", module).get_input_embeddings()
-    first = 0 if any(tensor.requires_grad for tensor in embedding.parameters()) else 1
+    cast("Any", module).get_input_embeddings().register_forward_hook(_needing_a_gradient)
     for name in stacks:
         if any(name.startswith(f"{other}.") for other in stacks):
             continue
-        blocks = cast("nn.ModuleList", module.get_submodule(name))
-        for block in blocks[first:]:
+        for block in cast("nn.ModuleList", module.get_submodule(name)):
             block.compile(dynamic=True)
+
+
+def _needing_a_gradient(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 LENGTHS = 8  # rows are padded to a multiple of this
