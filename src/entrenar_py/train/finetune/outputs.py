@@ -345,7 +345,7 @@ def evaluate(output: Output, path: Path) -> Scores:
     """
     settings, tokenizer = output.settings, output.tokenizer
     rows = samples.load(settings, path, tokenizer, cache=preparation.cache())
-    foresight.say_skipped(rows.skipped)
+    foresight.say_skipped(settings, rows.skipped)
     model_folder.require_samples(settings, output.module, [rows], model.padding(tokenizer))
     return evaluation.scores(
         output.module, rows, settings=settings, pad_token=model.padding(tokenizer)

@@ -123,14 +123,18 @@ def shared_settings(settings: Settings) -> dict[str, object]:
     Settings for the coordinator alone have their defaults: a worker has no rows to evaluate on.
     """
     plain = replace(
-        settings, coordinator=None, workers=Settings.workers, evaluate_every=Settings.evaluate_every
+        settings,
+        coordinator=None,
+        workers=Settings.workers,
+        evaluate_every=Settings.evaluate_every,
+        lora=replace(settings.lora, start_from=None),  # it gets the values with the run's state
     )
     record = settings_file.to_record(plain)
     return {**record, "model": "model", "output": "output", "data": _data(record["data"])}
 
 
 def _data(record: dict[str, object]) -> dict[str, object]:
-    left_out = ("validation", "validation_share", "on_error")
+    left_out = ("validation", "validation_share", "on_error", "on_long")
     return {key: value for key, value in record.items() if key not in left_out} | {
         "train": "rows.jsonl"
     }

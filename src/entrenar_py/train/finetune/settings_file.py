@@ -30,6 +30,7 @@ from entrenar_py.train.model.settings import (
     BY_SHARDS,
     LAYER_PIPELINE,
     WHOLE_LAYERS,
+    WHOLE_MODELS,
     Key,
     Settings,
     StagePlan,
@@ -430,6 +431,7 @@ class _Conflicts:
                 "compile",
             )
         self._of_distillation()
+        self._of_adapters()
         self._of_strategy()
         is_pipeline = settings.strategy == LAYER_PIPELINE
         if settings.num_workers > training.num_shards and not is_pipeline:
@@ -461,6 +463,28 @@ class _Conflicts:
                 f"distill with strategy: {settings.strategy}: a student's loss needs the whole "
                 f"model's logits on one device; use {', '.join(BY_SHARDS)}, or none",
                 "strategy",
+            )
+
+    def _of_adapters(self) -> None:
+        """Report adapters that the strategy or the method can't train."""
+        strategy, lora = self._settings.strategy, self._settings.lora
+        if lora.modules_to_save and strategy not in (None, *WHOLE_MODELS):
+            self._error(
+                f"modules_to_save with strategy: {strategy}: a rank or stage needs them whole; use "
+                f"{' or '.join(WHOLE_MODELS)}, or none",
+                *("lora", "modules_to_save"),
+            )
+        if lora.modules_to_save and self._settings.precision != "float32":
+            self._error(
+                f"modules_to_save with precision: {self._settings.precision}: they are trained in "
+                "float32, and stock peft would compute with fewer bits; use precision: float32",
+                *("lora", "modules_to_save"),
+            )
+        if lora.dora and strategy not in (None, *WHOLE_LAYERS):
+            self._error(
+                f"dora: true with strategy: {strategy}: the norms need a layer's whole weights; "
+                f"use {', '.join(WHOLE_LAYERS)}, or none",
+                *("lora", "dora"),
             )
 
     def _of_strategy(self) -> None:
@@ -547,7 +571,7 @@ _JSON: Mapping[Any, Mapping[str, Any]] = {
     bool: {"type": "boolean"},
     str: {"type": "string"},
     Path: {"type": "string"},
-    tuple[str, ...]: {"type": "array", "items": {"type": "string"}},
+    tuple[str, ...]: {"type": ["array", "string"], "items": {"type": "string"}},
     tuple[int, int]: {
         "type": "array",
         "items": {"type": "integer"},

@@ -36,9 +36,11 @@ STRATEGIES = (
 )
 LAYER_PIPELINE = "layer_pipeline"  # its stages are workers of `entrenar coordinator`
 BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # each shard is computed by one rank
+WHOLE_MODELS = ("ddp", "ddp_canonical")  # strategies with a whole model on each rank
 WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
 KINDS = ("cpu", "cuda", "wgpu")  # of backends
 TEACHER_PRECISIONS = ("float32", "bfloat16", "int8")
+ALL_LINEAR = "all-linear"  # of lora.targets, as in peft
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 
@@ -82,6 +84,14 @@ class Data:
             choices=("stop", "skip"),
         ),
     ] = "stop"
+    on_long: Annotated[
+        str | None,
+        Key(
+            "the same for a row with more than `max_tokens`, which may also be cut after these; by "
+            "default as `on_error`",
+            choices=("stop", "truncate", "skip"),
+        ),
+    ] = None
 
     @property
     def validates(self) -> bool:
@@ -116,8 +126,25 @@ class Lora:
         float, Key("share of an adapter's inputs that are dropped", least=0, below=1)
     ] = 0.0
     targets: Annotated[
-        tuple[str, ...], Key("ends of the names of the layers that get an adapter")
-    ] = ("q_proj", "v_proj")
+        tuple[str, ...],
+        Key(
+            "ends of the names of the layers that get an adapter; all-linear: every linear layer "
+            "but the head"
+        ),
+    ] = (ALL_LINEAR,)
+    rslora: Annotated[
+        bool, Key("multiply by alpha / sqrt(rank) instead, which suits high ranks (rsLoRA)")
+    ] = False
+    dora: Annotated[
+        bool, Key("train the norm of each output's weights apart from their direction (DoRA)")
+    ] = False
+    modules_to_save: Annotated[
+        tuple[str, ...],
+        Key("ends of the names of layers that are trained whole, and saved with the adapters"),
+    ] = ()
+    start_from: Annotated[
+        Path | None, Key("folder with adapters of the same kind that the run begins with")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +152,9 @@ class Training:
     """The optimizer (AdamW), its schedule, and how batches are made up."""
 
     epochs: Annotated[int, Key("times that every row is seen", least=1, most=10**6)] = 1
+    max_steps: Annotated[
+        int | None, Key("the last step, and the schedule's end, if the epochs have more", least=1)
+    ] = None
     batch_size: Annotated[int, Key("rows a step, of all workers together", least=1)] = 16
     num_shards: Annotated[
         int, Key("parts of a batch that are shared out among workers", least=1, most=2**16)
@@ -138,6 +168,11 @@ class Training:
     ] = 0.03
     weight_decay: Annotated[float, Key("AdamW's weight decay", least=0)] = 0.0
     clip_norm: Annotated[float | None, Key("largest norm of a step's gradient", above=0)] = 1.0
+
+    def num_steps(self, num_samples: int) -> int:
+        """Return the number of steps of a run on `num_samples` samples."""
+        num_steps = self.epochs * -(-num_samples // self.batch_size)
+        return num_steps if self.max_steps is None else min(num_steps, self.max_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
