@@ -214,6 +214,10 @@ workers: yes
             "use ddp or ddp_canonical, or none",
         ),
         (
+            SMALL + "keep: {best: true}\n",
+            "5:7: error: keep without rows to evaluate on: give data.validation, too",
+        ),
+        (
             SMALL + "lora: {targets: [all-linear, q_proj]}\n",
             "5:17: error: targets=all-linear: use all-linear alone, or name the ends of layers' "
             "names",

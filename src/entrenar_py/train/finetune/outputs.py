@@ -114,6 +114,7 @@ MARKS = ("config.json", "adapter_config.json")  # without these, no library load
 _OWN = (SETTINGS, "state.checkpoint", "ledger.jsonl", "metrics.jsonl")  # files of a run
 _OTHERS = (*MARKS, "tokenizer.json")
 _WEIGHTS = (".safetensors", ".bin")
+_KEPT = "kept.json"
 _TEMPLATES = "additional_chat_templates"
 _ADVICE = "make room or give access, and export it with --resume"
 
@@ -136,17 +137,62 @@ def write(
     written; an earlier output is then unchanged. Also raises it if stock libraries read a different
     model than was trained; the files are then kept.
     """
-    record = settings_file.to_record(prepared.settings)
     output = prepared.settings.output
     with replacing(output, marks=(*MARKS, SETTINGS), advice=_ADVICE) as partial:
-        stock.save(workload.module, tensors, prepared.tokenizer, partial)
-        record[DIGESTS] = asdict(Digests(model_digest, tokenizer_digest(partial)))
-        text = settings_file.to_text(record)
-        (partial / SETTINGS).write_text(text + "\n", encoding="utf-8")
+        _fill(partial, prepared, workload.module, tensors, model_digest=model_digest)
     settings, pad_token = prepared.settings, prepared.pad_token
     stock.require_agreement(settings, workload.module, tensors, pad_token=pad_token, folder=output)
     foresight.say_warnings()
     return output
+
+
+def _fill(
+    folder: Path,
+    prepared: Prepared,
+    module: nn.Module,
+    tensors: Mapping[str, Array],
+    *,
+    model_digest: str,
+) -> None:
+    """Write everything to `folder` that later commands read."""
+    record = settings_file.to_record(prepared.settings)
+    stock.save(module, tensors, prepared.tokenizer, folder)
+    record[DIGESTS] = asdict(Digests(model_digest, tokenizer_digest(folder)))
+    text = settings_file.to_text(record)
+    (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is known of adapters that a run kept: its plan's digest, their step, and their loss."""
+
+    run: str
+    step: int
+    loss: float
+
+    @classmethod
+    def of(cls, folder: Path) -> Kept | None:
+        """Return what `keep` noted in `folder`; None if it wrote nothing there."""
+        try:
+            record = model_folder.record(folder / _KEPT, str(folder))
+            return cls(str(record["run"]), int(record["step"]), float(record["loss"]))
+        except (UsageError, LookupError, TypeError, ValueError):
+            return None
+
+
+def keep(
+    folder: Path,
+    prepared: Prepared,
+    module: nn.Module,
+    tensors: Mapping[str, Array],
+    kept: Kept,
+    *,
+    model_digest: str,
+) -> None:
+    """Write an evaluated state to `folder`, for later commands. Raises SystemFailure."""
+    with replacing(folder, marks=(*MARKS, SETTINGS), advice="make room or give access") as partial:
+        _fill(partial, prepared, module, tensors, model_digest=model_digest)
+        (partial / _KEPT).write_text(json.dumps(asdict(kept)) + "\n", encoding="utf-8")
 
 
 def read_settings(output: Path) -> tuple[Settings, Digests | None]:

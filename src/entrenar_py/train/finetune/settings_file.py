@@ -31,6 +31,7 @@ from entrenar_py.train.model.settings import (
     LAYER_PIPELINE,
     WHOLE_LAYERS,
     WHOLE_MODELS,
+    Keep,
     Key,
     Settings,
     StagePlan,
@@ -400,6 +401,14 @@ class _Conflicts:
                 "evaluate_every without rows to evaluate on: give data.validation or "
                 "data.validation_share",
                 "evaluate_every",
+            )
+        if settings.keep != Keep() and not data.validates:
+            self._error("keep without rows to evaluate on: give data.validation, too", "keep")
+        if settings.keep != Keep() and settings.strategy is not None:
+            self._error(
+                f"strategy: {settings.strategy} does not read keep: ranks write the end's result "
+                "alone; leave it out",
+                "keep",
             )
         if settings.adapts and not settings.lora.targets:
             self._error(

@@ -176,6 +176,18 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Keep:
+    """The states that are kept when they were evaluated, each in a folder that `infer` reads."""
+
+    best: Annotated[
+        bool, Key("keep what has the lowest validation loss so far, in `output`/best")
+    ] = False
+    last: Annotated[
+        int, Key("keep those of the last evaluations, this many, in `output`/step-N", least=0)
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completions:
     """The requests of `entrenar distill text` to the teacher, and the use of its answers."""
 
@@ -378,6 +390,7 @@ class Settings:
         int, Key("steps from one evaluation on the validation rows to the next", least=1)
     ] = 50
     checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50
+    keep: Annotated[Keep, Key("what is kept on the way, after an evaluation")] = Keep()
     compile: Annotated[
         bool,
         Key(
