@@ -23,8 +23,8 @@ differs. The scripts are not copied into this project: a recipe in `tests/field/
 repository and commit, the lines to add, the data and the command.
 
 No contract is named, as in a plain call. So a falsified F-DP-003 is advice: torch steps with a NaN
-by default. A falsified F-TI-007 that comes from rounding on GPUs is, too. Rows of a language
-model name `language-model-v1.yaml`.
+by default. A falsified F-TI-007 is advice, too, if it comes from rounding on GPUs. Rows
+named "language model" use `language-model-v1.yaml`.
 
 Each verdict that is not "held" is explained as one of these:
 

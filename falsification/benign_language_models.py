@@ -107,7 +107,7 @@ VARIANTS = (
     ),
     Variant(
         name="lm-left-padding",
-        summary="rows of unequal lengths, padded on the left",
+        summary="rows of different lengths, padded on the left",
         plants={},
         scenario=trained(rows="padded"),
         tried=("F-LM-001", "F-LM-002", "F-LM-003", "F-LM-005"),

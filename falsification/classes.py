@@ -12,7 +12,7 @@ from falsification.twins import Twin
 
 # What explains an error -> beginnings of names, of broken scripts and of right ones.
 EXPLAINED: dict[str, tuple[str, ...]] = {
-    "gradients of an earlier pass are left in": (
+    "gradients of an earlier pass are not cleared": (
         *("BUFFER-ALIAS", "STATE-PROBE", "explained: gradients of a look", "explained: the disc"),
         *("gradients are never cleared", "gradients are zeroed", "explained: a probe of"),
         *("micro-batches that are left", "left: ", "wrapped: the gradient of", "two networks ag"),
@@ -38,16 +38,16 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         *("each rank clips", "explained: each", "explained: the parameters", "two networks, each"),
         *("flat parameters: each rank clips", "brief line: clipped", "CLIP-VALUE", "all knobs"),
     ),
-    "another optimizer's or group's constants, or a step too many": (
+    "settings of a different optimizer or group, or one step too many": (
         *("GA-STEP-EACH", "rank 1 of three", "the optimizer steps twice", "rules: ", "SCHED-LOST"),
         *("only the second group's", "the weight decay of", "the critic's weights", "LR-TIMES"),
         *("explained: the learning rate makes up for the sum, and w", "NAN-SKIP", "a cycle of"),
     ),
-    "what trains nothing moves": (
+    "tensors without gradients change": (
         *("declared frozen:", "teacher: ", "public: a teacher", "a teacher in", "adapters are m"),
         *("rules: adapters", "rules: decay by hand", "validated, as it is", "an average that only"),
     ),
-    "the order, or the numbers, of another epoch or rank": (
+    "the order or the random numbers of a different epoch or rank": (
         *("every epoch has", "augmentation", "own draws: all", "fed: an e", "together: an ev"),
         *("own draws: one seed", "own draws: rank 0", "own draws: windows", "own draws: under"),
         *("workers that live on", "every rank drops", "diffusion", "masks: ", "mixup", "masked p"),
@@ -57,17 +57,17 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         *("a thread", "names ", "sharded state", "the stream of batches", "buffers: ", "Adam's"),
         *("snapshot.pt", "stopped and", "two optimizers, stopped", "a folder every"),
     ),
-    "an average, or weights, that something else moves": (
+    "an average or weights that something else changes": (
         *("an average", "the best weights", "the weights follow", "wrapped: weights", "EMA-SHARD"),
         *("rank 0 edits", "rank 0 goes on", "slow weights", "wrapped: slow", "weights are h"),
     ),
-    "ranks that never meet, or parted": (
+    "ranks that never synchronise, or have diverged": (
         *("the wrapper is bypassed", "DDP-BYPASS", "together: two", "together: each rank sh"),
         *("together: a hybrid", "two trainings", "ranks that draw weights", "unseeded: ranks"),
         *("unseeded: weights", "each rank starts", "unseeded: the wrapper is bypassed"),
     ),
-    "masks, noise, or coupled samples as an excuse": ("controlled: ", "explained: noise"),
-    "not finite by its own doing": (
+    "masks, noise or coupled samples that hide a bug": ("controlled: ", "explained: noise"),
+    "non-finite values that the script itself causes": (
         *("a training that diverges", "NAN-", "INF-ONE", "nan_to_num", "a NaN is clipped"),
         *("together: a root", "a GradScaler", "all ranks skip"),
     ),
@@ -93,14 +93,17 @@ INFERRED: dict[str, tuple[str, ...]] = {
 }
 # What stays as it was if one thing is turned -> the like.
 TURNED: dict[str, tuple[str, ...]] = {
-    "parameters of a group in another order": ("orders: ",),
-    "random numbers alike for all samples, one order, mirrored ranks": ("controlled: ", "made: "),
+    "parameters of a group in a different order": ("orders: ",),
+    "the same random numbers for all samples, one order, mirrored ranks": (
+        "controlled: ",
+        "made: ",
+    ),
     "batches of all workers at once, or replayed": ("fed: ", "own draws: "),
-    "micro-batches in another order, a step that is not full": (
+    "micro-batches in a different order, an incomplete step": (
         *("left: ", "micro-batches that are left", "a short window", "style: a short last", "1F1B"),
         *("GA-DROP", "HOOK-PREACC", "fed: gradients are scaled", "tokens, as it is"),
     ),
-    "a teacher, or frozen layers, in the other mode": (
+    "a teacher, or frozen layers, in the wrong mode (training or evaluation)": (
         *("teacher: ", "a teacher in", "public: a teacher", "modes: "),
     ),
     "a schedule at the same step": (

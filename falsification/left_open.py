@@ -51,7 +51,7 @@ LEFT_OPEN = (
         ("a script with seeded weights, and an order of its own in every run",),
     ),
     Open(
-        "buffers follow from the samples of a rank",
+        "buffers depend on the samples of a rank",
         ("parity", "weighting"),
         ("buffers: of each rank", "buffers: whole numbers of each rank"),
     ),

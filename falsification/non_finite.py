@@ -212,7 +212,7 @@ VARIANTS = (
     ),
     Variant(
         name="non-finite-skipped",
-        summary="a step that is not finite is skipped silently, and training continues",
+        summary="a step with non-finite gradients is skipped silently, and training continues",
         source="classic (loss scaler)",
         plants={
             f"{REPLICAS}.Replicas.guard": unguarded,

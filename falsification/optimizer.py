@@ -145,7 +145,7 @@ VARIANTS = (
     ),
     Variant(
         name="mm-noncontig",
-        summary="the update of a non-contiguous weight lands in a copy",
+        summary="the update of a non-contiguous weight changes only a copy",
         source="pytorch #118115",
         plants={f"{TEXTBOOK}.optimizer_step": into_a_copy},
         scenario=textbook(optimizer="adamw", learning_rate=0.01),
@@ -190,7 +190,7 @@ VARIANTS = (
     ),
     Variant(
         name="decay-wrong-group",
-        summary="weight decay lands on the biases in place of the weights",
+        summary="weight decay is applied to the biases instead of the weights",
         source="classic (parameter groups)",
         plants={f"{TEXTBOOK}.build_optimizer": groups_swapped},
         scenario=textbook(optimizer="adamw", learning_rate=0.01, weight_decay=0.1),

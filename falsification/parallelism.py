@@ -155,7 +155,7 @@ VARIANTS = (
     ),
     Variant(
         name="tp-partial",
-        summary="a column-parallel layer hands its input's gradient back without adding the parts",
+        summary="a column-parallel layer returns its input's gradient without adding the parts",
         source="torchtitan #4054; Megatron-LM 5fffdfc737",
         plants={f"{STYLES}.ColwiseParallel._prepare_input_fn": leave_partial},
         scenario=parallel(),

@@ -239,7 +239,7 @@ VARIANTS = (
     ),
     Variant(
         name="halt-for-one",
-        summary="a value that is not finite halts its worker alone, and the others take its shards",
+        summary="a non-finite value halts only its worker, and the others take its shards",
         source="classic (halt not propagated)",
         plants={f"{COORDINATOR}.Coordinator.receive": halt_for_one},
         scenario=star(

@@ -68,7 +68,8 @@ def _implementation(built: torch.optim.Optimizer, **flags: bool) -> torch.optim.
 VARIANTS = (
     Variant(
         name="torch-ddp-otherwise",
-        summary="small buckets, no views of them, static_graph; recomputed; a fused optimizer",
+        summary="small buckets without gradient views, static_graph, recomputation, fused "
+        "optimizer",
         plants={
             f"{DDP}.DistributedDataParallel": otherwise,
             f"{TORCH_MODULE}.Model.forward": recomputed,
@@ -79,7 +80,7 @@ VARIANTS = (
     ),
     Variant(
         name="fsdp-otherwise",
-        summary="every micro-batch is reduced, nothing stays whole, summed and then divided",
+        summary="every micro-batch is reduced, all tensors are sharded, sums are divided later",
         plants={
             "torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync": at_once,
             f"{FSDP}.shard": put_back,

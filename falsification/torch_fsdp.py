@@ -91,7 +91,7 @@ VARIANTS = (
     ),
     Variant(
         name="fsdp-master-half",
-        summary="parameters are made in bfloat16, and small updates of them vanish",
+        summary="parameters are created in bfloat16, and small updates are lost",
         source="Lightning #21586",
         plants={f"{FSDP}.shard": halved},
         scenario=fsdp(workload="linear", num_steps=4, learning_rate=1e-5),
@@ -100,7 +100,7 @@ VARIANTS = (
     ),
     Variant(
         name="fsdp-opt-stale",
-        summary="the optimizer was made before sharding, and holds stale parameters",
+        summary="the optimizer was created before sharding, and holds stale parameters",
         source="accelerate #2665 and #3256",
         plants={f"{TORCH_MODULE}.optimizer_of": stale},
         scenario=fsdp(num_steps=4),

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -261,7 +262,7 @@ class Memory:
         return {"device_gb": round(self._most * 2**20 / 1e9, 1)}
 
 
-SIDES = {
+SIDES: dict[str, Callable[[Path, argparse.Namespace], dict[str, Any]]] = {
     "peer": peer,
     "liger": partial(peer, liger=True),
     "liger_compiled": partial(peer, liger=True, compiles=True),

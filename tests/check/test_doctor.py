@@ -33,7 +33,7 @@ def test_without_devices() -> None:
     assert (manifest.state, manifest.lacking) == ("no", ("wgpu (no adapter)", "cuda (no driver)"))
     assert chain.state == "partly"
     assert chain.can == chain.planned
-    assert "cuda (no driver): a stand-in fails in its place" in chain.lacking
+    assert "cuda (no driver): a simulated one fails instead" in chain.lacking
     assert (known["F-DP-001"].state, known["F-DP-001"].lacking) == ("yes", ())
 
 

@@ -72,6 +72,7 @@ def test_a_step_sees_what_training_changed(backend: Backend) -> None:
         replica.parameters *= np.float32(0.5)
         for buffer in replica.buffers.values():
             buffer += np.float32(0.25)
+        replica.changed()
     _assert_near(theirs, _shard(ours), _shard(theirs))
 
 

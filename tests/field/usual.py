@@ -8,16 +8,17 @@ STEPS_AT_NAN = default(
     clause="F-DP-003",
     verdict="advice",
     words="after a non-finite value",
-    because="A NaN was planted in one gradient of one rank. The all-reduce gives it to all ranks, "
-    "and neither torch's optimizers nor `clip_grad_norm_` stop at it by default.",
+    because="A NaN was planted in one gradient of one rank. The all-reduce passes it "
+    "to all ranks, and by default neither torch's optimizers nor "
+    "`clip_grad_norm_` stop at it.",
     reproduction="nan_in_one_gradient.py",
 )
 ROUNDING_ON_GPUS = default(
     clause="F-TI-007",
     verdict="advice",
     words="kernels may add in any order",
-    because="The kernel for the gradient of a convolution adds in any order, unless deterministic "
-    "algorithms are asked for. Two runs agree within rounding.",
+    because="The kernel for the gradient of a convolution adds in any order, unless "
+    "deterministic algorithms are requested. Two runs agree within rounding.",
     reproduction="gpu_kernels_in_any_order.py",
 )
 SAVES_LATER = undeclared(
@@ -29,11 +30,11 @@ IN_PIECES = tuple(
     limit(
         clause=clause,
         words=words,
-        because="Weights in pieces are brought together for the script's own passes only, so the "
-        "model is passed nothing again.",
+        because="Sharded weights are gathered only for the script's own passes, so the "
+        "check can't pass tokens to the model again.",
     )
     for clause, words in (
-        ("F-LM-001", "weights are in pieces"),
+        ("F-LM-001", "its weights are"),
         ("F-LM-003", "no padding is known"),
     )
 )

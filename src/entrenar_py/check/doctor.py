@@ -122,7 +122,7 @@ def _reach(name: str, clause: Invariant, backends: Sequence[Found]) -> Reach:
         lacking |= dict.fromkeys((*fatal, *partial))
         can += not fatal
     if not scenarios:
-        lacking["no check covers it here: it needs runs of another trainer"] = None
+        lacking["no check covers it here: it needs runs of a different trainer"] = None
     return Reach(
         contract=name,
         id=clause.id,
@@ -143,7 +143,7 @@ def _lacks(scenario: Scenario, backends: Sequence[Found]) -> tuple[list[str], li
         if name not in serving | named
     ]
     if scenario.system == "backend_chain":
-        return [], [f"{backend}: a stand-in fails in its place" for backend in missing]
+        return [], [f"{backend}: a simulated one fails instead" for backend in missing]
     if scenario.system == "manifest":
         enough = len(scenario.backends) - len(missing) > 1
         return ([], missing) if enough else (missing, [])

@@ -78,8 +78,11 @@ class Row:
         if self.killed and not self.variant.benign:
             broken = self.finding.counterexample
             pointed = "nothing" if broken is None else broken.place() or broken.message
-            return f"the finding points at {pointed}, planted was {planted(self.variant)}"
-        return self.finding.reason or "no check saw it"
+            return (
+                f"the finding points at {pointed}, but the bug was planted at "
+                f"{planted(self.variant)}"
+            )
+        return self.finding.reason or "no check found it"
 
 
 def planted(variant: Variant) -> str:

@@ -83,8 +83,9 @@ class Stepping(Protocol):
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
         """Return a function that computes the loss and the gradients of `workload` at `tensors`.
 
-        The caller may change all tensors except frozen ones between steps. If the device fails, the
-        function raises BackendUnavailable with the device library's message.
+        The caller may change all tensors except frozen ones between steps; if the function has a
+        method `changed`, the caller calls it then. If the device fails, the function raises
+        BackendUnavailable with the device library's message.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +69,7 @@ class CudaBackend:
     unit_roundoff: float = 2.0**-24
 
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
-        """Return a function that computes the whole step on the GPU."""
+        """Return a `ResidentStep`, which computes the whole step on the GPU."""
         return ResidentStep(self, workload, tensors, scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -102,13 +102,17 @@ class CudaBackend:
             raise BackendUnavailable(f"backend {self.name} on {self.device}: {error}") from error
 
 
+Result = tuple[float, list[Array]]  # of a `Stepper`
+
+
 class ResidentStep:
     """A `Stepper` that keeps a copy of all tensors on the GPU.
 
-    Each call uploads the tensors that training changes as one vector, and downloads loss and
-    gradients as one. The operations of a static workload are recorded once for each shape of a
-    batch, and then replayed by one call: launching operations takes longer than running them. If
-    recording fails, a line on standard error says why.
+    `weights` has the trainable tensors there as one vector, float32 [num_trainable]. Whoever
+    changes tensors on the host calls `changed`, and the next step uploads them. Loss and gradients
+    are downloaded as one vector. The operations of a static workload are recorded once for each
+    shape of a batch, and then replayed by one call: launching operations takes longer than running
+    them. If recording fails, a line on standard error says why.
     """
 
     def __init__(
@@ -117,46 +121,102 @@ class ResidentStep:
         self._backend = backend
         self._workload = workload
         self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
-        moving = [spec.name for spec in workload.specs if spec.role != "frozen"]
-        self._moving = [tensors[name].detach() for name in moving]
+        buffers = [spec.name for spec in workload.specs if spec.role == "buffer"]
+        self._host = [tensors[name].detach() for name in self._trainable]
+        self._host_buffers = [tensors[name].detach() for name in buffers]
+        self._sizes = [tensor.numel() for tensor in self._host]
         # recorded operations by the shapes of a batch
         self._seen: dict[Shapes, _Recorded | None] = {}
         self._pool: Any = None  # memory shared by recorded operations
         self._records = workload.is_static
         with backend.failures():
+            self.weights = torch.empty(sum(self._sizes), device=backend.place)
             self._copies = {
                 name: tensor.detach().to(backend.place, copy=True)
                 for name, tensor in tensors.items()
+                if name not in self._trainable
             }
+            parts = torch.split(self.weights, self._sizes)
+            for name, part, tensor in zip(self._trainable, parts, self._host, strict=True):
+                self._copies[name] = part.view(tensor.shape).detach().requires_grad_()
             self._scale = torch.tensor(scale, device=backend.place)
-        self._moved = [self._copies[name] for name in moving]
-        for name in self._trainable:
-            self._copies[name].requires_grad_()
+            self._fetching = torch.cuda.Stream(backend.place)  # type: ignore[no-untyped-call]
+        self._buffers = [self._copies[name] for name in buffers]
+        self._is_current = False  # the copies have the values of the host
 
-    def __call__(self, ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
+    def __call__(self, ids: Sequence[int], drop: DropFunction) -> Result:
         batch = self._workload.batch(ids)
         with self._backend.failures():
-            self._upload()
-            flat = _on_host(self._computed(batch, drop))
-        sizes = [self._copies[name].numel() for name in self._trainable]
-        *parts, loss = np.split(flat, np.cumsum(sizes))
-        shapes = [tuple(self._copies[name].shape) for name in self._trainable]
+            self.upload()
+            return self._fetch(self._computed(batch, drop))()
+
+    def begin(self, ids: Sequence[int]) -> Callable[[], Result] | None:
+        """Start the step of `ids` without dropout; return a function that waits for its result.
+
+        Returns None, and starts nothing, unless the operations are recorded: launching them one by
+        one would take as long as waiting.
+        """
+        if not self._records:
+            return None
+        batch = self._workload.batch(ids)
+        if self._seen.get(_shapes(batch)) is None:
+            return None
+        with self._backend.failures():
+            self.upload()
+            return self._fetch(self._computed(batch, _same))
+
+    def changed(self) -> None:
+        """Upload the host's tensors before the next step."""
+        self._is_current = False
+
+    def upload(self) -> None:
+        """Copy the host's tensors to the GPU, unless its copies have the same values."""
+        if self._is_current:
+            return
+        with torch.no_grad():
+            self.weights.copy_(_as_one(self._host))
+            for copy, tensor in zip(self._buffers, self._host_buffers, strict=True):
+                copy.copy_(tensor)
+        self._is_current = True
+
+    def _fetch(self, flat: Tensor) -> Callable[[], Result]:
+        """Start to copy a result to the host; return a function that waits for the copy.
+
+        The GPU can write directly to pinned memory, and computes meanwhile. A large result is
+        copied at once.
+        """
+        if flat.nbytes > _PINNED_BYTES_MAX:
+            result = self._parts(flat.cpu().numpy())
+            return lambda: result
+        kept = flat.clone()  # the next replay of recorded operations writes to `flat`
+        host = torch.empty(kept.shape, pin_memory=True)
+        self._fetching.wait_stream(torch.cuda.current_stream(self._backend.place))
+        with torch.cuda.stream(self._fetching):
+            host.copy_(kept, non_blocking=True)
+            copied = self._fetching.record_event()
+        kept.record_stream(self._fetching)
+
+        def wait() -> Result:
+            with self._backend.failures():
+                copied.synchronize()
+            return self._parts(host.numpy())
+
+        return wait
+
+    def _parts(self, flat: Array) -> Result:
+        *parts, loss = np.split(flat, np.cumsum(self._sizes))
+        shapes = [tuple(tensor.shape) for tensor in self._host]
         gradients = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         return float(loss[0]), gradients
 
-    def _upload(self) -> None:
-        whole = _as_one(self._moving).to(self._backend.place)
-        parts = torch.split(whole, [one.numel() for one in self._moved])
-        shaped = [part.view_as(one) for part, one in zip(parts, self._moved, strict=True)]
-        with torch.no_grad():
-            torch._foreach_copy_(self._moved, shaped)
-
     def _computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
         """Return `_on_device` of a batch on the CPU, with recorded operations if possible."""
-        inputs = [tensor.to(self._backend.place) for tensor in batch]
+        # From pageable memory, each copy would wait until the GPU has done all earlier work.
+        pinned = [tensor.pin_memory() for tensor in batch]
+        inputs = [tensor.to(self._backend.place, non_blocking=True) for tensor in pinned]
         if not self._records:
             return self._on_device(inputs, drop)
-        shapes = tuple(tuple(tensor.shape) for tensor in batch)
+        shapes = _shapes(batch)
         if shapes not in self._seen:
             self._seen[shapes] = None  # in the first run, libraries choose their algorithms
             return self._on_device(inputs, drop)
@@ -222,11 +282,8 @@ def _as_one(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
-def _on_host(vector: Tensor) -> Array:
-    """Return a copy in host memory, which the GPU can access directly if the copy is small."""
-    host = torch.empty(vector.shape, pin_memory=vector.nbytes <= _PINNED_BYTES_MAX)
-    array: Array = host.copy_(vector).numpy()
-    return array
+def _shapes(tensors: Sequence[Tensor]) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def _same(tensor: Tensor) -> Tensor:

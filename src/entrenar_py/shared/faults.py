@@ -19,10 +19,11 @@ KINDS: dict[str, str] = {
     "non_finite_gradient": "one element of a shard's gradient becomes `value` (nan, inf, -inf)",
     "non_finite_loss": "a shard's loss becomes `value` (nan, inf, -inf), its gradient stays",
     "huge_gradient": "one element of a shard's per-sample gradients becomes `value`, finite",
-    "corrupt_gradient": "one element of the gradient of `shard` goes wrong in worker `rank`, once "
-    "and silently: as if it were `value`, finite, in every sample",
-    "corrupt_worker": "from step `step` on, one element of the gradient of every shard that worker "
-    "`rank` computes goes wrong silently: as if it were `value`, finite, in every sample",
+    "corrupt_gradient": "one element of the gradient of `shard` becomes wrong in worker `rank`, "
+    "once and silently: as if it were `value`, finite, in every sample",
+    "corrupt_worker": "from step `step` on, one element of the gradient of every shard that "
+    "worker `rank` computes becomes wrong silently: as if it were `value`, "
+    "finite, in every sample",
     "nudged_weights": "each weight of a user's script changes by `value` times itself",
     "common_numbers": "a user's script draws the same random numbers for all samples and ranks",
     "common_order": "as `common_numbers`, and loaders fetch the samples in the same order for any "

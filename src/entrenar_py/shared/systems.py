@@ -180,18 +180,20 @@ SYSTEMS: dict[str, System] = {
     ),
     "tensor_parallel": replace(
         _OVER_TORCH,
-        what="layers cut over ranks by torch's parallelize_module, groups of them data-parallel",
+        what="layers sharded over ranks by torch's parallelize_module; groups of ranks "
+        "are data-parallel",
         options=("deadline_s", "tp"),
     ),
     "sequence_parallel": replace(
         _OVER_TORCH,
         room="systems.torch.tensor_parallel",
-        what="tensor parallelism where, between the layers, each rank has a part of each sequence",
+        what="tensor parallelism in which each rank has a part of each sequence between the layers",
         options=("deadline_s", "tp"),
     ),
     "pipeline_parallel": replace(
         _OVER_TORCH,
-        what="layers in stages, a rank each, by torch's pipelining, groups of them data-parallel",
+        what="layers in stages of one rank each, by torch's pipelining; groups of ranks "
+        "are data-parallel",
         options=("deadline_s", "pp", "schedule"),
     ),
     "ddp_canonical": replace(
@@ -209,7 +211,7 @@ SYSTEMS: dict[str, System] = {
     ),
     "local_sgd": replace(
         _OVER_TORCH,
-        what="DiLoCo: workers that step alone, brought together by an outer optimizer",
+        what="DiLoCo: workers that step alone, and are synchronised by an outer optimizer",
         options=("deadline_s", "inner_steps", "outer_learning_rate", "outer_momentum"),
         in_step=False,
     ),
@@ -251,7 +253,8 @@ SYSTEMS: dict[str, System] = {
     ),
     "language_model": System(
         room="systems.probes",
-        what="a small decoder on tokens: what its losses are over, and what its outputs depend on",
+        what="a small decoder on tokens: which tokens its losses count, and which "
+        "tokens its outputs depend on",
         options=("rows",),
         only=("cpu",),
     ),
@@ -275,7 +278,8 @@ SYSTEMS: dict[str, System] = {
     ),
     "wgpu_steps": System(
         room="systems.probes",
-        what="training steps on a wgpu adapter: each one's calls to the device, and its results",
+        what="training steps on a wgpu adapter: the calls to the device and the results "
+        "of each step",
         only=("wgpu",),
         options=("samples",),
     ),
@@ -297,7 +301,7 @@ SYSTEMS: dict[str, System] = {
     "averaging": System(room="systems.probes", what="averages for workers of the original system"),
     "memory": System(
         room="systems.probes",
-        what="each worker's share in a process of its own, its memory measured",
+        what="each worker's share of the model in its own process, with its memory measured",
         options=("budget_bytes",),
     ),
 }

@@ -40,7 +40,9 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
         else None
     )
     if absent is not None:
-        return failed(scenario, f"fault {absent.to_dict()} never struck: no worker reaches it")
+        return failed(
+            scenario, f"fault {absent.to_dict()} was never injected: no worker reaches it"
+        )
     if scenario.mutant is not None and planting.struck:
         return replace(result, events=(trace.Planted(name=scenario.mutant), *result.events))
     return result

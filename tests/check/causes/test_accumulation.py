@@ -146,7 +146,9 @@ def test_momentum_by_hand_is_not_a_gradient_that_was_kept() -> None:
     kept = plus(times(0.9, FIRST), summed(1))
     finding = traces.judge("weighting", [trace_of([FIRST, kept], kept={"a": 0, "b": 0})])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert any("were not cleared, or overwritten, since step 0" in note for note in finding.notes)
+    assert any(
+        "were neither cleared nor overwritten since step 0" in note for note in finding.notes
+    )
 
 
 def test_a_gradient_that_the_script_took_away_is_noted() -> None:
@@ -174,7 +176,7 @@ def test_micro_batches_that_were_dropped_are_no_part_of_the_sum() -> None:
     events = [_holding(event, held, {1}) for event in once.events]
     finding = traces.judge("weighting", [replace(once, events=tuple(events))])
     assert finding.verdict is not Verdict.FALSIFIED
-    assert any("its samples count in no step" in note for note in finding.notes)
+    assert any("its samples are counted in no step" in note for note in finding.notes)
     often = trace_of([FIRST, summed(1, which=last), summed(2, which=last)])
     events = [_holding(event, held, {1, 2}) for event in often.events]
     broken = falsified("weighting", replace(often, events=tuple(events)))

@@ -18,7 +18,7 @@ from tests.traces import altered, falsified, left_open, records
 Terms = tuple[tuple[float, ...], ...]
 MEAN: Terms = ((8.0, 1 / 8, 8.0),)
 HALF: Terms = ((8.0, 1 / 16, 2.0, 8.0),)  # divided by 2 micro-batches
-COUNTED = "each counts as a whole"
+COUNTED = "they are added without division"
 UNKNOWN = "by which number it divides their losses is unknown"
 
 
@@ -170,12 +170,12 @@ def other_size(trace: Trace, kept: int, step: int = 1) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize(("kept", "words"), [(1, "one of full steps alone"), (3, "left for the")])
+@pytest.mark.parametrize(("kept", "words"), [(1, "that of full steps only"), (3, "left for the")])
 def test_a_window_of_another_length_that_is_divided_by_the_usual_one(kept: int, words: str) -> None:
     """A step of more or fewer micro-batches is divided by its own number."""
     broken = falsified("weighting", other_size(run(HALF), kept))
     assert broken.step == 1
-    assert f"{kept} micro-batches of a rank are divided by the number that 2" in broken.message
+    assert f"{kept} micro-batches of a rank are divided by the same number as 2" in broken.message
     assert words in broken.message
 
 

@@ -218,8 +218,8 @@ def test_a_sum_over_parameters_may_be_rounded_otherwise() -> None:
         (counted(lambda _: 0), "ab", 1, "is counted once"),
         (momentum(lambda _, __, size: size, np.sign), "", 0, "tensors of one size share"),
         (momentum(lambda _, __, size: size, np.positive), "", 0, "of one size"),
-        (momentum(lambda place, _, __: place, np.sign), "ab", 1, "places slip"),
-        (momentum(lambda place, _, __: place, np.positive), "ab", 1, "places slip"),
+        (momentum(lambda place, _, __: place, np.sign), "ab", 1, "positions shift"),
+        (momentum(lambda place, _, __: place, np.positive), "ab", 1, "positions shift"),
     ],
     ids=["counted", "counted, frozen", "shared, signs", "shared", "slips, signs", "slips"],
 )

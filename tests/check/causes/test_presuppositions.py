@@ -106,7 +106,7 @@ def test_two_plain_runs_that_differ_make_no_comparison_count() -> None:
     """
     many, again, alone = own(), own(seed=5), own(1, seed=6)
     reason = undecided(parity(many, alone, again))
-    assert "two plain runs of the command differ: they begin with other weights" in reason
+    assert "two plain runs of the command differ: they begin with different weights" in reason
     assert "torch.manual_seed" in reason
 
 
@@ -138,7 +138,7 @@ def test_weights_that_never_move_are_never_held() -> None:
         ("replica_identity", [own(2)]),
         ("resume", traces.family("resume", subject)),
     ):
-        assert "no weight moves in 6 steps" in left_open(check, *map(traces.without_motion, runs))
+        assert "no weight changes in 6 steps" in left_open(check, *map(traces.without_motion, runs))
         traces.held(check, *[traces.without_motion(run, until=3) for run in runs])
     parted = of_ranks(traces.without_motion(own(2)), "weights", min(copies.known_names(own(2))))
     assert falsified("replica_identity", parted).step == 0
@@ -150,7 +150,7 @@ def test_weights_that_were_drawn_apart_are_not_compared() -> None:
     Weights that were drawn alike, and changed before the first step, are a difference.
     """
     many, alone = own(), own(1, seed=6)
-    assert "the run on 3 workers begins with other weights than the run on 1 w" in undecided(
+    assert "the run on 3 workers begins with different weights from the run on 1 w" in undecided(
         parity(many, alone)
     )
     name = max(copies.known_names(many))
@@ -351,7 +351,7 @@ def test_a_command_without_a_seed_need_not_repeat_itself(seeded: bool) -> None:
     runs = Runs(first, {REPEATED: (traces.was(again, seeded=seeded),)})
     finding = traces.judge("determinism", runs)
     assert finding.verdict is (Verdict.FALSIFIED if seeded else Verdict.INCONCLUSIVE)
-    assert seeded or "begin with other weights" in finding.reason
+    assert seeded or "begin with different weights" in finding.reason
     calm = Runs(first, {REPEATED: (replace(first, scenario=again.scenario),)})
     traces.held("determinism", *calm)
 

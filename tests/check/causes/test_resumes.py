@@ -187,7 +187,7 @@ def test_steps_from_the_first_rounding_on_are_left_out() -> None:
     )
     kept = resumes.summed_alike(tally, straight, resumed)
     assert [sorted({update.step for update in one.of(Update)}) for one in kept] == [[0], [0]]
-    assert "another rounding of their sum" in tally.finding(nothing="").reason
+    assert "their sum is rounded differently" in tally.finding(nothing="").reason
 
 
 @pytest.mark.parametrize(

@@ -154,11 +154,11 @@ def test_a_batch_that_one_run_alone_leaves_out_ends_the_comparison() -> None:
     model, trace = regression(1), regression(2, uneven_step=9)
     alone = judged(dropping(trace, 3), model)
     assert alone.broken is None
-    assert any("drops another number of batches" in note for note in alone.notes)
+    assert any("drop different numbers of batches" in note for note in alone.notes)
     first = judged(dropping(trace, 0), model)
-    assert any("drops another number of batches" in why for why in first.missing)
+    assert any("drop different numbers of batches" in why for why in first.missing)
     both = judged(dropping(trace, 3), dropping(model, 3))
-    assert not any("drops another number" in note for note in both.notes)
+    assert not any("drop different numbers" in note for note in both.notes)
 
 
 def test_a_rate_that_follows_from_the_number_of_workers() -> None:
@@ -171,7 +171,7 @@ def test_a_rate_that_follows_from_the_number_of_workers() -> None:
     tally = judged(trace, model)
     assert tally.broken is None
     assert tally.missing[0].startswith(
-        "one worker steps with learning rate 0.02 in step 0, 2 with 0.04: if it follows from"
+        "one worker steps with learning rate 0.02 in step 0, 2 with 0.04: if it depends on"
     )
 
 

@@ -237,7 +237,7 @@ def test_weights_after_a_resume() -> None:
 @pytest.mark.parametrize(
     ("noticed", "optimizer", "words"),
     [
-        ({"doubled": ("a",)}, "sgd", "the optimizer's parameters have it twice"),
+        ({"doubled": ("a",)}, "sgd", "it is in the optimizer's parameters twice"),
         ({"doubled": ("a", "b"), "shared": (("a", "b"),)}, "adamw", "in the same memory"),
         ({"doubled": ("a", "b"), "shared": (("a", "b"),)}, "sgd", ""),
     ],
@@ -317,5 +317,5 @@ def test_statistics_with_an_effect() -> None:
     compared = Compared(runs=Runs(trace), model=model, trace=trace)
     assert coupled_samples.other_statistics(compared) == ""
     other = replace(compared, trace=run([1, 2], [4, 5], gradient=2.0))
-    assert "follow from the samples of a rank (mean)" in coupled_samples.other_statistics(other)
+    assert "depend on the samples of a rank (mean)" in coupled_samples.other_statistics(other)
     assert coupled_samples.other_statistics(replace(other, model=other.trace)) == ""

@@ -82,7 +82,7 @@ def nothing(_: Averaged) -> None:
             "after step 3 it moves 0.9 of the way to the weights, not 0.25, as it did after",
         ),
         (average, 3, "it is as it was before the first step: it was not restored"),
-        (made_anew, 3, "the weights with which the run resumed: it was made again from them"),
+        (made_anew, 3, "the weights with which the run resumed: it was started again from them"),
     ],
 )
 def test_a_resume_that_loses_a_part_of_an_average(
@@ -139,7 +139,7 @@ def test_ranks_that_keep_other_averages() -> None:
     tally = Tally("F-DP-001")
     weight_averages.compare_ranks(tally, trace)
     assert tally.broken is None
-    assert "rank 1 keeps another average of the weights, ema, than rank 0" in tally.missing[0]
+    assert "rank 1 keeps a different average of the weights, ema, than rank 0" in tally.missing[0]
     tally = Tally("F-DP-001")
     weight_averages.compare_ranks(tally, averaged_traces.declared(trace))
     assert tally.broken is not None
@@ -263,7 +263,7 @@ def test_dropout_of_a_teacher() -> None:
     for name in (WEIGHT, "teacher/a"):
         found = broken(judged(renamed(run([1, 1, 1], [0, 2, 4], name=name))))
         assert (found.step, found.rank, found.tensor) == (0, 0, "teacher")
-        assert found.message.startswith("dropout of teacher draws masks, and nothing of it trains")
+        assert found.message.startswith("dropout of teacher draws masks, and no part of it trains")
     still = judged(renamed(run([1, 1, 1], [0, 0, 0])))
     moving = judged(renamed(run([1, 2, 3], [0, 2, 4])))
     assert (still.broken, still.compared) == (None, 1)

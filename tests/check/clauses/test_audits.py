@@ -52,7 +52,7 @@ def test_what_was_never_audited_is_open() -> None:
     run, model = ran(CAUGHT.with_(options={"audit_share": 0.2}))
     assert [one.shard for one in run.of(Audit) if one.step == 1] != [WRONG.shard]
     assert judged(run, model)[0] is Verdict.INCONCLUSIVE
-    assert "no shard that went wrong was audited" in judged(run, model)[1]
+    assert "no wrong shard was audited" in judged(run, model)[1]
 
 
 def test_later_weights_are_open_after_a_slip() -> None:
@@ -93,12 +93,12 @@ def test_who_is_alone_is_open() -> None:
         (
             {"step": 2, "shard": 0},
             {"ranks": (0, 2), "alike": (0, 1)},
-            "workers disagreed on shard 0 of step 2, and no third worker was asked to decide",
+            "workers disagreed about shard 0 of step 2, and no third worker was asked to decide",
         ),
         (
             {"step": 2, "shard": 0},
             {"ranks": (0, 2, 1), "alike": (0, 1, 2)},
-            "workers disagreed on shard 0 of step 2, no culprit was named, and training went on",
+            "workers disagreed about shard 0 of step 2, no culprit was named, and training went on",
         ),
     ],
 )

@@ -136,9 +136,9 @@ ERRORS: Mapping[str, Callable[[Batches], Vectors]] = {
     "still scaled by 4096": lambda ranks: multiplied(
         clipped(multiplied(mean(ranks), 4096)), 1 / 4096
     ),
-    "divided by something after": lambda ranks: multiplied(clipped(mean(ranks)), 1 / 3),
+    "it was divided after": lambda ranks: multiplied(clipped(mean(ranks)), 1 / 3),
     "counts b twice": counting_twice,
-    "b is twice among": scaled_twice,
+    "b is listed twice among": scaled_twice,
 }
 
 
@@ -186,7 +186,7 @@ def test_a_norm_that_was_only_seen(words: str) -> None:
     """Without a line, people may change gradients after clipping: only known errors falsify."""
     recorded = run(ERRORS[words])
     tally = judged(replace(recorded, traits=replace(recorded.traits, losses="backward")))
-    if words in ("longer than clip_norm=0.5", "divided by something after"):
+    if words in ("longer than clip_norm=0.5", "it was divided after"):
         assert tally.broken is None
         assert "the script clips to max_norm=0.5, and gradients are" in tally.missing[0]
     else:
@@ -240,7 +240,7 @@ def test_nothing_to_clip() -> None:
 def test_norms_that_the_script_showed() -> None:
     """With `obs.reduced()` the length is known, and a shorter gradient is an error."""
     found = broken(judged(run(lambda ranks: multiplied(clipped(mean(ranks)), 0.7), reduced=True)))
-    assert "has not the length min(norm, clip_norm=0.5)" in found.message
+    assert "the norm of the applied gradient is not min(norm, clip_norm=0.5)" in found.message
     scaled = judged(run(lambda ranks: multiplied(mean(ranks), 2.0**-10), reduced=True))
     assert scaled.broken is None
     assert "obs.reduced() came before gradients were unscaled" in scaled.missing[0]

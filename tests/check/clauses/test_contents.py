@@ -88,7 +88,7 @@ def test_rows_with_other_contents_are_not_called_other_samples() -> None:
     )
     for check in ("coverage", "parity"):
         reason = left_open(check, *Runs(trace, {ALONE: (alone,)}))
-        assert "other rows" in reason
+        assert "different rows" in reason
         assert "other samples" not in reason
 
 
@@ -188,7 +188,7 @@ def in_passes(size: int, batches: Sequence[tuple[int, ...]], **traits: Any) -> T
         (PASS[::-1], "held", ""),
         (((0, 1, 1, 2), PASS[1]), "falsified", "rank 1 is given 1 rows"),
         ((PASS[0], (4, 5, 2, 7)), "falsified", "first to rank 1 in step 0"),
-        (((0, 1, 2, 13), PASS[1]), "inconclusive", "other rows"),
+        (((0, 1, 2, 13), PASS[1]), "inconclusive", "different rows"),
     ],
 )
 def test_rows_that_one_worker_is_given_in_passes(

@@ -176,7 +176,7 @@ def test_weights_in_nf4_are_the_stock_ones() -> None:
     assert "should be, and no others" in judged(due=False, held=codes).reason
     assert "q is not in NF4" in judged(due=True, held={}).reason
     other = judged(due=True, held={**codes, "scales": traces.values(3)})
-    assert "q has other scales than" in traces.broken(other).message
+    assert "q has different scales than" in traces.broken(other).message
     assert judged(due=True, held={"codes": codes["codes"]}).verdict is Verdict.FALSIFIED
     left_open("nf4_weights", traces.hand_written())
 

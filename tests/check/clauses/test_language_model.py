@@ -76,18 +76,18 @@ def test_a_run_that_was_not_probed_has_nothing_to_judge(check: str) -> None:
 
 def test_losses_are_judged_without_a_pass() -> None:
     """Weights in pieces are not passed anything, and targets are what they are."""
-    pieces = replace(TOKENS, problem="its weights are in pieces")
+    pieces = replace(TOKENS, problem="its weights are sharded")
     other = replace(SCORED, rank=1, counted=7, least=0.2, most=0.2)
     broken(judged("token_shares", pieces, SCORED, other))
     assert judged("label_shift", pieces, SCORED).verdict is Verdict.HELD
     finding = judged("causality", pieces, SCORED)
     assert is_not_applied(finding)
-    assert "its weights are in pieces" in finding.reason
+    assert "its weights are sharded" in finding.reason
 
 
 def test_what_arguments_and_settings_show_is_known_without_a_pass() -> None:
     """Weights in pieces are not passed anything: only padding and order need that."""
-    pieces = replace(TOKENS, problem="its weights are in pieces")
+    pieces = replace(TOKENS, problem="its weights are sharded")
     run = traces.hand_written(pieces, SCORED, subject=traces.scenario(world_size=2))
     absent = {row.name: row.absent([run]) for row in language_model.ROWS}
     assert (absent["causality"], absent["padding"]) == ("", "")
@@ -215,7 +215,7 @@ def test_the_argument_that_shows_documents_is_named() -> None:
     """It is that of the model."""
     packed = replace(TOKENS, documents=4, shown="position_ids")
     found = broken(judged("packed_documents", packed, SCORED, replace(APART, still=0.2)))
-    assert "though position_ids parts them" in found.message
+    assert "though position_ids separates them" in found.message
 
 
 # --- targets --------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_rows_that_are_restored_have_no_next_token() -> None:
     for check in ("label_shift", "causality"):
         finding = judged(check, TOKENS, own, replace(LATER, still=0.3))
         assert is_not_applied(finding), check
-        assert "may be trained to restore its rows" in finding.reason
+        assert "may be trained to reconstruct its rows" in finding.reason
 
 
 # --- shares ---------------------------------------------------------------------------------------

@@ -193,7 +193,10 @@ UNKNOWN = {
         altered(RIGHT, Start, {}, trainable=()),
         "rank 0 named no trainable tensor before the first step: record Start.tr",
     ),
-    "a Start": (without(RESTING, Start), "rank 0 made updates from an unknown start in step 0"),
+    "a Start": (
+        without(RESTING, Start),
+        "rank 0 made updates, but its first weights are unknown in step 0",
+    ),
 }
 
 
@@ -213,7 +216,9 @@ def test_a_late_gradient_without_effect(end: float) -> None:
 def test_one_rank_without_a_start() -> None:
     """The trainable tensors of a rank without a Start are unknown, whatever others declared."""
     reason = left_open("liveness", without(traces.run(scenario()), Start, rank=1))
-    assert reason.startswith("rank 1 made updates from an unknown start in step 0: record a Start")
+    assert reason.startswith(
+        "rank 1 made updates, but its first weights are unknown in step 0: record a Start"
+    )
 
 
 def test_a_gradient_that_never_came_to_the_optimizer() -> None:
@@ -247,7 +252,7 @@ def test_what_the_script_declares() -> None:
     undeclared = judged(None)
     assert undeclared.verdict is Verdict.INCONCLUSIVE
     assert "e changed in step 1 without a gradient" in undeclared.reason
-    assert "which nobody declared" in undeclared.notes[0]
+    assert "which was not declared" in undeclared.notes[0]
     assert broken(judged(("e",))).message == "a frozen tensor changed: e differs"
     assert judged(()).verdict is Verdict.HELD
     assert broken(judged(("e", "w"))).message.startswith("a frozen tensor changed (it requires a")
@@ -325,7 +330,7 @@ def test_adapters_that_are_merged_and_taken_out_again() -> None:
 def test_a_frozen_weight_that_moves_otherwise_is_left_open() -> None:
     """A memory or a codebook may be written to on purpose."""
     base = [[1.0 + step * n for n in range(6)] for step in range(5)]
-    assert "nobody declared whether it may" in left_open("liveness", adapted(base))
+    assert "it was not declared whether it may" in left_open("liveness", adapted(base))
 
 
 @pytest.mark.parametrize("num_shrunk", [1, 2])

@@ -435,7 +435,7 @@ def test_shares_of_unequal_samples_are_weighed_or_left_open() -> None:
 
     right, alike = (ran(outer, samples=(6, 2)) for outer in (weighted, mean))
     assert judged("weighting", right).verdict is Verdict.HELD
-    assert "count alike" in judged("weighting", alike).reason
+    assert "have equal weight in" in judged("weighting", alike).reason
     assert judged("weighting", alike).verdict is Verdict.INCONCLUSIVE
     assert judged("outer_step", alike).verdict is Verdict.FALSIFIED
 

@@ -43,9 +43,9 @@ def flipped(round_: Round) -> Round:
     ("got", "words"),
     [
         (step(flipped(ROUND)), "the wrong sign"),
-        (step(replace(ROUND, shares={0: 0.5, 1: 0.5})), "workers count alike"),
+        (step(replace(ROUND, shares={0: 0.5, 1: 0.5})), "workers have equal weight"),
         (step(replace(ROUND, momentum={})), "the outer momentum was lost"),
-        (plain(ROUND), "look ahead"),
+        (plain(ROUND), "look-ahead"),
         (ROUND.before, "nothing was changed"),
         (ROUND.inner[1], "went on from its own weights"),
         (step(replace(ROUND, shares={1: 1.0})), "only rank 1's weights count"),

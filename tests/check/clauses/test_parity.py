@@ -197,8 +197,8 @@ def test_masks_drawn_per_rank_are_compared_without_dropout(check: str) -> None:
     subject = scenario(system="textbook", dropout=0.3, detail="values")
     finding = traces.held(check, *traces.family(check, subject))
     assert finding.notes == (
-        "under dropout textbook draws its masks per rank: on one worker it is another run, and "
-        "was not compared",
+        "under dropout textbook draws its masks per rank: on one worker the run is a different one,"
+        " and was not compared",
     )
 
 
@@ -211,7 +211,9 @@ def test_masks_from_other_generators_are_compared_without_dropout() -> None:
     other = traces.was(other, masks="shard_apart")
     finding = traces.judge("parity", [other, traces.run(oracle(subject))])
     assert finding.compared == 0
-    assert finding.notes == ("not compared with a single device: its dropout draws other masks",)
+    assert finding.notes == (
+        "not compared with a single device: there dropout draws different masks",
+    )
     for dropout in (0.0, 0.3):
         calm = subject.with_(dropout=dropout)
         assert {calm, oracle(calm)} < {*companions.of(NEEDS, subject)}
@@ -267,7 +269,7 @@ def test_the_run_that_is_missing_is_named(
     ("population", "reason"),
     [
         ("known", "one worker has a data set of 30 samples, 3 workers one of 12: give all runs"),
-        ("guessed", "one worker draws other samples than 3 workers: draw each batch for all"),
+        ("guessed", "one worker draws different samples from 3 workers: draw each batch for all"),
     ],
 )
 def test_a_data_set_of_unknown_size_is_given_none(population: str, reason: str) -> None:
@@ -451,10 +453,10 @@ def test_masks_by_rank_are_no_excuse() -> None:
     assert judged(*MASKED).verdict is Verdict.INCONCLUSIVE
     held = judged(*MASKED, numbered(own(2)), numbered(own(1)))
     assert held.verdict is Verdict.HELD, held
-    assert "compared with random numbers that are alike for all samples" in held.notes
+    assert "compared with the same random numbers for all samples" in held.notes
     place = traces.broken(judged(*MASKED, numbered(off(own(2), times=2.0)), numbered(own(1))))
     assert (place.step, place.tensor) == (0, NAME)
-    assert place.message.startswith("with random numbers that are alike for all samples: ")
+    assert place.message.startswith("with the same random numbers for all samples: ")
 
 
 def reordered(trace: Trace) -> Trace:
@@ -465,7 +467,7 @@ def reordered(trace: Trace) -> Trace:
 def test_another_order_on_one_worker_is_no_excuse() -> None:
     """Some samplers cut other batches for each number of workers; loaders can have one order."""
     plain = own(2), reordered(own(1))
-    assert "draws other samples" in judged(*plain).reason
+    assert "draws different samples" in judged(*plain).reason
     two, one = (planned(own(size), "common_order") for size in (2, 1))
     held = judged(*plain, two, one)
     assert held.verdict is Verdict.HELD, held
@@ -473,7 +475,7 @@ def test_another_order_on_one_worker_is_no_excuse() -> None:
     wrong = planned(off(own(2), times=2.0), "common_order")
     assert "with one order of samples" in traces.broken(judged(*plain, wrong, one)).message
     still = judged(*plain, two, planned(reordered(own(1)), "common_order"))
-    assert "draws other samples" in still.reason, "not fetched by a loader"
+    assert "draws different samples" in still.reason, "not fetched by a loader"
     again = traces.altered(own(2), Shard, {"step": 0, "rank": 1, "shard": 3}, ids=(0,))
     shared = traces.altered(own(2), Shard, {"step": 0}, ids=(0,))
     for run, verdict in ((again, Verdict.HELD), (shared, Verdict.INCONCLUSIVE)):

@@ -203,7 +203,7 @@ def test_who_has_left_makes_no_step(step: int) -> None:
     with_ghost = traces.also(trace, ghost)
     found = falsified("replica_identity", with_ghost)
     assert (found.step, found.rank) == (step, 1)
-    assert "had left and yet updated" in found.message
+    assert "had left, but updated" in found.message
     back = Start(step=step, rank=1, weights=one(trace, Update, step=step - 1, rank=0).weights)
     joined = traces.also(trace, back, ghost)
     assert "had left" not in traces.judge("replica_identity", [joined]).reason
@@ -249,7 +249,7 @@ def test_two_trainings_that_never_communicate_are_no_replicas() -> None:
     drifted = altered(trace, Update, {"step": 1, "rank": 1}, weights={"w": values(9.0)})
     found = falsified("replica_identity", drifted)
     assert (found.step, found.tensor) == (1, "w")
-    assert found.message.endswith("connects them as they train")
+    assert found.message.endswith("connects them during training")
 
 
 def test_communication_that_is_not_seen_is_not_denied() -> None:
@@ -302,7 +302,7 @@ def test_names_that_part() -> None:
     assert "w and v were one tensor when observe() was called, and differ in step 1" in (reason)
     assert "tied=(('w', 'v'),)" in reason
     (note,) = judged(trained(once, copies=(0, 1, 2))).notes
-    assert "are two that agree" in note
+    assert "are two tensors that agree" in note
 
 
 def test_an_embedding_like_another_tensor() -> None:
@@ -323,7 +323,7 @@ def test_a_checkpoint_holds_what_the_worker_held(part: str) -> None:
     changed = traces.swapping(part, name, BAD)
     found = falsified("optimizer_state", altered(trace, Saved, {}, **changed))
     assert (found.step, found.rank, found.tensor) == (4, 0, name)
-    assert "checkpoint holds other" in found.message
+    assert "checkpoint holds different" in found.message
 
 
 def test_a_resume_restores_what_was_saved() -> None:
@@ -331,7 +331,7 @@ def test_a_resume_restores_what_was_saved() -> None:
     trace = altered(traces.run(STOPPED), Start, {"resumed": True, "rank": 2}, optimizer={})
     found = falsified("optimizer_state", trace)
     assert (found.step, found.rank) == (4, 2)
-    assert "resumed with other optimizer" in found.message
+    assert "resumed with different optimizer" in found.message
 
 
 def test_a_resume_restores_the_position() -> None:

@@ -88,7 +88,7 @@ def test_another_learning_rate() -> None:
     changed = altered(stopped, Update, {"step": 5, "rank": 2}, learning_rate=0.05)
     found = falsified("resume", changed, straight)
     assert (found.step, found.rank, found.got) == (5, 2, "0.05")
-    assert "another learning rate, 0.05 and not " in found.message
+    assert "a different learning rate, 0.05 and not " in found.message
 
 
 def test_a_rate_is_looked_for_in_other_steps_only_where_it_is_wrong(
@@ -142,7 +142,7 @@ def test_a_resume_that_was_planned_and_not_seen() -> None:
     stopped, straight = pair()
     for bare, missing in (
         (without(stopped, Start, resumed=True, step=4), "to stop before step 4, and no resume was"),
-        (without(stopped, Update, rank=1), "rank 1 recorded step 0 in one run only"),
+        (without(stopped, Update, rank=1), "rank 1 recorded step 0 in only one run"),
     ):
         assert missing in left_open("resume", bare, straight)
 
@@ -188,7 +188,7 @@ def test_a_shard_that_moved_is_left_to_its_step() -> None:
         ({"saves": "nothing", "unreached": "train.py:7"}, ""),
         (
             {"saves": "nothing", "unreached": "train.py:7", "loads": "nothing"},
-            "the script may save its weights (train.py:7), and no line of it loads any",
+            "the script may save its weights (train.py:7), but no line of it loads any",
         ),
         ({"saves": "weights"}, ""),
         ({}, ""),
@@ -303,7 +303,7 @@ def test_a_right_resume_is_held() -> None:
     ("kind", "changes", "words"),
     [
         (Update, {"learning_rate": 0.2}, "the schedule depends on more than the steps"),
-        (Shard, {"ids": (7,)}, "drew other samples in step 1 than without stops"),
+        (Shard, {"ids": (7,)}, "drew different samples in step 1 than without stops"),
         (Update, {"weights": {"w": values(9.0)}}, "two launches of this command are not the same"),
     ],
 )
@@ -328,7 +328,7 @@ def test_a_step_that_is_not_the_weights() -> None:
     ("weight", "words"),
     [
         (0.0, "the script started over, with its initial weights"),
-        (9.0, "with weights of no earlier step"),
+        (9.0, "with weights that no earlier step had"),
     ],
 )
 def test_a_script_that_begins_anew(weight: float, words: str) -> None:
@@ -346,7 +346,11 @@ def test_a_script_that_reads_its_checkpoint_and_begins_anew(first: float, verdic
     trace = traces.hand_written(*anew, subject=STOPPED)
     finding = judged(replace(trace, traits=replace(trace.traits, read_back="train.py:12")))
     assert finding.verdict is verdict
-    why = "nothing of it was restored" if first == 0.0 else "at which step it goes on can't be told"
+    why = (
+        "nothing was restored from it"
+        if first == 0.0
+        else "at which step it continues can't be told"
+    )
     assert "read a checkpoint (train.py:12)" in finding.reason
     assert why in finding.reason
 
@@ -395,7 +399,7 @@ BEGUN = {"a": values(0.0, 1.0), "b": values(1.0, 0.0)}
 TRAINED = {"a": values(5.0, 9.0), "b": values(9.0, 5.0)}
 NEXT = {"a": values(5.5, 9.5), "b": values(9.5, 5.5)}
 WENT_BACK = "it went back to nearly what it was before the first step"
-OTHER_CONSTANTS = "what the optimizer was made with"
+OTHER_CONSTANTS = "the optimizer's settings"
 
 
 def update(step: int, weights: Tensors) -> Update:

@@ -36,7 +36,7 @@ def test_other_bits_with_more_workers(part: str) -> None:
     many, one = counts()
     found = falsified("worker_count", with_bad(many, {"step": 3, "rank": 2}, part), one)
     assert (found.step, found.rank) == (3, 2)
-    assert found.message.startswith(f"3 workers give other bits than 1 ({part})")
+    assert found.message.startswith(f"3 workers give different bits from 1 ({part})")
 
 
 def with_bad(trace: Trace, at: dict[str, Any], part: str) -> Trace:
@@ -148,7 +148,7 @@ def test_what_one_run_did_not_record(part: str, silent: int) -> None:
     runs[silent] = altered(runs[silent], Update, {}, **{part: {}})
     assert (
         left_open("determinism", *runs)
-        == f"one run only recorded the {part} of step 0: record Update.{part} in both"
+        == f"only one run recorded the {part} of step 0: record Update.{part} in both"
     )
 
 
@@ -252,7 +252,7 @@ def test_the_dead_do_not_update() -> None:
     ghost = replace(disturbed.of(Update)[-1], step=2, rank=1)
     found = falsified("recovery", traces.also(disturbed, ghost), calm)
     assert (found.step, found.rank) == (2, 1)
-    assert "yet updated" in found.message
+    assert "but updated" in found.message
 
 
 @pytest.mark.parametrize(("within", "verdict"), [(1, "falsified"), (2, "held"), (50, "held")])
@@ -329,7 +329,7 @@ def test_a_run_that_halts_with_its_worker(last: int) -> None:
     halted = replace(disturbed, promises=(), events=(*kept, End(status="halted")))
     found = falsified("recovery", halted, calm)
     assert (found.step, found.rank) == (last, 1)
-    assert "has other samples" in found.message
+    assert "has different samples" in found.message
 
 
 def test_samples_of_a_step_that_nobody_recorded() -> None:

@@ -421,7 +421,7 @@ def test_ranks_follow_one_metric() -> None:
     """Ranks that follow metrics of their own share a rate until one of them doesn't improve."""
     found = broken(following(0.5, 0.6, 0.5))
     assert (found.step, found.rank) == (1, 1)
-    assert "0.6 at best, and 0.5 on rank 0" in found.message
+    assert "the best value 0.6, and 0.5 on rank 0" in found.message
     tally = following(0.5, 0.5 + 1e-7, 0.5)
     assert tally.broken is None
     assert tally.compared > 0

@@ -42,14 +42,17 @@ def judged(check: str, *events: Event, **fields: Any) -> Any:
     [
         ((CHAT, Taught(sample=0, positions=(2, 3)), shard(0)), ""),
         ((ROW, Taught(sample=0, positions=(4,)), shard(0, weight=0.3)), ""),
-        ((CHAT, Taught(sample=0, positions=(3, 4)), shard(0)), "states [4], that predict no due"),
+        (
+            (CHAT, Taught(sample=0, positions=(3, 4)), shard(0)),
+            "states [4], that predict no target",
+        ),
         ((CHAT, Taught(sample=0, positions=(2, 3, 7)), shard(0)), "[7], beyond its last token"),
         ((CHAT, Taught(sample=0, positions=(2,)), shard(0)), "doesn't depend on states [3]"),
         ((ROW, Taught(sample=0, positions=(5,)), shard(0)), "[5], beyond its last token"),
         ((CHAT, Taught(sample=0, positions=(2, 3)), shard(0, weight=5.0)), "counts 5 tokens"),
         ((replace(CHAT, tokens=(1, 1, 5, 6, 7, 2)), shard(0)), "from position 1 on"),
         ((replace(CHAT, tokens=(1, 5, 6, 7)), shard(0)), "from position 4 on"),
-        ((replace(CHAT, predicted=(2, 3, 4)), shard(0)), "predicts other tokens"),
+        ((replace(CHAT, predicted=(2, 3, 4)), shard(0)), "predicts tokens that are not"),
     ],
 )
 def test_the_completion_counts_and_nothing_else(events: tuple[Event, ...], words: str) -> None:
@@ -115,7 +118,7 @@ def epochs(*steps: tuple[int, ...]) -> list[Event]:
         (EVEN, ((0, 3), (3, 2)), "(3,) are drawn again in epoch 0"),
         (EVEN, ((0, 3), (1,), (2, 0)), "epoch 0 ended without samples [2]"),
         (copies(rows=(0, 1, 2, 2), labels=(0, 0, 1, 0)), ((0,),), "{0: 3, 1: 1} samples"),
-        (copies(rows=(0, 2, 2, 0), labels=(0, 1, 1, 0)), ((0,),), "rows [1] are no sample"),
+        (copies(rows=(0, 2, 2, 0), labels=(0, 1, 1, 0)), ((0,),), "rows [1] are in no sample"),
         ([*EVEN[:3], replace(EVEN[3], sample=2)], ((0,),), "not numbered from 0"),
     ],
 )

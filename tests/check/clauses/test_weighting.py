@@ -233,7 +233,7 @@ def test_the_gradient_of_before_a_climb_stays_in(share: float) -> None:
     if share == 1.0:
         found = broken(finding)
         assert (found.step, found.tensor) == (1, "a")
-        assert "holds that of the pass before its weights were moved" in found.message
+        assert "also contains that of the pass before its weights were moved" in found.message
     else:
         assert finding.verdict is Verdict.INCONCLUSIVE
 
@@ -291,7 +291,7 @@ def test_a_loss_that_is_divided_twice_may_be_one_of_several_terms() -> None:
     assert any("divided once too often" in note for note in finding.notes)
 
 
-@pytest.mark.parametrize(("kept", "words"), [(1, "one of full steps alone"), (3, "left for the")])
+@pytest.mark.parametrize(("kept", "words"), [(1, "that of full steps only"), (3, "left for the")])
 def test_steps_of_other_sizes(kept: int, words: str) -> None:
     """A step of more or fewer micro-batches is divided by the number of its own."""
     whole = run(HALF)
@@ -318,7 +318,7 @@ def test_steps_of_other_sizes(kept: int, words: str) -> None:
     )
     broken = falsified("weighting", broken_run)
     assert broken.step == 1
-    assert f"{2 * kept} micro-batches are divided by the number that 4" in broken.message
+    assert f"{2 * kept} micro-batches are divided by the same number as 4" in broken.message
     assert words in broken.message
 
 

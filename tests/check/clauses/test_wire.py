@@ -195,17 +195,17 @@ def test_held() -> None:
 @pytest.mark.parametrize(
     ("wrong", "case", "said"),
     [
-        (replace(BACKWARDS, digest="b"), "backwards", "has other bits than with in order"),
+        (replace(BACKWARDS, digest="b"), "backwards", "has different bits than with in order"),
         (replace(BACKWARDS, roundings=1.5), "backwards", "is not the weighted mean"),
         (
             replace(BACKWARDS, digest="different", roundings=None, element=None),
             "backwards",
-            "was not heard alike",
+            "was not the same for all workers",
         ),
         (
             replace(BACKWARDS, digest=None, roundings=None, element=None),
             "backwards",
-            "was not heard alike",
+            "was not the same for all workers",
         ),
         (replace(POISONED, digest="c"), "a NaN", "was sent, though a term is a NaN"),
     ],

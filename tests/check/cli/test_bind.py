@@ -78,7 +78,7 @@ def test_bound_statements_are_tried_and_the_others_say_how(bindings: Path) -> No
     reasons = {one["id"]: one["reason"] for one in after["results"]}
     assert reasons["fast-enough"] == "nothing was compared: no check measures time"
     notes = {one["id"]: one["notes"] for one in after["results"]}
-    assert "its binding: severity P2 in place of the test's P1" in notes["FALSIFY-X-001"]
+    assert "its binding: severity P2 instead of the test's P1" in notes["FALSIFY-X-001"]
     assert after["gate"]["passed"] is True
     assert check(*run, "--bind", bindings, "--exclude", "fast-enough") == 0
 

@@ -38,7 +38,7 @@ DECLARED = (
 ADVICE = "finiteness"  # unless a contract is named
 # Knobs that the harness turns itself: ends of their runs' names -> words of what they find.
 KNOBS = {
-    "common": "with random numbers that are alike for all samples",
+    "common": "with the same random numbers for all samples",
     "ordered": "with one order of samples",
     "mirrored": "with the same samples on all ranks",
     "merged": "-merged-of-",

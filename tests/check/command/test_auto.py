@@ -295,7 +295,7 @@ def test_a_schedule_by_epochs_whose_place_a_resume_loses(is_restored: bool, tmp_
     recorded = alone(text, tmp_path)
     found = scripts.findings(recorded, ("resume",))["resume"]
     assert found.verdict is (Verdict.HELD if is_restored else Verdict.FALSIFIED), found.reason
-    assert is_restored or "another learning rate, 0.05 and not 0.025" in found.reason
+    assert is_restored or "a different learning rate, 0.05 and not 0.025" in found.reason
     assert any("longer" in path.stem for path in recorded) is not is_restored
 
 

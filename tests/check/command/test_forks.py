@@ -231,7 +231,7 @@ def test_packages_that_can_not_be_imported_ahead(
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(("TZ=UTC",), "TZ is set differently for ranks"), (("-X", "dev"), "ranks are started by")],
+    [(("TZ=UTC",), "TZ has a different value for ranks"), (("-X", "dev"), "ranks are started by")],
 )
 def test_ranks_that_would_differ_are_not_forked(
     words: tuple[str, ...], why: str, folder: Folder
@@ -283,7 +283,7 @@ def test_how_launchers_start_ranks(
     ("name", "text", "why"),
     [
         ("probe.py", "x = 1\nfor name in {'a', 'b'}:\n    x = name\n", "the order of a set"),
-        ("own.py", "print(hash('a'))", r"the order of a set may count at .*own.py:1"),
+        ("own.py", "print(hash('a'))", r"the order of a set may matter at .*own.py:1"),
         ("own.py", "x = (", "own.py can't be read"),
         ("random.py", "", "random in .* has the name of an installed module"),
     ],

@@ -149,12 +149,12 @@ def test_what_a_binding_demands_less_is_told(tmp_path: Path) -> None:
     lower, wider = (one.binding for one in loaded.invariants[-2:])
     assert lower is not None
     assert lower.departures == (
-        "severity P2 in place of the clause's P0",
-        "check same_bits in place of the clause's nearly",
+        "severity P2 instead of the clause's P0",
+        "check same_bits instead of the clause's nearly",
     )
     assert wider is not None
     assert wider.departures == (
-        "tolerance_kind absolute in place of the clause's relative",
+        "tolerance_kind absolute instead of the clause's relative",
         "tolerance 9 is wider than the 3 of the clause",
     )
     told = [line for line in loaded.warnings if "binding of" in line]

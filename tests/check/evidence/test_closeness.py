@@ -98,7 +98,7 @@ def test_projections_are_compared_as_tensors_are() -> None:
         "norm 5.91692488",
     )
     reshaped = found(close(expected, {"w": sketched(3, 4, size=10**5)}, bound=1.0))
-    assert reshaped.message == "off: w is missing or reshaped"
+    assert reshaped.message == "off: w is missing, or has a different shape"
     assert closeness.norm_l2(expected) == 5
 
 

@@ -340,7 +340,7 @@ def test_a_step_that_all_ranks_skip() -> None:
     finding = held("finiteness", struck(skipping(own(CALM))))
     (note,) = finding.notes
     assert "skipped step 2 on all ranks, as a GradScaler does" in note
-    assert "nothing moved" in note
+    assert "no weight changed" in note
 
 
 def test_weights_that_are_lost_skip_nothing() -> None:

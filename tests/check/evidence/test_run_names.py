@@ -133,7 +133,7 @@ def test_a_step_for_every_micro_batch() -> None:
         (run("accumulation", micro_batches=2, ids=(0, 1)), "keep the global batch"),
         (run("loss_scale"), "the loss was not scaled"),
         (run("permute"), "nothing was permuted"),
-        (run("clip", factor=0.5, ids=(0, 1)), "step 0 draws other samples"),
+        (run("clip", factor=0.5, ids=(0, 1)), "step 0 draws different samples"),
         (run("clip", factor=1.0, slope=SLOPE / 100), ""),
     ],
 )

@@ -175,7 +175,7 @@ def test_a_blind_pair_is_not_hidden_by_a_good_one() -> None:
     pairs[3] = edited(pairs[3], trace.Update, weights={})
     entry = judged("worker_count", *pairs)
     assert entry.verdict is Verdict.INCONCLUSIVE
-    assert entry.finding.reason.startswith("2.jsonl (with 3.jsonl): one run only recorded")
+    assert entry.finding.reason.startswith("2.jsonl (with 3.jsonl): only one run recorded")
 
 
 def test_a_baseline_is_not_asked_for_what_it_is_beside() -> None:

@@ -175,7 +175,7 @@ def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
     assert verdict(Verdict.HELD, trace.Planted(name="ddp-bypass")) is Verdict.HELD
     assert verdict(Verdict.FALSIFIED) is Verdict.FALSIFIED
     idle = judgement.judge(CLAUSE, check_with(held), Runs(ended(mutated))).finding
-    why = "mutant ddp-bypass took no part: no function that it replaces was called in this run"
+    why = "mutant ddp-bypass had no effect: no function that it replaces was called in this run"
     assert (idle.reason, idle.compared) == (why, 1)
 
 

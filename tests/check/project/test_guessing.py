@@ -229,8 +229,8 @@ def test_as_typed_in_a_shell() -> None:
     found = init.guess_command(shell, Path.cwd())
     assert found.command == shell
     assert found.look == [
-        "the text for bash is not read: put {world_size}, {steps}, {workdir} and {seed} into it, "
-        "or give init the command alone, without bash"
+        "init does not read the text for bash: put {world_size}, {steps}, {workdir} and {seed} "
+        "into it, or give init the command alone, without bash"
     ]
 
 

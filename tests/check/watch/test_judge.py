@@ -39,7 +39,7 @@ def test_the_odd_one_is_named() -> None:
     found = only(judge([A, B], [A, B], [A, B]).look(7, rows([1, 2], [1, 3], [1, 2])))
     assert (found.clause, found.step, found.ranks, found.tensor) == ("F-DP-001", 7, (1,), "b")
     assert str(found).startswith(
-        "F-DP-001: step 7, tensor b: rank 1 holds other weights than ranks 0, 2 (rank 1: "
+        "F-DP-001: step 7, tensor b: rank 1 holds different weights from ranks 0, 2 (rank 1: "
     )
 
 
@@ -68,7 +68,7 @@ def test_shards_are_compared_with_copies_alone() -> None:
 @pytest.mark.parametrize(
     ("ranks", "note"),
     [
-        ([[A]], "one process: there is no other to compare with"),
+        ([[A]], "there is only one process, and no other to compare it with"),
         (
             [[A, piece("w", shard=0)], [A, piece("w", shard=1)]],
             "2 tensors or shards are held by one rank alone, the first w",

@@ -153,7 +153,7 @@ def test_what_it_says_of_itself(caplog: pytest.LogCaptureFixture) -> None:
         identity, finiteness, liveness = train(nn.Linear(2, 1), 7, every=3).watched()
     assert (identity.clause, identity.steps) == ("F-DP-001", 0)
     assert caplog.messages == [f"watch: F-DP-001 (replica_identity): {identity.note}"]
-    assert identity.note == "one process: there is no other to compare with"
+    assert identity.note == "there is only one process, and no other to compare it with"
     assert (finiteness.steps, finiteness.comparisons, finiteness.note) == (2, 4, "")
     assert (liveness.clause, liveness.steps, liveness.comparisons) == ("F-TI-004", 1, 2)
     assert [one.steps for one in train(nn.Linear(2, 1), 2, every=3).watched()] == [0, 0, 0]

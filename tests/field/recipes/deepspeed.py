@@ -42,23 +42,23 @@ def _zero(stage: int, expected: tuple[Expected, ...], *more: Trial) -> Recipe:
 _DATA_OVER = default(
     clause="F-TI-003",
     words="the data starts over",
-    because="DeepSpeed's checkpoints have no position of the DataLoader that `initialize` "
-    "returns. The epoch begins again.",
+    because="DeepSpeed's checkpoints don't store the position of the DataLoader that "
+    "`initialize` returns. So a resumed epoch begins again.",
     reproduction="deepspeed_resumes_data_over.py",
 )
 _RATE_AHEAD = default(
     clause="F-TI-003",
-    words="the resumed run has another learning rate, 0.005 and not 0",
-    because="WarmupLR gives the first two steps the rate 0. A run that is resumed after the first "
-    "goes on with the rate of the third.",
+    words="learning rate, 0.005 and not 0",
+    because="WarmupLR gives the first two steps the learning rate 0. A run that is "
+    "resumed after the first step continues with the rate of the third.",
     reproduction="deepspeed_warmup_begins_twice.py",
     known="https://github.com/deepspeedai/DeepSpeed/pull/5287",
 )
 _SAME_ORDER = default(
     clause="F-TI-005",
     words="epoch 1 visits its samples in the order of epoch 0",
-    because="DeepSpeed's loader makes a DistributedSampler, and leaves `set_epoch` to the script: "
-    "every epoch has the same order.",
+    because="DeepSpeed's loader creates a DistributedSampler, but leaves the call of "
+    "`set_epoch` to the script: without it every epoch has the same order.",
     reproduction="deepspeed_same_order.py",
     known="https://github.com/deepspeedai/DeepSpeed/issues/1106",
 )

@@ -114,9 +114,10 @@ _HALF = default(
 )
 _SAME_CROPS = default(
     clause="F-TI-003",
-    words="the resumed run differs from the straight one (gradient of shard 0)",
-    because="A checkpoint has no generator's state, and each start seeds anew. So the epoch after "
-    "a resume has its own pairs, but crops their pictures by the numbers of the first epoch.",
+    words="one (gradient of shard 0)",
+    because="A checkpoint has no generator's state, and each start sets the seed "
+    "again. So the epoch after a resume has its own pairs, but crops their "
+    "pictures with the random numbers of the first epoch.",
     reproduction="open_clip_same_crops.py",
 )
 _OPEN_CLIP = Recipe(

@@ -31,8 +31,9 @@ def _of_tokens(driver: str, *options: str, what: str = "") -> Trial:
 _EVEN_BATCHES = default(
     clause="F-DP-002",
     words="samples drawn again in epoch 0 by rank 1",
-    because="The last batch is too short for two ranks. `even_batches`, a default of accelerate "
-    "that the Trainer shares, fills it up with samples that were drawn before in the epoch.",
+    because="The last batch is too short for two ranks. `even_batches`, a default of "
+    "accelerate that the Trainer shares, fills it up with samples that were "
+    "already drawn in the epoch.",
     reproduction="accelerate_even_batches.py",
 )
 _SAME_MASKS = default(
@@ -52,8 +53,9 @@ _LIGHTNING_MASKS = replace(
 _LIGHTNING_RESUMED = default(
     clause="F-TI-003",
     words="the data starts over",
-    because="A checkpoint within an epoch has no position of a plain DataLoader. The epoch goes on "
-    "with its first batches, and Lightning warns of it.",
+    because="A checkpoint within an epoch doesn't have the position of a plain "
+    "DataLoader. After a resume the epoch repeats its first batches; Lightning "
+    "warns about this.",
     reproduction="lightning_resumes_data_over.py",
     known="https://github.com/Lightning-AI/pytorch-lightning/issues/18780",
 )
@@ -61,24 +63,25 @@ _PACKED = tuple(
     default(
         clause=clause,
         verdict="inconclusive",
-        words="step 3 draws other samples than the single device's",
-        because="Two ranks draw some samples of the short last batch again, and one doesn't.",
+        words="samples than the single device's",
+        because="Two ranks draw some samples of the short last batch again, but one rank doesn't.",
     )
     for clause in ("F-DP-005", "F-TI-001")
 )
 _LIGHTNING_REST = defect(
     clause="F-DP-005",
     words="it is half as large",
-    because="The last accumulation of an epoch has one batch in place of two, and is divided by "
-    "two all the same. So its step is made with half of the gradient.",
+    because="The last step of an epoch accumulates one batch instead of two, but the "
+    "loss is still divided by two. So this step uses half of the gradient.",
     reproduction="lightning_short_accumulation.py",
     known="https://github.com/Lightning-AI/pytorch-lightning/issues/19987",
 )
 _OTHER_ORDER = defect(
     clause="F-TI-003",
     words="after the resume other samples are drawn",
-    because="`skip_first_batches` skips batches of another permutation, since that of the epoch "
-    "isn't saved. After a resume within an epoch some samples come twice, and others never.",
+    because="`skip_first_batches` skips batches of a different permutation, since the "
+    "epoch's permutation isn't saved. So after a resume within an epoch, some "
+    "samples occur twice, and others never.",
     reproduction="accelerate_resumes_other_data.py",
     known="https://github.com/huggingface/accelerate/issues/2823",
 )

@@ -61,15 +61,15 @@ _USUAL = (STEPS_AT_NAN, SAVES_LATER)
 _NOT_RESTARTED = undeclared(
     clause="F-DP-006",
     words="the launcher restarted no worker",
-    because="litgpt starts its ranks itself, and starts none again. That this is meant can only be "
-    "said: `--exclude F-DP-006`.",
+    because="litgpt starts its own ranks, and never restarts one. Only you can say "
+    "that this is intended: `--exclude F-DP-006`.",
 )
 _OTHER_ADAPTERS = tuple(
     by_design(
         clause=clause,
-        words="begins with other weights than the run on 1 worker",
-        because="Adapters are drawn after they were cut into pieces, so two devices draw other "
-        "weights than one.",
+        words="the run on 1 worker (_forward_module.transformer.h.0.attn.qkv.lora_A)",
+        because="Adapters are initialised after they were sharded, so their first weights "
+        "differ between two devices and one.",
     )
     for clause in ("F-DP-005", "F-TI-001")
 )
@@ -141,10 +141,11 @@ _TO_THE_END = Trial(
             clause="F-DP-001",
             verdict="inconclusive",
             words="not finished after 240 s: steps made: rank 0 4",
-            because="After the last epoch rank 0 generates an example. The model is in pieces, "
-            "which takes all ranks, but the others go on to count tokens. So each training on "
-            "several devices that ends by its epochs or its time hangs after the last step, before "
-            "it has saved anything.",
+            because="After the last epoch only rank 0 generates an example. The model is "
+            "sharded, so all ranks would have to take part, but the others continue "
+            "and count tokens. So each training on several devices that ends by its "
+            "epochs or its time limit hangs after the last step, before it has saved "
+            "anything.",
             reproduction="litgpt_example_on_one_rank.py",
             known="https://github.com/Lightning-AI/litgpt/pull/2213",
         ),

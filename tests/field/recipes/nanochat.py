@@ -46,29 +46,32 @@ def corpus(folder: Path) -> None:
 _APART = defect(
     clause="F-DP-001",
     words="each rank applied the gradient of its own samples alone",
-    because="Under torchrun on CPUs no process group is made, but data and accumulation are "
-    "divided by the number of ranks all the same. Two trainings run, each on half of every batch, "
-    "and the first one's weights are saved. Nothing says so.",
+    because="Under torchrun on CPUs the script creates no process group, but still "
+    "divides data and accumulation by the number of ranks. So two separate "
+    "trainings run, each on half of every batch, and only the first one's "
+    "weights are saved, without a warning.",
     reproduction="nanochat_cpu_ranks.py",
     known="https://github.com/karpathy/nanochat/pull/256",
 )
 _OTHER_SAMPLES = by_design(
     clause="F-DP-002",
-    words="the model is given other rows in step 0 with 1 workers than",
-    because="Each rank packs rows of documents of its own, so other rows come out with another "
+    words="rows in step 0 with 1 workers than",
+    because="Each rank packs its own documents into rows, so the rows depend on the "
     "number of ranks.",
 )
 _REDUCED_INSIDE = by_design(
     clause="F-DP-005",
-    words="it reduces them itself",
-    because="The optimizer is given each rank's own gradient, and its step takes the mean over "
-    "ranks. What it takes the mean of is not seen, and the rule of its step (Muon) is its own.",
+    words="reduces them itself",
+    because="The optimizer gets each rank's own gradient, and takes the mean over "
+    "ranks in its step. This mean can't be observed, and the rule of the step "
+    "(Muon) is not one that entrenar-check knows.",
 )
 _RESUMED = default(
     clause="F-TI-003",
     words="after the resume other samples are drawn",
-    because="The loader's state is that of the shards it reads, not of the documents that wait "
-    "in it for a row with enough place. Its text says that a resume is approximate.",
+    because="The saved state of the loader has its position in the shards, but not the "
+    "documents that wait in it for a row with enough space. Its own "
+    "description says that a resume is approximate.",
     reproduction="nanochat_resumes_other_rows.py",
 )
 _ON_CPUS = (

@@ -61,16 +61,17 @@ _LINE = (
 )
 _SEEDED_BY_RANK = by_design(
     clause="F-DP-005",
-    words="one worker draws other samples than 2 workers",
-    because="Each rank draws places in the text by a seed of its own, so one worker draws others.",
+    words="workers: draw each batch for all workers",
+    because="Each rank draws positions in the text with its own seed, so one worker "
+    "draws different ones.",
 )
 _DATA_OVER = defect(
     clause="F-TI-003",
     verdict="inconclusive",
     words="(those of step 0 again)",
-    because="`init_from=resume` sets the seed of the start again, and no generator's state is in "
-    "the checkpoint. So each resumed run trains on the batches of the start, in their order. It is "
-    "inconclusive since they are drawn with replacement, and others might be meant.",
+    because="`init_from=resume` sets the initial seed again, and the checkpoint has no generator's "
+    "state. So each resumed run trains on the first batches again, in the same order. The verdict "
+    "is inconclusive since batches are drawn with replacement, so others might be intended.",
     reproduction="nanogpt_data_over.py",
     known="https://github.com/karpathy/nanoGPT/issues/467",
 )
@@ -94,8 +95,8 @@ _BEGUN_ANEW = replace(
     _DATA_OVER,
     verdict="falsified",
     words="the data starts over",
-    because="`init_from=resume` sets the seed of the start again, and no generator's state is in "
-    "the checkpoint. So each resumed run trains on the batches of the start, in their order.",
+    because="`init_from=resume` sets the initial seed again, and the checkpoint has no generator's "
+    "state. So each resumed run trains on the first batches again, in the same order.",
 )
 _SAVED = ("--eval_interval=2", "--always_save_checkpoint=True", "{resume:--init_from=resume}")
 _AUTO = Trial(

@@ -62,8 +62,9 @@ def llama(folder: Path) -> None:
 _STARTS_OVER = defect(
     clause="F-TI-003",
     words="the data starts over",
-    because="A checkpoint has weights, optimizer state and counters, but not the place in the "
-    "data. After a resume training begins with the first batch again.",
+    because="A checkpoint has weights, optimizer state and counters, but not the "
+    "position in the data. After a resume, training begins with the first "
+    "batch again.",
     reproduction="picotron_resume.py",
 )
 _PADDED = default(

@@ -35,31 +35,31 @@ _NOTHING_MOVES = defect(
     clause="F-TI-004",
     verdict="inconclusive",
     words="weight never moved and its gradient was zero in all steps on rank 0",
-    because="`cross_entropy` of a single output is 0 whatever the weights, and so are all "
+    because="`cross_entropy` of a single output is 0 for any weights, and so are all "
     "gradients: the tutorial trains nothing.",
     reproduction="ddp_tutorial_zero_loss.py",
 )
 _NONE_MOVES = tuple(
-    replace(_NOTHING_MOVES, clause=clause, words="no weight moves in")
+    replace(_NOTHING_MOVES, clause=clause, words="in a trainer that loses its gradients")
     for clause in ("F-DP-001", "F-TI-008")
 )
 _OWN_DATA = tuple(
     by_design(
         clause=clause,
-        words="reaches the model with other contents",
-        because="`MyTrainDataset` draws its data by `torch.rand`, and the script sets no seed. So "
-        "each rank makes data of its own: a sample has other contents on rank 1 than on one "
-        "worker, which is rank 0.",
+        words="reaches the model with",
+        because="`MyTrainDataset` draws its data by `torch.rand`, and the script sets no "
+        "seed. So each rank creates different data: a sample on rank 1 has "
+        "different contents than on one worker, which is rank 0.",
     )
     for clause in ("F-DP-005", "F-TI-001")
 )
 _EPOCH_AGAIN = defect(
     clause="F-TI-003",
     verdict="inconclusive",
-    words="at which step it goes on can't be told",
-    because="Where a resumed run goes on is seen from weights, and none ever moves. In fact each "
-    "resume trains an epoch again: the snapshot has the number of the last epoch as the number of "
-    "epochs that were run.",
+    words="the script read a checkpoint (",
+    because="The weights show where a resumed run continues, but here no weight ever "
+    "changes. In fact each resume trains one epoch again: the snapshot stores "
+    "the index of the last epoch as the number of finished epochs.",
     reproduction="ddp_tutorial_epoch_again.py",
 )
 _AUTO = Trial(

@@ -10,9 +10,11 @@ _SHUFFLED = defect(
     clause="F-DP-005",
     verdict="inconclusive",
     words="no combination of the micro-batches' gradients",
-    because="The backward pass of `all_gather` gives gradients to gloo as they lie in memory. That "
-    "of a transposed tensor comes back with its elements in another order, and nothing says so. "
-    "It is inconclusive since a loss of the whole batch may give other gradients on one worker.",
+    because="The backward pass of `all_gather` passes gradients to gloo in their "
+    "memory order. So the gradient of a transposed tensor comes back with its "
+    "elements in a different order, without a warning. The verdict is "
+    "inconclusive since a loss over the whole batch may have different "
+    "gradients on one worker.",
     reproduction="all_gather_transposed.py",
     known="https://github.com/pytorch/pytorch/issues/192920",
 )

@@ -27,9 +27,9 @@ RECIPES = (
                     defect(
                         clause="F-DP-001",
                         words="each rank applied the gradient of its own samples alone",
-                        because="`DistributedDataParallel` is put around the model only if there "
-                        "is a GPU. Without one the script joins the process group, divides the "
-                        "data, and each process trains a model of its own.",
+                        because="The script wraps the model in `DistributedDataParallel` only if "
+                        "there is a GPU. Without a GPU it joins the process group and divides the "
+                        "data, but each process trains its own model.",
                         reproduction="imagenet_without_ddp.py",
                     ),
                     default(

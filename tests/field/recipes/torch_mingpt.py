@@ -32,16 +32,17 @@ _COMMAND = (
 _EXPECTED = (
     defect(
         clause="F-DP-002",
-        words="rank 1 trains on other samples than rank 0",
-        because="`random_split` is called on each rank without a seed. So each rank has a training "
-        "set of its own, and trains on samples that other ranks test on.",
+        words="samples are in the data of both",
+        because="`random_split` is called on each rank without a seed. So each rank has a "
+        "different training set, with samples from the test sets of other ranks.",
         reproduction="split_by_every_rank.py",
     ),
     defect(
         clause="F-TI-008",
         words="clipped while it was still scaled",
-        because="`clip_grad_norm_` comes before `GradScaler.unscale_`. So the norm is clipped to 1 "
-        "divided by the scale, a step is made with 1.5e-5, and AdamW hides it.",
+        because="`clip_grad_norm_` is called before `GradScaler.unscale_`. So the norm is "
+        "clipped to 1 divided by the scale, and the gradient of a step has the "
+        "norm 1.5e-5. AdamW hides this.",
         reproduction="clipped_while_scaled.py",
         known="https://github.com/pytorch/examples/issues/1196",
     ),
@@ -69,9 +70,9 @@ _EXPECTED = (
 _NOT_CAUSAL = defect(
     clause="F-LM-001",
     words="it sees later ones",
-    because="The mask of a causal model, ones on and below the diagonal, is given to "
-    "`nn.MultiheadAttention`, which adds a mask of floats to the scores. So earlier tokens count "
-    "more, and later ones are seen.",
+    because="The script gives `nn.MultiheadAttention` a causal mask with ones on and "
+    "below the diagonal. A float mask is added to the scores, so earlier "
+    "tokens get more weight, and later tokens are not masked.",
     reproduction="mingpt_float_mask.py",
     known="https://github.com/pytorch/pytorch/issues/21518",
 )

@@ -15,7 +15,8 @@ _ON_CPU = (Edit("log_utils.py", "return has_gpu and gpu_count >= min_gpus", inst
 _NOT_CLEARED = defect(
     clause="F-TI-001",
     words="gradients not cleared since step 0",
-    because="The loop never calls `zero_grad`, so each step applies all gradients so far.",
+    because="The loop never calls `zero_grad`, so each step applies the sum of all "
+    "gradients so far.",
     reproduction="gradients_pile_up.py",
     known="https://github.com/pytorch/examples/pull/1424",
 )
@@ -37,8 +38,9 @@ _SP = (
     undeclared(
         clause="F-DP-002",
         words="share the work on a batch and are given different rows in step 0",
-        because="Each rank draws rows of its own, and only `obs.samples` tells whether they are "
-        "parts of one batch. Besides, the script sets no seed, so two runs draw other inputs.",
+        because="Each rank draws its own rows, and only `obs.samples` can show whether "
+        "they are parts of one batch. Also, the script sets no seed, so two runs "
+        "draw different inputs.",
     ),
 )
 
@@ -83,8 +85,8 @@ _FSDP2 = Trial(
         replace(
             STEPS_AT_NAN,
             verdict="falsified",
-            because="With such weights gradients are not finite in the first step, and neither "
-            "`clip_grad_norm_` nor the optimizer stops at that.",
+            because="With these uninitialised weights, gradients are not finite in the first "
+            "step, and neither `clip_grad_norm_` nor the optimizer stops.",
         ),
         defect(
             clause="F-DP-002",
@@ -96,9 +98,9 @@ _FSDP2 = Trial(
         defect(
             clause="F-TI-005",
             words="weights are not finite from step 0 on",
-            because="`Transformer.reset_parameters` leaves its layers out, after `to_empty` has "
-            "given them memory that nobody wrote. Here new memory is filled with large numbers; "
-            "NaN and zeros were seen in it, too.",
+            because="`to_empty` allocates memory without initialising it, and then "
+            "`Transformer.reset_parameters` omits the layers. In this run new memory "
+            "is filled with large numbers; NaN and zeros were also seen in it.",
             reproduction="fsdp2_uninitialised.py",
         ),
     ),

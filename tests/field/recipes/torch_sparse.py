@@ -10,10 +10,11 @@ _IN_PLACE = tuple(
     defect(
         clause=clause,
         words="half as large",
-        because="The gradient of `Embedding(sparse=True)` shares its memory with that of the "
-        "layer's output. DistributedDataParallel divides it in place by the number of ranks. If "
-        "the output was added to that of an `EmbeddingBag`, whose gradient is computed next, then "
-        "this one is divided twice, and nothing says so.",
+        because="The gradient of `Embedding(sparse=True)` shares its memory with that of "
+        "the layer's output. DistributedDataParallel divides it in place by the "
+        "number of ranks. If the output was added to that of an `EmbeddingBag`, "
+        "the bag's gradient is computed next from the same memory. So it is "
+        "divided twice, without a warning.",
         reproduction="ddp_sparse_in_place.py",
     )
     for clause in ("F-DP-005", "F-TI-001")

@@ -35,14 +35,15 @@ _BEGINS_APART = tuple(
     default(
         clause=clause,
         words=words,
-        because="The script sets no seed. By default (`init_sync`) each replica group begins with "
-        "weights of its own, computes a gradient of them, and gets those of one group in step 0.",
+        because="The script sets no seed. By default (`init_sync`) each replica group "
+        "begins with its own weights, computes a gradient with them, and gets the "
+        "weights of one group in step 0.",
         reproduction="torchft_first_step.py",
         known="https://github.com/meta-pytorch/torchft/pull/112",
     )
     for clause, words in (
         ("F-DP-001", "hold different weights"),
-        ("F-TI-005", "starts from other weights than rank 0"),
+        ("F-TI-005", "rank 1 starts from"),
         ("F-DP-005", "weights before the first step are not the single device's"),
         ("F-TI-001", "weights before the first step are not the single device's"),
     )
@@ -51,9 +52,10 @@ _HALF_A_STEP = tuple(
     defect(
         clause=clause,
         words="averaged gradient is not the single device's",
-        because="In step 0 a group that gets its weights from another adds zeros in place of its "
-        "gradient, but counts in the mean. With two groups the gradient is half of one group's, "
-        "and the other's samples are lost. From step 1 on it is the mean of both.",
+        because="In step 0 a group that gets its weights from another adds zeros instead "
+        "of its gradient, but is counted in the mean. With two groups the gradient "
+        "is half of one group's, and the other's samples are lost. From step 1 on "
+        "it is the mean of both.",
         reproduction="torchft_first_step.py",
         known="https://github.com/meta-pytorch/torchft/pull/112",
     )
@@ -62,15 +64,16 @@ _HALF_A_STEP = tuple(
 _SAME_ORDER = defect(
     clause="F-TI-005",
     words="epoch 1 visits its samples in the order of epoch 0",
-    because="The script shuffles by a sampler whose `set_epoch` it never calls.",
+    because="The script shuffles with a sampler, but never calls its `set_epoch`.",
     reproduction="torchft_same_order.py",
 )
 _OTHER_SAMPLES = undeclared(
     clause="F-DP-006",
     words="what it draws after a stop is new",
-    because="The script sets no seed, so samples that differ after a kill may be drawn by chance. "
-    "Here they are not: the step in which a group is killed is not made, the other goes on with "
-    "its next samples, and the group that comes back begins its data anew.",
+    because="The script sets no seed, so samples after a kill may differ by chance. "
+    "Here it is not chance: the step in which a group is killed is not made, "
+    "the other group continues with its next samples, and the restarted group "
+    "begins its data again.",
 )
 RECIPES = (
     Recipe(

@@ -59,9 +59,10 @@ _RESUMED = (
 _OTHER_WEIGHTS = tuple(
     by_design(
         clause=clause,
-        words="begins with other weights",
-        because="DTensors draw their weights by rank on a CPU, so one worker begins with others. "
-        "A seed checkpoint (`--checkpoint.create_seed_checkpoint`) would give both the same.",
+        words="the run on 1 worker (tok_embeddings.weight)",
+        because="On a CPU, the random first weights of DTensors depend on the rank, so one "
+        "worker begins with different ones. A seed checkpoint "
+        "(`--checkpoint.create_seed_checkpoint`) would give both the same.",
     )
     for clause in ("F-DP-005", "F-TI-001")
 )
@@ -69,8 +70,9 @@ _HALVED = tuple(
     defect(
         clause=clause,
         words="it is half as large (1/world_size)",
-        because="The loss is divided by the tokens of all ranks, and `replicate` then takes the "
-        "mean over ranks. With R replicas gradients are 1/R as large: sharded ones are summed.",
+        because="The loss is divided by the tokens of all ranks, and `replicate` then "
+        "takes the mean over ranks. So with R replicas gradients are R times too "
+        "small. Sharded gradients are summed, which is right.",
         reproduction="torchtitan_replicas_divide_twice.py",
         known="https://github.com/pytorch/torchtitan/pull/2323",
     )
@@ -79,8 +81,9 @@ _HALVED = tuple(
 _TERMS = limit(
     clause="F-TI-008",
     words="can't be recomputed",
-    because="With sequence parallelism gradients of norms stay terms of a sum over ranks until the "
-    "optimizer adds them up. They are not recorded, so their steps aren't recomputed.",
+    because="With sequence parallelism, the gradients of norms are partial sums on "
+    "each rank until the optimizer adds them up. They are not recorded, so "
+    "their steps aren't recomputed.",
 )
 
 

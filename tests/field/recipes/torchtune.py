@@ -87,8 +87,7 @@ _ON_CPU = (
 _BEGINS_ANEW = undeclared(
     clause="F-TI-003",
     words="with its initial weights",
-    because="Which checkpoint the recipe goes on from is said by several keys of its "
-    "configuration.",
+    because="Several keys of the recipe's configuration say from which checkpoint it continues.",
 )
 _AUTO = Trial(
     name="auto",

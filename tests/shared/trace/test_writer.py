@@ -116,7 +116,7 @@ def test_there_is_none_yet(tmp_path: Path) -> None:
 def test_an_old_one_is_not_overwritten(tmp_path: Path) -> None:
     """A run that starts anew neither overwrites a ledger nor appends to it."""
     before = written(tmp_path / "l", *STARTS).read_bytes()
-    with pytest.raises(UsageError, match="it already exists; go on with --resume"):
+    with pytest.raises(UsageError, match="it already exists; continue with --resume"):
         writer.create(tmp_path / "l", HEAD)
     assert (tmp_path / "l").read_bytes() == before
 

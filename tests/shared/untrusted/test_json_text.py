@@ -51,7 +51,7 @@ def test_what_is_read_can_be_copied_and_written() -> None:
         ("[1] 2", "Extra data"),
         ("", "Expecting value"),
         (b"\xff", "invalid start byte"),
-        ('["[,{",1,1]', "it has marks of 3 values; at most 2 are read"),
+        ('["[,{",1,1]', "it seems to have 3 values; at most 2 are read"),
         ('[{"a": 1, "b": 2, "a": 1}]', "'a' appears 2 times"),
     ],
     ids=lambda text: str(text)[:20],

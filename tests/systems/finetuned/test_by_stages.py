@@ -77,7 +77,7 @@ def test_a_worker_with_other_weights_is_thrown_out(monkeypatch: pytest.MonkeyPat
     done = systems.run(staged(num_steps=2))
     assert done.end.status == "completed", done.end.reason
     (left,) = [one for one in done.of(trace.Membership) if one.change == "left"]
-    assert "rank 1 holds other weights than it was sent" in (left.reason or "")
+    assert "rank 1 holds different weights than it was sent" in (left.reason or "")
     weights = [
         {update.step: update.weights for update in run.of(trace.Update)} for run in (right, done)
     ]
@@ -120,5 +120,5 @@ def test_each_difference_is_told() -> None:
     assert broken(single, without(trace.Shard, step=1, shard=3)) == (lost, 1)
     gone = "step 1 was made of shards [], and not of [0, 1, 2, 3]"
     assert broken(single, without(trace.Shard, step=1)) == (gone, 1)
-    short = "stages give other bits than one process: steps [1] are in one run only"
+    short = "stages give different bits from one process: steps [1] are in only one run"
     assert broken(single, without(trace.Update, step=1)) == (short, 1)

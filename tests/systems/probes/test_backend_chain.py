@@ -193,7 +193,7 @@ def test_an_adapter_fails_in_its_own_words(kind: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", OF_ADAPTERS)
 def test_an_adapter_that_is_not_there_is_played(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an adapter, a stand-in fails in its place, and is recorded as one."""
+    """Without an adapter, a simulated one fails instead, and is recorded as one."""
     monkeypatch.setitem(backends.BACKENDS, "wgpu", absent("wgpu"))
     trace = backend_chain.run(scenario(Fault(kind=kind, backend="wgpu"), order=("wgpu", "cpu")))
     failed, served = trace.of(Attempt)

@@ -159,7 +159,9 @@ def test_missing_shards_are_named(num_shards: int, data: st.DataObject) -> None:
 def test_nodes_of_another_tree_are_refused(level: int, index: int, num_shards: int) -> None:
     """Nodes beyond the last shard, before the first and above the root are refused."""
     node = Node(level, index, np.zeros(1, np.float32), 0.0, 0.0)
-    with pytest.raises(ValueError, match=f"index {index}.* is not of a tree over {num_shards}"):
+    with pytest.raises(
+        ValueError, match=f"index {index}.* does not belong to a tree over {num_shards}"
+    ):
         reduction.fold([node], num_shards)
 
 

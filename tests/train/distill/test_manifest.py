@@ -133,7 +133,7 @@ def test_shards_of_another_run(tmp_path: Path) -> None:
         Writer(folder, other, (1, 2), claims)
     (folder / "manifest-1-of-2.jsonl").rename(tmp_path / "manifest-1-of-2.jsonl")
     with pytest.raises(
-        UsageError, match=r"it is of other shards .*teacher 1+ and f+, top_k 4 and 3"
+        UsageError, match=r"it describes different shards .*teacher 1+ and f+, top_k 4 and 3"
     ):
         manifest.read(tmp_path)
 

@@ -83,7 +83,7 @@ def test_a_file_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
     ("change", "told"),
     [
         (lambda path: path.unlink(), "is listed, but missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, and the list says"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "in the list"),
         (
             lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
             "is damaged: its digest is not",
@@ -120,7 +120,7 @@ def test_a_row_that_is_no_distribution(tmp_path: Path, rows: Rows, problem: str)
     with closing(ShardWriter(tmp_path, FACTS, 0, STARTS[0])) as writer:
         writer.add(rows)
         assert shards.problem(tmp_path, FACTS, writer.finish()) == ""
-    told = rf"row 5 \(sample 1, position 1\) is no distribution: .*{problem}; make it again"
+    told = rf"row 5 \(sample 1, position 1\) is not a distribution: .*{problem}; make it again"
     with pytest.raises(UsageError, match=told):
         File(tmp_path, FACTS, 0, STARTS[0]).read(0)
 
@@ -153,7 +153,7 @@ def test_a_file_of_another_place(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=told):
             File(tmp_path, facts, 0, STARTS[0])
-    with pytest.raises(UsageError, match="it has 7 rows in 1 groups, and 5 in 1 are due"):
+    with pytest.raises(UsageError, match="it has 7 rows in 1 groups, expected 5 in 1"):
         File(tmp_path, FACTS, 0, STARTS[1])
     path.rename(tmp_path / "shard-00001-of-00003.parquet")
     with pytest.raises(UsageError, match="shard is 0, and 1 in the folder's list"):
@@ -164,7 +164,7 @@ def test_a_file_of_another_place(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="column rest is missing"):
         File(tmp_path, FACTS, 0, STARTS[0])
     path.write_bytes(b"PAR1 but not really")
-    with pytest.raises(UsageError, match="it is no Parquet file"):
+    with pytest.raises(UsageError, match="it is not a Parquet file"):
         File(tmp_path, FACTS, 0, STARTS[0])
 
 

@@ -302,7 +302,7 @@ def test_a_shard_that_does_not_come(
     capfd.readouterr()
     assert cli.main(["distill", "train", str(config), "--no-follow"]) == exit_codes.WRONG
     captured = capfd.readouterr()
-    why = "has 4 bytes, and the list says" if is_damaged else "is listed, but missing"
+    why = "has 4 bytes, but" if is_damaged else "is listed, but missing"
     assert captured.out.count(f"shard-00002-of-00004.parquet {why}") >= 1
     assert "Traceback" not in captured.err
     shutil.copy(tmp_path / "aside" / "shard-00002-of-00004.parquet", folder)
@@ -314,7 +314,7 @@ def test_shards_of_others_are_refused(small: Path, tmp_path: Path) -> None:
     config = made.configured(tmp_path, small)
     made.make_shards(config)
     for num_rows, changes, told in (
-        (39, {}, "its shards are of other rows"),
+        (39, {}, "its shards were made from different rows"),
         (40, {"top_k": 9}, "made with top_k=8, and distill.top_k is 9"),
         (40, {"stored": "float32"}, "made with stored=float16"),
         (40, {"shard_samples": 5}, "made with shard_samples=12, and distill.shard_samples is 5"),
@@ -340,7 +340,10 @@ def test_shards_of_others_are_refused(small: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"task": "classify", "classes": {"labels": ["a", "b"]}}, "a teacher's logits are of next"),
+        (
+            {"task": "classify", "classes": {"labels": ["a", "b"]}},
+            "a teacher's logits are for next",
+        ),
         ({"strategy": "tensor_parallel"}, "a student's loss needs the whole"),
         ({"distill": {"top_k": 513}}, "top_k=513: the teacher's vocabulary has 512 tokens"),
         ({"distill": {"teacher": None}}, "distill.teacher is missing"),

@@ -123,23 +123,26 @@ def few_positions(model: Path) -> None:
             "model-00002-of-00003.safetensors is missing, of the 3 files that "
             "model.safetensors.index.json names; copy the whole checkpoint",
         ),
-        (half_a_file, "model.safetensors is no whole file of safetensors (Error while deseriali"),
+        (
+            half_a_file,
+            "model.safetensors is not a complete safetensors file (Error while deseriali",
+        ),
         (quantised_weights, f"model.safetensors has {UP} in F8_E4M3, so its weights are quantised"),
-        (another_shape, f"{UP} has the shape [100, 64] in its files, and [192, 64] by config.json"),
+        (another_shape, f"{UP} has the shape [100, 64] in its files, but [192, 64] by config.json"),
         (
             adapters_beside,
             "it has adapters (adapter_config.json), and only whole models are",
         ),
         (
             no_record,
-            "config.json can't be read (it is no object of JSON); copy the checkpoint",
+            "config.json can't be read (it is not a JSON object); copy the checkpoint",
         ),
-        (no_words, "its tokenizer has no words, since no file with them is there"),
+        (no_words, "its tokenizer has no vocabulary, since its file"),
         (
             a_weight_less,
             "its files lack 1 of the model's weights, model.layers.1.mlp.up_proj.weight is missing",
         ),
-        (fewer_embeddings, "and the model has embeddings of tokens 0 to 299; use the tokenizer"),
+        (fewer_embeddings, "but the model has embeddings of tokens 0 to 299; use the tokenizer"),
         (
             few_positions,
             "the model takes rows of 48 tokens at most "
@@ -261,7 +264,7 @@ def test_a_prompt_that_is_no_text(
     [
         ("model", "it is the model's folder, and its files would be replaced"),
         ("link", "it is the model's folder, and its files would be replaced"),
-        ("other", "it has a checkpoint that no run has written; give another folder"),
+        ("other", "it has a checkpoint that no run of `entrenar` wrote; give another folder"),
     ],
 )
 def test_a_checkpoint_of_others_is_not_written_over(

@@ -145,7 +145,7 @@ def test_a_local_model_of_another_content(home: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json can't be read"):
         obtain(package.dump(contents_of()), FILES, model=own)
     (own / "config.json").write_text("{ }")
-    with pytest.raises(UsageError, match=r"another model than the run's: config\.json has"):
+    with pytest.raises(UsageError, match=r"not the run's model: config\.json has"):
         obtain(package.dump(contents_of()), FILES, model=own)
     assert not home.exists()
 

@@ -63,7 +63,7 @@ def test_workers_that_know_a_secret_train_the_same_adapters(
     (other / "model.safetensors").write_bytes(weights)
     wrong = machines.worker("--model", other, cache=tmp_path / "theirs")
     assert wrong.code() == exit_codes.INVALID
-    assert "another model than the run's: model.safetensors has SHA-256" in wrong.lines[-1]
+    assert "not the run's model: model.safetensors has SHA-256" in wrong.lines[-1]
     fetches = machines.worker(cache=tmp_path / "theirs")
     has_it = machines.worker("--model", small / "model", cache=tmp_path / "third")
     assert [one.code() for one in (fetches, has_it, serving)] == [exit_codes.DONE] * 3

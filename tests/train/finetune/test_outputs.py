@@ -205,7 +205,10 @@ def other_words(folder: Path) -> None:
     path.write_text(text.replace('"sudo"', '"odus"'), "utf-8")
 
 
-MODEL, TOKENIZER = "its adapters were trained on another model than", "its tokenizer is not the run"
+MODEL, TOKENIZER = (
+    "its adapters were trained on a different model from",
+    "its tokenizer is not the run",
+)
 ARGUMENTS = {"infer": ["--prompt", "ls"], "eval": ["--data", "rows.jsonl"], "merge": ["merged"]}
 
 

@@ -258,7 +258,7 @@ def test_a_coordinator_that_sends_other_bytes(tmp_path: Path) -> None:
     sender = Coordinator(CONTENT)
     sender.contents[file_of().digest] = b"y" * len(CONTENT)
     cache = cache_in(tmp_path)
-    with pytest.raises(SystemFailure, match="sends other bytes than those of SHA-256"):
+    with pytest.raises(SystemFailure, match="sends bytes that don't match SHA-256"):
         get(cache, [file_of()], sender)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 

@@ -179,12 +179,12 @@ workers: yes
         (
             SMALL + "compile: true\nrecompute: blocks\n",
             "5:10: error: compile: true with recompute: blocks: blocks that are computed again are "
-            "not compiled; leave one of both out",
+            "not compiled; leave out one of the two",
         ),
         (
             CLASSES.replace("b]", "b], weights: inverse, oversample: true"),
-            "5:36: error: weights=inverse with oversample: true: all classes are as frequent then, "
-            "so each weight would be 1; give one of both",
+            "5:36: error: weights=inverse with oversample: true: all classes are equally frequent "
+            "then, so each weight would be 1; give only one of the two",
         ),
         (
             SMALL + "training: {epochs: }\n",
@@ -337,8 +337,8 @@ strategy: layer_pipeline
         ),
         (
             "{layers: [2, 4]}\n- {layers: [0, 2]}",
-            "7:12: error: stages[0] layers=[2, 4]: stages stand in the order of their blocks; put "
-            "the one with layers: [0, 2] here",
+            "7:12: error: stages[0] layers=[2, 4]: stages are listed in the order of their blocks; "
+            "put the one with layers: [0, 2] here",
         ),
         (
             "{layers: [0, 0]}\n- {layers: [0, 2]}",

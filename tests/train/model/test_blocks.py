@@ -65,7 +65,7 @@ def test_tables_of_tokens_stay_whole() -> None:
         ),
         (
             *("Llama", {"attention_dropout": 0.1}, 2),
-            "attention_dropout=0.1 in config.json is what ranks can't draw alike",
+            "attention_dropout=0.1 in config.json draws random numbers that differ between ranks",
         ),
         (
             *("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 1}, 2),

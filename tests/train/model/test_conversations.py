@@ -159,7 +159,7 @@ def test_the_answers_in_a_prompt_are_not_learned() -> None:
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "a weight of 0 in each turn"),
         (
             {"messages": [USER, {**ANSWER, "no_loss": True}]},
-            "message 2 has no_loss=True; if it says that the turn is not learned, name it weight",
+            "message 2 has no_loss=True; if it means that the turn is not learned, name it weight",
         ),
         (
             {"messages": [USER, {**ANSWER, "train_detail": [{"begin_offset": 0, "train": False}]}]},
@@ -167,7 +167,7 @@ def test_the_answers_in_a_prompt_are_not_learned() -> None:
         ),
         (
             {"messages": [USER, {**ANSWER, "train": True, "weight": 0}]},
-            "message 2 is learned by one of its keys, and not by another",
+            "message 2 is to be learned by one of its keys, and not to be",
         ),
         (
             {"messages": [USER, {**ANSWER, "content": [{"text": "ls", "train": False}]}]},
@@ -179,14 +179,17 @@ def test_the_answers_in_a_prompt_are_not_learned() -> None:
         ({"instruction": "list", "output": ""}, "the assistant's message 2 is empty"),
         ({"prompt": 3, "completion": "ls"}, "prompt=3: use a text"),
         ({"system": 3, "messages": [USER, ANSWER]}, "system=3: use a text"),
-        ({"prompt": "list", "completion": "ls", "history": 3}, "history is no list of [prompt, "),
+        (
+            {"prompt": "list", "completion": "ls", "history": 3},
+            "history is not a list of [prompt, ",
+        ),
         ({"messages": [{**USER, "content": 3}, ANSWER]}, "no text as its content (3)"),
         ({"messages": [USER, ANSWER], "images": ["a.jpg"]}, "has images; only text is learned"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
             "message 1 has a part of type 'image_url'; only text is learned",
         ),
-        ({"prompt": "list", "chosen": "ls", "rejected": "rm"}, "no preference is learned"),
+        ({"prompt": "list", "chosen": "ls", "rejected": "rm"}, "preferences are not learned"),
         ({"messages": [USER, ANSWER], "label": False}, "marks a bad answer"),
         ({"messages": [USER, {"from": "function_call", "value": "w("}]}, "a call that is not JSON"),
         (
@@ -205,7 +208,7 @@ def test_the_answers_in_a_prompt_are_not_learned() -> None:
         ),
         ({"messages": [USER, ANSWER], "tools": '[{"a": 1, "a": 2}]'}, "'a' appears 2 times"),
         ({"messages": [USER, ANSWER], "tools": "[" * 10**5}, "tools are not JSON (nested"),
-        ({"messages": [USER, ANSWER], "tools": [1]}, "tools are no list of objects"),
+        ({"messages": [USER, ANSWER], "tools": [1]}, "tools are not a list of objects"),
     ],
 )
 def test_rows_without_a_conversation_to_learn(row: Mapping[str, Any], problem: str) -> None:

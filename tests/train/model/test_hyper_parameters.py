@@ -137,7 +137,7 @@ def test_rows_left_out_for_their_length() -> None:
 def test_one_long_row() -> None:
     rows = replace(MANY, lengths=(40,) * 999 + (500,))
     [found] = judged("C-HP-004", rows=rows)
-    assert "max_tokens=512 takes a row of 500 tokens" in found.message
+    assert "max_tokens=512 allows the row of 500 tokens" in found.message
     assert "use 40 with on_error: skip" in found.message
     assert judged("C-HP-004", rows=replace(MANY, lengths=(40,) * 999 + (80,))) == []
 
@@ -194,7 +194,7 @@ def test_a_rare_class_without_weight() -> None:
     settings, rows = classified((935, 65))
     [found] = judged("C-HP-008", settings, rows=rows)
     assert found.key == "classes.weights"
-    assert "6.5% of the rows are 'b', and a model that never says so is right in 93.5%" in (
+    assert "6.5% of the rows are 'b', and a model that never predicts it is right in 93.5%" in (
         found.message
     )
     for fair in ({"weights": "sqrt_inverse"}, {"oversample": True}):
@@ -206,7 +206,7 @@ def test_a_class_without_a_row() -> None:
     settings, rows = classified((935, 0))
     [found] = judged("C-HP-008", settings, rows=rows)
     assert found.key == "classes.labels"
-    assert found.message.startswith("labels has 'b', and there is no row of it to train on")
+    assert found.message.startswith("labels has 'b', but no row to train on has this class")
 
 
 def test_a_rare_class_that_is_seen_too_often() -> None:
@@ -218,7 +218,7 @@ def test_a_rare_class_that_is_seen_too_often() -> None:
     )
     settings, rows = classified((990, 10), oversample=True)
     [found] = judged("C-HP-008", settings, rows=rows)
-    assert "or weights in place of oversample" in found.message
+    assert "or weights instead of oversample" in found.message
     settings, rows = classified((500, 500), epochs=100)
     assert judged("C-HP-008", settings, rows=rows) == []
 

@@ -231,7 +231,7 @@ def test_advice_for_a_kind_of_model_does_not_lead_in_a_circle(kind: str, tmp_pat
         if f"or task: {other}" in told.get(task, ""):
             assert other not in told, "it was refused, too"
     if len(told) == 2:
-        assert all("of texts alone" in one for one in told.values())
+        assert all("of texts only" in one for one in told.values())
     assert len(told) == {"Qwen2_5_VL": 2, "CLIP": 2, "Granite": 1, "DistilBert": 1}.get(kind, 0)
 
 

@@ -286,11 +286,11 @@ def test_a_pattern_may_name_folders(
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("rows.json", b'{\n"data": []}', "or an object a line; its first line is not JSON"),
+        ("rows.json", b'{\n"data": []}', "or one object per line; its first line is not JSON"),
         (
             "rows.json",
             LIST.decode().encode("utf-16"),
-            "an object a line; its first line is not UTF",
+            "one object per line; its first line is not UTF",
         ),
         (
             "rows.jsonl",

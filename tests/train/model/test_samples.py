@@ -139,7 +139,7 @@ def test_a_template_that_never_ends_ends_the_run(
     tokenizer = model.tokenizer(chosen)
     tokenizer.chat_template = "{% for i in range(99) %}{% endfor %}"
     chosen.data.train.write_text((json.dumps({"messages": CHAT}) + "\n") * 20, encoding="utf-8")
-    with pytest.raises(UsageError, match=r"more than 10 steps.*for 10 rows, the last at .*:10"):
+    with pytest.raises(UsageError, match=r"more than 10 steps.*in 10 rows, the last at .*:10"):
         samples.load(chosen, chosen.data.train, tokenizer, cache=tmp_path / "cache")
 
 
@@ -166,7 +166,7 @@ def test_of_a_class_no_token_is_predicted(small: Path, tmp_path: Path) -> None:
         ("text", {"text": "ls " * 40}, "data.max_tokens allows 16"),
         ("classify", {"text": "ls", "label": "fine"}, "label='fine': classes.labels has safe,"),
         ("classify", {"text": "ls", "label": None}, "label=None: classes.labels has safe,"),
-        ("instruct", {"messages": "ls"}, "messages is no list of messages"),
+        ("instruct", {"messages": "ls"}, "messages is not a list of messages"),
         (
             "instruct",
             {"messages": [{"role": "boss", "content": ""}]},
@@ -284,9 +284,9 @@ def test_labels_that_are_no_texts(
 @pytest.mark.parametrize(
     ("label", "problem"),
     [
-        (1, r"a number is a name, not a place: say labels: \[0, 1\]"),
-        (1.0, r"a number is a name, not a place: say labels: \[0, 1\]"),
-        (True, r"a truth value is a name, not a place: say labels: \[false, true\]"),
+        (1, r"a number is a class name, not an index: use labels: \[0, 1\]"),
+        (1.0, r"a number is a class name, not an index: use labels: \[0, 1\]"),
+        (True, r"a truth value is a class name, not an index: use labels: \[false, true\]"),
     ],
 )
 def test_a_label_that_is_a_place(small: Path, tmp_path: Path, label: object, problem: str) -> None:

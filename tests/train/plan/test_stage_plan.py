@@ -289,7 +289,7 @@ def test_another_strategy_has_no_stages(config: Path, capsys: pytest.CaptureFixt
     text = config.read_text(encoding="utf-8").replace("layer_pipeline", "ddp")
     config.write_text(text, encoding="utf-8")
     assert cli.main(["pipeline", "plan", str(config)]) == exit_codes.INVALID
-    assert "ddp: stages are of strategy: layer_pipeline; set it" in capsys.readouterr().err
+    assert "ddp: stages belong to strategy: layer_pipeline; set it" in capsys.readouterr().err
 
 
 def test_this_machines_devices_are_measured(

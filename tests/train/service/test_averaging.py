@@ -344,7 +344,8 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     assert sorted(problems(tmp_path, "num_sample: 3\nworld_size: two\n")) == [
         "run.yaml:1:1: error: configuration: key 'num_sample' is not read; did you mean "
         "'num_samples'?",
-        "run.yaml:1:1: error: num_samples is missing: samples that each worker's data set has",
+        "run.yaml:1:1: error: num_samples is missing: number of samples in the data set of "
+        "each worker",
         "run.yaml:1:1: error: num_steps is missing: steps of the run",
         "run.yaml:2:13: error: world_size='two': use a whole number from 1 to 65536",
     ]

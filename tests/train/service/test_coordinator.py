@@ -47,14 +47,16 @@ def test_an_old_checkpoint_is_not_overwritten(
     """An existing checkpoint without --resume is refused, and nothing is changed."""
     star.configure(checkpoint=STATE)
     (star.folder / "state").write_bytes(b"precious")
-    assert "it already exists; go on with --resume" in refusal(star, capsys)
+    assert "it already exists; continue with --resume" in refusal(star, capsys)
     assert (star.folder / "state").read_bytes() == b"precious"
 
 
 def test_nothing_to_resume(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     """A run without checkpoints can't be resumed."""
     star.configure()
-    assert "the configuration has no checkpoint to go on from" in refusal(star, capsys, "--resume")
+    assert "the configuration has no checkpoint to continue from" in refusal(
+        star, capsys, "--resume"
+    )
 
 
 def test_a_checkpoint_of_another_run(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

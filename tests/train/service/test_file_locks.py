@@ -79,7 +79,7 @@ def test_a_lock_that_others_wrote_into(tmp_path: Path, content: bytes) -> None:
 def test_a_lock_that_is_no_file(tmp_path: Path) -> None:
     """A FIFO in place of the lock file is refused without blocking."""
     os.mkfifo(tmp_path / "state.lock")
-    with pytest.raises(UsageError, match=r"state\.lock is no regular file"):
+    with pytest.raises(UsageError, match=r"state\.lock is not a regular file"):
         claim(tmp_path / "state")
 
 
@@ -93,7 +93,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     warned: list[str] = []
     claim(tmp_path / "state", warned=warned)
     assert len(warned) == 1
-    assert "its file system gives no locks (No locks available)" in warned[0]
+    assert "its file system supports no locks (No locks available)" in warned[0]
 
 
 def test_a_lock_that_is_removed_while_it_is_taken(
@@ -121,7 +121,7 @@ def test_a_lock_that_is_removed_while_it_is_taken(
         ("absent/state", "can't be written (No such file or directory)"),
         ("secret/state", "can't be written (Not a directory)"),
         (".", "it is a directory"),
-        ("pipe", "it is no regular file"),
+        ("pipe", "it is not a regular file"),
         ("x" * 248, "can't be made next to it (File name too long)"),
     ],
 )

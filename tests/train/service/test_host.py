@@ -279,4 +279,4 @@ def test_a_deal_for_unlike_workers_is_told() -> None:
     assert (
         told[0] == "shards from step 5 on: 3 to worker 0 (10 ms each), 0 to worker 1 (500 ms each)"
     )
-    assert told[1].startswith("num_shards=3 for 2 workers of unlike speed")
+    assert told[1].startswith("num_shards=3 for 2 workers of different speeds")

@@ -450,7 +450,7 @@ def test_one_that_lost_lines_is_refused(run: Run, num_lines: int) -> None:
     run.cut(num_lines if num_lines >= 0 else line - 1)
     before = run.ledger.read_bytes()
     with pytest.raises(
-        TraceError, match=r"whole line.*put back the ledger that the run has written"
+        TraceError, match=r"complete line.*restore the ledger that the run has written"
     ):
         run.go_on()
     assert run.ledger.read_bytes() == before
@@ -466,7 +466,9 @@ def test_one_of_another_run_is_refused(run: Run) -> None:
     other = writer.create(run.ledger, head)
     other.append(events)
     other.close()
-    with pytest.raises(TraceError, match=r"the checkpoint names [0-9a-f]{32}: it is another run's"):
+    with pytest.raises(
+        TraceError, match=r"the checkpoint names [0-9a-f]{32}: it belongs to a different run"
+    ):
         run.go_on()
 
 

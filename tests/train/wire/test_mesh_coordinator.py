@@ -315,7 +315,7 @@ def test_an_average_that_is_not_finite_halts_everyone() -> None:
     """A worker reports it; no worker is blamed."""
     mesh, stations = started(2)
     effects = say(mesh, stations[1], Overflow(step=0, block=1))
-    reason = "the average gradient or loss is not finite, though each worker's is finite"
+    reason = "the average gradient or loss is not finite, though each worker's is"
     assert effects[0] == do.Stop(0, None, reason)
     assert sent(effects, Halt) == [Halt(step=0, reason=reason)] * 2
     assert mesh.finished == do.Finish("halted", reason)

@@ -162,8 +162,8 @@ def moved_without_pass(trace: Trace, update: Update) -> tuple[str, str] | None:
         known = name in weights and name in update.weights
         if known and weights[name].digest != update.weights[name].digest:
             return name, (
-                f"{name} moved without a backward pass and by a gradient of zero, which could "
-                "mean: a step that only makes the optimizer's state"
+                f"{name} moved without a backward pass and by a gradient of zero, which "
+                "could mean: a step that only creates the optimizer's state"
             )
     return None
 

@@ -61,9 +61,10 @@ def unreduced(compared: Compared) -> str:
         if place := _reduced_later(trace):
             step, name = place
             return (
-                f"in {run_name(trace)} ranks hand different gradients of {name} to the optimizer "
-                f"in step {step}, and move it alike: it reduces them itself; call obs.reduced() "
-                "where they are reduced, before they are clipped"
+                f"in {run_name(trace)} ranks hand different gradients of {name} to the "
+                f"optimizer in step {step}, but change it equally: the optimizer reduces "
+                "them itself; call obs.reduced() where they are reduced, before they are "
+                "clipped"
             )
     return ""
 
@@ -153,9 +154,10 @@ def skipped_unseen(compared: Compared) -> str:
         others = updates.get(step, {}).keys() - ranks
         if others and all(counts[step, rank] > counts[step - 1, rank] > 0 for rank in others):
             return (
-                f"{missing.named(ranks)} skipped step {step} for a value that is not finite, and "
-                f"{missing.named(others)} may have dropped finite gradients there: call "
-                "obs.skipped() on every rank where the script, or its optimizer, skips a step"
+                f"{missing.named(ranks)} skipped step {step} because of a non-finite value, "
+                f"and {missing.named(others)} may have dropped finite gradients in it: call "
+                "obs.skipped() on every rank where the script, or its optimizer, skips a "
+                "step"
             )
     return ""
 
@@ -203,8 +205,9 @@ def _reduced(tally: Tally, trace: Trace, alone: Trace) -> Trace:
         mean = _with_means(trace, is_weighted=is_weighted)
         if mean is not None and _makes_the_steps_of(copies.aligned(alone, trace), mean):
             tally.note(
-                f"in {run_name(trace)} the optimizer reduces gradients in its step: their mean is "
-                "judged, since it is the gradient of the run on one worker, and weights move alike"
+                f"in {run_name(trace)} the optimizer reduces gradients in its step: the "
+                "mean of the gradients is judged, since it is the gradient of the run on "
+                "one worker, and weights change equally"
             )
             return mean
     return trace
@@ -285,9 +288,9 @@ def undone(tally: Tally, compared: Compared) -> Compared:
     trace = compared.trace
     ratio = _rate_ratio(compared.model, trace, factor)
     note = (
-        f"in {run_name(trace)} gradients are {factor:.4g} times as large as in the run that it is "
-        "compared with, and weights move the same: the optimizer's "
-        + ("learning rate is divided by that" if ratio else "step divides them by itself")
+        f"in {run_name(trace)} gradients are {factor:.4g} times as large as in the "
+        "run that it is compared with, and weights change equally: the optimizer's "
+        + ("learning rate is divided by that" if ratio else "step divides the gradients itself")
     )
     tally.note(note)
     trace = _divided(trace, factor, ratio or 1.0)
@@ -458,9 +461,9 @@ def stepped_alone(compared: Compared) -> Mapping[str, Any] | None:
             name, rank = min(owners.items())
             return {
                 "message": f"all ranks move {name} by the gradient of rank {rank}'s own samples, "
-                "and not by the mean of all ranks': gradients are never reduced, and weights are "
-                "sent around; call the model that reduces them (not model.module), or reduce them "
-                "before the step",
+                "and not by the mean of all ranks': gradients are never reduced, but weights "
+                "are copied between ranks; call the model that reduces them (not "
+                "model.module), or reduce them before the step",
                 "tensor": name,
                 "expected": "the mean of all ranks' gradients",
                 "got": f"that of rank {rank}",
@@ -563,8 +566,8 @@ def follow_copies(tally: Tally, runs: Traces, trace: Trace) -> bool:
         if counts and all(counts):
             tally.compared += sum(counts)
             tally.note(
-                "the optimizer steps copies of the weights: all weights are what its rule makes of "
-                "such copies from the first step on, rounded"
+                "the optimizer steps copies of the weights: from the first step on, all "
+                "weights are what its rule makes of such copies, after rounding"
             )
             return True
     return False

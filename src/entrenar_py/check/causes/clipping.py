@@ -114,9 +114,10 @@ def in_pieces(clipped: Clipped) -> Explanation | None:
         return None
     name = min(divided)
     return Explanation(
-        f"elements of {name} are scaled by {len(groups)} numbers, and those of one number have "
-        "this norm by themselves: each rank clips its pieces by their own norm, not by that of the "
-        "whole gradient (FullyShardedDataParallel has a clip_grad_norm_ of its own)",
+        f"elements of {name} are scaled by {len(groups)} different factors, and the "
+        "elements with one factor have this norm: each rank clips its pieces by "
+        "their own norm, not by that of the whole gradient "
+        "(FullyShardedDataParallel has its own clip_grad_norm_)",
         tensor=name,
     )
 
@@ -168,7 +169,7 @@ def _twice(clipped: Clipped) -> Explanation | None:
         return None
     rest, double = clipped.norm(many), clipped.norm(few)
     if clipped.is_limit(scale * math.hypot(rest / scale, math.sqrt(2) * double / scale**2)):
-        words = f"{listed(few, most=3)} is twice among the tensors that are clipped"
+        words = f"{listed(few, most=3)} is listed twice among the tensors that are clipped"
         return Explanation(words, tensor=few[0])
     return None
 

@@ -100,8 +100,9 @@ def _advice(trace: Trace) -> str:
         return "they were not before the first step either, see F-DP-003"
     if trace.traits.clipping == "told":
         return (
-            "nothing is clipped, since {clip} is 1e9 in every run but its own; name the norm that "
-            'you train with, [tool.entrenar-check.knobs] clip = {1e9 = "1.0"}'
+            "nothing is clipped, since {clip} is 1e9 in every run except those that "
+            "turn it; give the norm that you train with: [tool.entrenar-check.knobs] "
+            'clip = {1e9 = "1.0"}'
         )
     return "check with a smaller learning rate, or fewer steps"
 
@@ -145,12 +146,12 @@ def uneven(compared: Compared) -> str:
         if (seen := _first_uneven(run)) is None:
             continue
         step, made = seen
-        told = ", ".join(f"rank {rank} {count}" for rank, count in sorted(made.items()))
+        counts = ", ".join(f"rank {rank} {count}" for rank, count in sorted(made.items()))
         return (
-            f"in {run_name(run)} ranks make different numbers of passes and steps ({told}), so "
-            f"from step {step} on a number may mean different steps: give all ranks as many "
-            "batches for the check, or let those that have none make empty passes, with "
-            "obs.samples([])"
+            f"in {run_name(run)} ranks make different numbers of passes and steps "
+            f"({counts}), so from step {step} on a step number may mean a different step "
+            "on each rank: give all ranks as many batches for the check, or let those "
+            "that have none make empty passes, with obs.samples([])"
         )
     return ""
 
@@ -206,11 +207,11 @@ def brought_together(compared: Compared) -> str:
         if place := first_meeting(trace):
             step, name = place
             return (
-                f"in {run_name(trace)} each rank steps with a gradient of its own, and {name} "
-                f"moves closer to the others' outside of the optimizer, before step {step}: if "
-                "workers are meant to step alone (local SGD, DiLoCo), call obs.synchronised(...) "
-                "where they get the same weights, and check by local-sgd-v1.yaml; if not, reduce "
-                "the gradients"
+                f"in {run_name(trace)} each rank steps with its own gradient, and {name} "
+                "moves closer to that of the others outside of the optimizer, before step "
+                f"{step}: if workers are meant to step alone (local SGD, DiLoCo), call "
+                "obs.synchronised(...) where they get the same weights, and check by "
+                "local-sgd-v1.yaml; if not, reduce the gradients"
             )
     return ""
 

@@ -184,9 +184,9 @@ def _pieces_told(compared: Compared, shapes_of: Mapping[str, tuple[Shape, Shape]
         )
     held = f"in {run_name(compared.trace)} a rank's {name} has {_elements(shape)}"
     return (
-        f"{held}, in {run_name(model)} {_elements(due)}: ranks that hold pieces in plain tensors "
-        "can't be compared; keep the pieces as DTensors (DTensor.from_local): their places are "
-        "known"
+        f"{held}, in {run_name(model)} {_elements(due)}: ranks that hold pieces in "
+        "plain tensors can't be compared; keep the pieces as DTensors "
+        "(DTensor.from_local): then their positions are known"
     )
 
 
@@ -276,8 +276,9 @@ def shared_samples(compared: Compared) -> str:
         return ""
     axis, other = ("pp", 'or "ep" for "pp"') if apart else ("tp", "for parts of each layer")
     return (
-        "all ranks draw the same samples, and hold different tensors of the model: if they share "
-        f'it, say so, observe(..., layout={{"{axis}": {size}}}), {other}'
+        "all ranks draw the same samples, and hold different tensors of the model: "
+        "if they share the model, say so: observe(..., "
+        f'layout={{"{axis}": {size}}}), {other}'
     )
 
 
@@ -297,10 +298,10 @@ def summed_parts(compared: Compared) -> str:
     is_found = trace.traits.shared and trace.traits.losses == "backward"
     if is_found and _is_near(factor, num_workers) and loss_terms.are_all(shards, means=False):
         return (
-            f"all {num_workers} ranks draw the same rows, and their sum counts {num_workers} "
-            "times: right if each rank's rows are a part of the batch, and wrong if all are the "
-            "batch; seed each rank's draws differently in the first case, or take the mean over "
-            "the rows"
+            f"all {num_workers} ranks draw the same rows, and their sum counts "
+            f"{num_workers} times: right if each rank has a part of the batch, and "
+            "wrong if each has the whole batch; in the first case seed each rank "
+            "differently, in the second take the mean over the rows"
         )
     kinds = {fault.kind for fault in compared.model.scenario.faults}
     is_merged = not kinds.isdisjoint(JOINED) and MIRRORED not in kinds
@@ -310,9 +311,9 @@ def summed_parts(compared: Compared) -> str:
     )
     if is_merged and _is_near(factor, 1 / num_workers) and not is_mean:
         return (
-            f"{num_workers} workers take the mean of their losses, and each may be a sum over "
-            "a worker's batch: what one worker would have in its place is open; take the mean over "
-            "the batch"
+            f"{num_workers} workers take the mean of their losses, and each may be a "
+            "sum over a worker's batch: it is unknown what one worker would compute "
+            "instead; take the mean over the batch"
         )
     return ""
 
@@ -326,10 +327,11 @@ def not_given(compared: Compared) -> str:
         return ""
     workers = compared.trace.scenario.world_size
     return (
-        f"one worker draws other samples than {workers} workers, and trains differently though its "
-        "model was given theirs: the script may be wrong, or something else follows from its "
-        "samples; divide the global batch by the number of workers ({share:GLOBAL} in the command "
-        "does), and draw it alike"
+        f"one worker draws different samples from {workers} workers, and trains "
+        "differently even if its model gets their samples: the script may be "
+        "wrong, or something else depends on the samples; divide the global batch "
+        "by the number of workers ({share:GLOBAL} in the command does), and draw "
+        "it in the same way for any number of workers"
     )
 
 

@@ -58,10 +58,11 @@ def lacking(compared: Compared) -> str:
     if _has_changed_sums(model, trace, step):
         return ""
     return (
-        f"in step {step} no combination of the micro-batches' gradients in {run_name(trace)} is "
-        f"that of {run_name(model)}: the loss of a batch may not be a sum over its samples (a "
-        "load-balancing term, negatives from the batch, advantages normalised in it), or ranks "
-        f"compute another one: {_advice(model, trace)}"
+        f"in step {step} no combination of the micro-batches' gradients in "
+        f"{run_name(trace)} is that of {run_name(model)}: the loss of a batch may "
+        "not be a sum over its samples (a load-balancing term, negatives from the "
+        "batch, advantages normalised in it), or ranks compute a different loss: "
+        f"{_advice(model, trace)}"
     )
 
 
@@ -83,10 +84,10 @@ def broken(compared: Compared) -> Mapping[str, Any] | None:
     counts = " + ".join(f"{part.terms[0][0]:g}" for part in parts)
     return {
         "message": (
-            f"the loss of {len(whole.ids)} samples is over {whole.terms[0][0]:g} elements if they "
-            f"are one batch, and over {counts} if they are {len(parts)}: padding up to the longest "
-            "sample counts; leave it out of the loss, say by ignore_index, and of the number that "
-            "divides it"
+            f"the loss of {len(whole.ids)} samples covers {whole.terms[0][0]:g} "
+            f"elements as one batch, and {counts} as {len(parts)} batches: padding up "
+            "to the longest sample counts; leave padding out of the loss, for example "
+            "by ignore_index, and out of its divisor"
         ),
         **evidence.place(trace, parts[0]),
     }
@@ -131,14 +132,16 @@ def _advice(model: Trace, trace: Trace) -> str:
     declared = {run.traits.loss_over for run in (model, trace)}
     if declared == {"micro-batch"}:
         return (
-            "the loss is declared to be that of a micro-batch of all ranks, and the runs "
-            f"cut different ones: cut the same for any number of workers, or {off}"
+            "the loss is declared to be that of a micro-batch of all ranks, and the "
+            "runs cut different ones: cut the same micro-batches for any number of "
+            f"workers, or {off}"
         )
     if len(declared) > 1:
         return f"the runs declare loss_over differently: declare the same in all, or {off}"
     return (
-        "if all ranks are to compute the loss of the whole batch, say so, observe(..., loss_over="
-        f'"batch"), or "micro-batch" if each has one of its own; if not, {off}'
+        "if all ranks are to compute the loss of the whole batch, declare "
+        'observe(..., loss_over="batch"), or "micro-batch" if each rank has its '
+        f"own loss; if not, {off}"
     )
 
 
@@ -200,9 +203,10 @@ def other_statistics(compared: Compared) -> str:
     if is_mirrored or compared.difference is None:
         return ""
     return (
-        f"buffers follow from the samples of a rank ({listed(names, most=2)}), and the runs differ "
-        "where they may have an effect: a different division of the batch is a different run; use "
-        "statistics of all ranks (SyncBatchNorm), or if the script's own layers do, declare "
+        f"buffers depend on the samples of a rank ({listed(names, most=2)}), and "
+        "the runs differ where the buffers may have an effect: with a different "
+        "division of the batch, the run is a different one; use statistics of all "
+        "ranks (SyncBatchNorm), or if the script's own layers do, declare "
         f'observe(..., synchronised_buffers=("{names[0]}",))'
     )
 
@@ -264,10 +268,11 @@ def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
         most=4,
     )
     tally.miss(
-        f"each rank divides one of its losses by the number of its own elements, {shown}, and one "
-        f"worker by that of all (step {first.shards[0].step}): right if each rank's mean is meant, "
-        'observe(..., loss_over="micro-batch"), wrong if each element is to count equally: add the '
-        "number up over ranks, by an all-reduce"
+        "each rank divides one of its losses by the number of its own elements, "
+        f"{shown}, and one worker by the number of all elements (step "
+        f"{first.shards[0].step}): right if each rank's mean is meant, observe(..., "
+        'loss_over="micro-batch"), wrong if each element is to count equally: sum '
+        "the number over ranks, by an all-reduce"
     )
 
 

@@ -103,9 +103,9 @@ def judge(tally: Tally, trace: Trace) -> None:
         tally.note(f"{changes}, first step {steps[0]}: the run on several workers tells how")
     else:
         tally.miss(
-            f"{changes} ({named('step', steps[:5])}), and nothing known explains how: find what "
-            "writes to the weights there (a save, an evaluation), and whether it puts back what it "
-            "took out"
+            f"{changes} ({named('step', steps[:5])}), and nothing known explains how: "
+            "find what writes to the weights there (a save, an evaluation), and "
+            "whether it restores what it replaced"
         )
 
 
@@ -114,9 +114,9 @@ def _has_climbed(tally: Tally, trace: Trace) -> bool:
     climbed = [update for update in trace.standing.of(Update) if update.climbed]
     for update in climbed[:1]:
         message = (
-            f"before step {update.step} {listed(update.climbed, most=2)} had been moved along the "
-            "gradient of the step's first pass, and the optimizer steps from there: weights that a "
-            "sharpness-aware step moves are to be put back first"
+            f"before step {update.step} {listed(update.climbed, most=2)} had been moved "
+            "along the gradient of the step's first pass, and the optimizer steps from "
+            "there: weights that a sharpness-aware step moves must be restored first"
         )
         tally.check(False, message, tensor=update.climbed[0], **evidence.place(trace, update))
     return bool(climbed)
@@ -260,7 +260,7 @@ def _brought_together(edit: Edit) -> str:
     }
     if len(shares) != 1 or None in shares:
         return ""
-    return "ranks had parted, and were brought together (local SGD, its outer step)"
+    return "ranks had diverged, and were synchronised (local SGD, its outer step)"
 
 
 def _share_left(
@@ -336,8 +336,9 @@ def _drawn_to_an_average(edit: Edit) -> str:
         part = weight_averages.share({n: edit.before[n] for n in copy}, edit.after, [copy])
         if part and part < 1:
             return (
-                f"went {part:.3g} of the way to {label}, which stays as it was: the weights follow "
-                "their average in place of the average the weights; exchange the two"
+                f"went {part:.3g} of the way to {label}, which stays as it was: the weights "
+                "follow their average, but the average should follow the weights; exchange "
+                "the two"
             )
     return ""
 
@@ -352,8 +353,8 @@ def _of_an_earlier_step(edit: Edit) -> str:
     for at, update in earlier.items():
         if edit.is_in(update.weights) and _counts_on(updates[step - 1].get(rank), edit.update):
             return (
-                f"became again what it was after step {at}, while the optimizer went on: what was "
-                "put in, to evaluate it, was not taken out again"
+                f"became again what it was after step {at}, while the optimizer went on: "
+                "the weights that replaced it for an evaluation were not replaced back"
             )
     return ""
 
@@ -436,7 +437,7 @@ def _rounded(moves: Moves) -> Explanation | None:
         np.linalg.norm(now - was) > _ROUNDING * np.linalg.norm(was) for was, now in steps
     ):
         return None
-    words = "moved by no more than a rounding: what was added to it was taken out again"
+    words = "moved by no more than a rounding: what was added to it was subtracted again"
     return Explanation(words, is_wrong=False)
 
 

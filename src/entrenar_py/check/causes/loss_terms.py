@@ -268,7 +268,9 @@ def _open(steps: Sequence[_Step]) -> str:
             ': right if that is meant, observe(..., loss_over="micro-batch"), wrong if each '
             "element is to count equally"
         )
-    return "each counts as a whole: right if their sum is meant, wrong if their mean is"
+    return (
+        "they are added without division: right if their sum is meant, wrong if their mean is meant"
+    )
 
 
 def _is_known(tally: Tally, trace: Trace, parts: Parts) -> bool:
@@ -324,9 +326,9 @@ def _own_elements(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
             shard = next(shard for shard in step.shards if shard.rank == rank)
             tally.check(
                 alike(got, due),
-                f"the losses of rank {rank} count {got / due:.3g} times as much as its {count:g} "
-                f"of {total:g} elements: each rank divides by the number of its own; divide by "
-                "that of all ranks, which an all-reduce adds up",
+                f"the losses of rank {rank} count {got / due:.3g} times as much as its "
+                f"{count:g} of {total:g} elements: each rank divides by the number of its "
+                "own; divide by that of all ranks, summed by an all-reduce",
                 expected=f"{due:.6g} of the step",
                 got=f"{got:.6g} of the step",
                 **evidence.place(trace, shard),
@@ -467,8 +469,9 @@ def _divided_twice(tally: Tally, trace: Trace, parts: Parts) -> None:
         number = max(step.sizes)
         tally.check(
             False,
-            f"each of a rank's {number} micro-batches has its loss divided by {number} twice, "
-            "which could mean: the script divides it, and what calls backward does so by itself",
+            f"each of a rank's {number} micro-batches has its loss divided by {number} "
+            "twice, which could mean: the script divides it, and so does the library "
+            "that calls backward",
             expected="1",
             got=f"{1 / number:.6g}",
             **evidence.place(trace, step.update),
@@ -525,13 +528,13 @@ def _short_steps(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
         meaning = (
             "the last of an epoch are left for the next step"
             if number > usual
-            else "the number is one of full steps alone"
+            else "the number is that of full steps only"
         )
         tally.check(
             False,
-            f"{number} micro-batches of a rank are divided by the number that {usual} are divided "
-            f"by in step {model.update.step}, so samples count {number / usual:.3g} times, which "
-            f"could mean: {meaning}",
+            f"{number} micro-batches of a rank are divided by the same number as "
+            f"{usual} in step {model.update.step}, so their samples count "
+            f"{number / usual:.3g} times as much, which could mean: {meaning}",
             expected="1",
             got=f"{number / usual:.6g}",
             **evidence.place(trace, step.update),

@@ -48,8 +48,8 @@ _BEFORE = "with the parameters of each group in another order: "
 _COUNTED = "the step is counted once for each parameter, and not once for all"
 _COUNTERS: Sequence[Key] = (lambda *_: 0, lambda group, *_: group)
 _MOMENTA: Mapping[str, Key] = {
-    "its momentum is not its own: it is kept by place, and places slip where a tensor has no "
-    "gradient": lambda group, place, _: (group, place),
+    "it has the momentum of another tensor: momentum is stored by position, "
+    "and positions shift where a tensor has no gradient": lambda group, place, _: (group, place),
     "tensors of one size share their momentum": lambda _, __, size: size,
 }
 
@@ -73,7 +73,7 @@ def compare(tally: Tally, runs: Traces) -> None:
         return  # a class may require an order
     orders = [*map(_groups, pair)]
     if orders[0] == orders[1] or [*map(sorted, orders[0])] != [*map(sorted, orders[1])]:
-        tally.note(f"{_BEFORE}the script puts them in its own")
+        tally.note(f"{_BEFORE}the script sorts them itself")
         return
     gradients: list[Tensors] = []
     num_steps = 0

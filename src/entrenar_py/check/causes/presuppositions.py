@@ -126,7 +126,7 @@ def drawn_apart(compared: Compared) -> str:
 def unseeded(first: Trace, second: Trace) -> str:
     """Return what two runs of the same command drew differently: first weights, or samples."""
     if name := _other_beginning(first, second):
-        return f"they begin with other weights ({name})"
+        return f"they begin with different weights ({name})"
     return _other_samples(first, second)
 
 
@@ -209,7 +209,7 @@ def other_beginning(compared: Compared) -> str:
         left, right = expected.vector(), record.vector()
         if left is None or right is None or _are_other_draws(left, right):
             return (
-                f"{run_name(compared.trace)} begins with other weights than "
+                f"{run_name(compared.trace)} begins with different weights from "
                 f"{run_name(compared.model)} ({name}): {_SEED}, and draw the weights before "
                 "anything that depends on the rank or on the number of workers"
             )
@@ -300,7 +300,7 @@ STATISTICS = Presupposition(
     is_explained=True,
 )
 FINITE = Presupposition(
-    says="weights are finite: otherwise any two trainers agree in their NaNs",
+    says="weights are finite: otherwise all weights are NaN, and any two trainers agree",
     lacking=common_steps.not_finite,
     left=common_steps.while_finite,
     broken=common_steps.broken_by_itself,
@@ -373,7 +373,7 @@ _TWO_RUNS = (
 _BY_SAMPLE = (SAME_CONTENTS, NOTHING_BY_RANK, SUM_OVER_SAMPLES)
 # What other runs can settle, in which nothing is drawn at random, or all ranks have the same part.
 _CONTROLLED = (STATISTICS, *_BY_SAMPLE, THEIR_BATCHES)
-POISONED = "a step at a value that is not finite, with its skipping or halting"
+POISONED = "a step with a non-finite value: whether it is skipped, or halts the run"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
     WITH_ONE_WORKER: (*_TWO_RUNS, ROWS_COUNT_ONCE, *_BY_SAMPLE, THEIR_BATCHES),
     WITH_A_KNOB: (*_TWO_RUNS, *_BY_SAMPLE),
@@ -409,8 +409,8 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
         compared = applied_gradients.reduced(tally, compared)
     if compared.trace.traits.unseeded and not compared.is_one_run:
         tally.note(
-            "the script doesn't seed itself: entrenar-check has seeded torch, numpy and Python "
-            "before it began, each rank differently and each run alike"
+            "the script sets no seed: entrenar-check has seeded torch, numpy and "
+            "Python before it began, differently on each rank, and the same in each run"
         )
     if comparison in (WITH_ONE_WORKER, WITH_A_KNOB, SUMS):
         compared = applied_gradients.undone(tally, compared)

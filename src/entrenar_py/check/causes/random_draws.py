@@ -69,10 +69,10 @@ def other_contents(compared: Compared) -> str:
             rearranged.add(step)
             continue
         return (
-            f"sample {id_} of step {step} reaches the model with other contents in "
-            f"{run_name(compared.trace)} than in {run_name(compared.model)}: they depend on the "
-            f"rank, on a loader's worker, or on the rest of the batch"
-            f"{_drawn_before(compared.trace)}: {_BY_SAMPLE}"
+            f"sample {id_} of step {step} reaches the model with different contents in "
+            f"{run_name(compared.trace)} than in {run_name(compared.model)}: they "
+            "depend on the rank, on a loader's worker, or on the rest of the "
+            f"batch{_drawn_before(compared.trace)}: {_BY_SAMPLE}"
         )
     return ""
 
@@ -280,9 +280,9 @@ def _apart(trace: Trace) -> str:
             if rank != shard.rank and not are_alike(others, contents, CONTENTS_BOUND_MOVED):
                 return (
                     f"sample {id_} has other contents on rank {shard.rank} than on rank {rank}: "
-                    "each rank may have a data set of its own, in which it counts from 0. Give "
-                    "each rank a Subset of one data set, or report numbers that all ranks count "
-                    "alike, obs.samples(ids)"
+                    "each rank may have a data set of its own, in which ids count from 0. Give "
+                    "each rank a Subset of one data set, or report ids that mean the same "
+                    "sample on all ranks, obs.samples(ids)"
                 )
     return ""
 
@@ -322,9 +322,10 @@ def other_batches(compared: Compared) -> str:
             "global batch by the number of workers ({share:GLOBAL} in the command does)"
         )
     return (
-        f"{beginning}: {_why_unlike(compared)}. To have steps compared, cut batches in one order "
-        "for any number of workers, and let each rank take its share of them (DistributedSampler "
-        "on one worker, too; one seed on all ranks)"
+        f"{beginning}: {_why_unlike(compared)}. To have steps compared, form "
+        "batches in the same order for any number of workers, and let each rank "
+        "take its share (DistributedSampler on one worker, too; one seed on all "
+        "ranks)"
     )
 
 

@@ -152,8 +152,8 @@ def _compare(
 ) -> None:
     start = resume.start
     message = (
-        f"rank {start.rank} resumed at step {start.step} with other {_WORDS.get(part, 'buffers')} "
-        f"than it had after step {start.step - 1}"
+        f"rank {start.rank} resumed at step {start.step} with different "
+        f"{_WORDS.get(part, 'buffers')} than it had after step {start.step - 1}"
     )
     place = evidence.place(trace, start)
     if not got:
@@ -316,8 +316,8 @@ def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
     micro = f", micro-batch {seen.shard}" if trace.scenario.accumulation > 1 else ""
     is_behind = seen.step == shard.step - 1 and shard.step in back
     meaning = (
-        "; what was saved counts a step less than its weights have made, as where they are not "
-        "copied before they are saved in the background"
+        "; the saved step number is one lower than that of the saved weights, as "
+        "happens if weights are not copied before they are saved in the background"
     )
     told = f": step {shard.step} has the samples of step {seen.step}{micro}"
     return told + meaning if is_behind else told
@@ -384,9 +384,10 @@ def summed_alike(tally: Tally, straight: Trace, trace: Trace) -> tuple[Trace, Tr
     if step is None:
         return straight, trace
     tally.miss(
-        f"step {step} has every rank's own gradient of the straight run, bit by bit, and another "
-        "rounding of their sum: they were added in another order, as DistributedDataParallel does "
-        "in its first step; to compare bits after a resume, run it on two workers (--world-size 2)"
+        f"in step {step} every rank's own gradient has the bits of the "
+        "uninterrupted run, but their sum is rounded differently: they were added "
+        "in a different order, as DistributedDataParallel does in its first step; "
+        "to compare bits after a resume, run it on two workers (--world-size 2)"
     )
     return common_steps.until(straight, step), common_steps.until(trace, step)
 

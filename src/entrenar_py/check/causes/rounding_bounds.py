@@ -88,14 +88,15 @@ def rounded_away(trace: Trace) -> str:
     compressed = trace.traits.compressed
     if not compressed and _is_sketched(trace) and (seen := sent_in(trace)):
         return (
-            f"sums of gradients are rounded to {seen}, which nobody declared: "
-            f"observe(..., reduce_dtype=torch.{seen}), or torch.float32 if they must not be"
+            f"sums of gradients are rounded to {seen}, which was not declared: "
+            f"observe(..., reduce_dtype=torch.{seen}), or torch.float32 if they must "
+            "not be"
         )
     if compressed in ("", "float32", *precision.SIXTEEN):
         return ""
     return (
-        f"gradients are compressed by {compressed}, and its rounding is not known: leave the hook "
-        "out, or use fp16_compress_hook"
+        f"gradients are compressed by {compressed}, which rounds in an unknown way: "
+        "leave the hook out, or use fp16_compress_hook"
     )
 
 
@@ -361,8 +362,9 @@ class Sensitivity:
             if self.is_chaotic(step):
                 return (
                     f"rounding alone moves the gradients of step {step} by "
-                    f"{self._until('gradient', step):.0%}, as a run with nudged weights shows: not "
-                    "compared from there on; a smaller learning rate makes steps comparable"
+                    f"{self._until('gradient', step):.0%}, as a run with nudged weights shows: "
+                    "steps are not compared from there on; a smaller learning rate makes steps "
+                    "comparable"
                 )
         widest = self.allowed("gradient", num_steps - 1, bound)
         if widest <= bound:

@@ -50,8 +50,9 @@ FACTOR_BOUND = 1e-3
 CANCELLED_MIN = 8
 
 _NOTHING = (
-    "all gradients of the first steps are zero in both runs, as in any trainer: nothing was "
-    "compared that could differ; is the loss cut off from the weights, or the same for all samples?"
+    "all gradients of the first steps are zero in both runs: nothing was "
+    "compared that could differ; is the loss detached from the weights, or the "
+    "same for all samples?"
 )
 # The parts of an update that are compared if values were recorded, with the words of a finding.
 _PARTS = {
@@ -183,8 +184,9 @@ def _other_rate(model: Trace, due: Update, trace: Trace, got: Update) -> str:
         return ""
     workers = trace.scenario.world_size
     return (
-        f"one worker steps with learning rate {apart[0]:.6g} in step {got.step}, {workers} with "
-        f"{apart[1]:.6g}: if it follows from the number of workers, leave that out for the check"
+        f"one worker steps with learning rate {apart[0]:.6g} in step {got.step}, "
+        f"{workers} with {apart[1]:.6g}: if it depends on the number of workers, "
+        "turn that off for the check"
     )
 
 
@@ -384,14 +386,16 @@ class _Comparison:
         if apart is not None:
             reason = (
                 f"{before}{'this run' if rests else model} alone skipped step {apart}, as a "
-                "GradScaler with too large a scale does: not compared from there on"
+                "GradScaler with too large a scale does: steps are not compared from there "
+                "on"
             )
             lacking = ", nor before: begin with a smaller scale, or use bfloat16"
             report(reason if is_enough else reason + lacking)
         if dropped is not None:
             report(
-                f"{before}in step {dropped} this run drops another number of batches than "
-                f"{model}, as one with too large a loss does: not compared from there on"
+                f"{before}in step {dropped} this run and {model} drop different numbers of "
+                "batches, as happens with too large a loss: steps are not compared from "
+                "there on"
             )
         if reason := self.sensitivity.in_words(ROUNDING_STEPS, self.bounds.gradient):
             report(f"{before}{reason}")

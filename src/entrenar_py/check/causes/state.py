@@ -376,8 +376,8 @@ def tell_local_buffers(tally: Tally, trace: Trace) -> None:
                 agreed[name] = agreed.get(name, 0) + 1
             elif agreed.pop(name, 0) >= _AGREED_MIN and _is_float(name, by_rank):
                 tally.miss(
-                    f"{name} agreed on all ranks until step {step}, and differs from there on: if "
-                    f"ranks synchronise it, declare {_declaration(name)}"
+                    f"{name} agreed on all ranks until step {step}, and differs from then on: "
+                    f"if ranks synchronise it, declare {_declaration(name)}"
                 )
     if names:
         tally.note(

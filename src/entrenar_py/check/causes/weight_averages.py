@@ -143,7 +143,7 @@ def _words(straight: Trace, trace: Trace, holder: Holder, shares: Shares, step: 
     if begun is not None and _same(_held(begun.extra, label), got):
         return "it is as it was before the first step: it was not restored"
     if life and _same({f"{label}/{n}": r for n, r in life[0].weights.items()}, got):
-        return "it has the weights with which the run resumed: it was made again from them"
+        return "it has the weights with which the run resumed: it was started again from them"
     moved = (_shares([life], label) or {}).get(step - 1)
     due = shares.get(step - 1)
     if moved is None or due is None or abs(moved - due) <= _ALIKE * due:
@@ -175,7 +175,9 @@ def compare_ranks(tally: Tally, trace: Trace) -> None:
                 due, got = (_trained(_held(one.extra, label), trained) for one in (first, update))
                 if not _same(first.weights, update.weights):
                     continue
-                message = f"rank {rank} keeps another average of the weights, {label}, than rank"
+                message = (
+                    f"rank {rank} keeps a different average of the weights, {label}, than rank"
+                )
                 if label in declared or _same(due, got):
                     place = evidence.place(trace, update)
                     closeness.compare_exact(tally, due, got, f"{message} {holders[0]}", **place)
@@ -287,7 +289,10 @@ def _same(one: Tensors, other: Tensors) -> bool:
 
 STATISTICS = ("running_mean", "running_var")
 _MASKS = "masks of "  # the prefix of the names of their counts
-_EVAL = "it is in training mode, call eval() on it, also after train() on a module that holds it"
+_EVAL = (
+    "it is in training mode: call eval() on it, also after calling train() on "
+    "a module that contains it"
+)
 
 
 def compare_modules(tally: Tally, trace: Trace) -> None:
@@ -333,7 +338,7 @@ def _drawn_masks(tally: Tally, trace: Trace, moved: Mapping[str, Event | None]) 
         if event is None:
             tally.compared += 1
             continue
-        told = f"dropout of {label} draws masks, and nothing of it trains: {_EVAL}"
+        told = f"dropout of {label} draws masks, and no part of it trains: {_EVAL}"
         tally.check(False, told, tensor=label, **evidence.place(trace, event))
 
 

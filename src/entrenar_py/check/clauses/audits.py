@@ -168,7 +168,9 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
         named = f"worker {audit.culprit} was named as culprit at {where}, which it computed right"
         tally.check(audit.culprit in wrong, named, rank=audit.culprit, **place)
     else:
-        message = f"the audit passed {where}, which worker {min(wrong, default=None)} got wrong"
+        message = (
+            f"the audit passed {where}, which worker {min(wrong, default=None)} computed wrongly"
+        )
         tally.check(not wrong, message, rank=min(wrong, default=None), **place)
 
 
@@ -177,7 +179,7 @@ def _given_up(
 ) -> None:
     """Check that an undecided audit requested a third worker, or both again, and halted."""
     place = evidence.place(trace, audit)
-    what = f"workers disagreed on shard {audit.shard} of step {audit.step}"
+    what = f"workers disagreed about shard {audit.shard} of step {audit.step}"
     num_ranks = len(set(audit.ranks))
     if num_ranks < 3 and num_there > num_ranks:
         message = f"{what}, and no third worker was asked to decide"
@@ -196,7 +198,7 @@ def _told(tally: Tally, trace: Trace) -> None:
     """Count it as missing if no wrong shard was audited. Add a note if only some were."""
     strikes, audited = _strikes(trace), {(audit.step, audit.shard) for audit in trace.of(Audit)}
     if strikes and not audited.intersection(strikes):
-        tally.miss("no shard that went wrong was audited: audit a larger share, or more steps")
+        tally.miss("no wrong shard was audited: audit a larger share, or more steps")
     elif (step := first_open(trace)) < math.inf:
         tally.note(
             f"a wrong gradient in step {step} was not audited: the weights from that step on are "

@@ -395,6 +395,7 @@ ROWS = (
         plan=plan_shares,
         tolerance_kinds=("relative",),
         takes_tolerance=True,
-        not_of_commands="which tensors a script means to hold whole on every rank is unknown",
+        not_of_commands="it is unknown which tensors a script intends to keep unsharded on every "
+        "rank",
     ),
 )

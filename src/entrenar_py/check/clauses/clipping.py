@@ -33,7 +33,7 @@ ByRank = Mapping[int, Update]
 # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; others don't.
 _EPSILON = 1e-6
 _VARIED = 1.01  # the longest whole gradient over the shortest: above this it is no chance
-_OTHERWISE = "it was divided by something after it was clipped"
+_OTHERWISE = "it was divided after it was clipped"
 _SCALES_MIN = 32  # scripts divide by fewer micro-batches and workers than this
 
 
@@ -141,7 +141,7 @@ class _Judged:
         if norm < due - allowed and _is_power_of_two(norm / whole):
             missing.ask(self.tally, "obs.reduced() came before gradients were unscaled", NORMS)
             return
-        message = f"the applied gradient has not the length min(norm, {self._declared})"
+        message = f"the norm of the applied gradient is not min(norm, {self._declared})"
         place = evidence.place(self.trace, update)
         self.tally.close(due, norm, allowed, message, **place)
 
@@ -165,7 +165,7 @@ class _Judged:
                 self.tally.check(False, f"{what}{_told(error)}", tensor=error.tensor, **place)
                 return
             if self._is_seen:
-                self._unsaid(f"step {update.step} applies something else than that leaves")
+                self._unsaid(f"step {update.step} does not apply the result")
                 return
         if not clipped.whole:
             self.clips_unseen |= norm >= self._below
@@ -182,8 +182,9 @@ class _Judged:
         error = explanations.first(clipping.LIST, clipped)
         if error is None:
             self.tally.miss(
-                f"whether step {update.step} clips the whole gradient can't be told: what is "
-                "applied is no multiple of the sum over micro-batches, see F-TI-001"
+                f"it is unknown whether step {update.step} clips the whole gradient: the "
+                "applied gradient is not a multiple of the sum over micro-batches, see "
+                "F-TI-001"
             )
             return
         self.tally.check(
@@ -218,7 +219,7 @@ class _Judged:
             missing.ask(self.tally, unknown, NORMS)
         free = [step for step in self.scaled if step.norm < self._below]
         if self.scaled and len(free) == len(self.scaled):
-            self.tally.note(f"no gradient was as long as {self._declared}: nothing was clipped")
+            self.tally.note(f"no gradient had the norm {self._declared}: nothing was clipped")
         if len(free) < 2 or _agree([step.factor for step in free], self.bound):
             return
         if _agree([step.factor * step.update.weight for step in free], self.bound):

@@ -37,8 +37,9 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """
     missing.require_ids(tally, trace)
     tally.note(
-        "samples have no ids: distinguished by what the model was given, so one that is given "
-        "twice looks like one that is in the data twice"
+        "samples have no ids, so they are distinguished by the inputs of the "
+        "model: a sample that is given twice looks like one that is in the data "
+        "twice"
     )
     _apart_in_groups(tally, trace, alone)
     owned = _own if trace.traits.shared else list[Shard]
@@ -95,10 +96,10 @@ def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
         if apart and sum(parts, Counter[int]()) != _together(whole.get(step, ())):
             ranks = named("rank", [rank for rank, _ in apart[0]])
             tally.miss(
-                f"{ranks} share the work on a batch and are given different rows in step {step}: "
-                "right for parts of the batch, wrong if each draws its own; "
-                "call obs.samples(ids) on all "
-                "of them with the ids of the batch that each drew"
+                f"{ranks} share the work on a batch and are given different rows in step "
+                f"{step}: right for parts of the batch, wrong if each draws its own; call "
+                "obs.samples(ids) on all of them with the ids of the batch that each rank "
+                "drew"
             )
             return
 
@@ -121,7 +122,7 @@ def _rows_again(
         seen |= given.keys()
         if again and seen < every:
             if are_whole(owned):
-                tally.note("rows come again in whole passes through each block of them")
+                tally.note("rows come again in whole passes over each block of rows")
                 return
             what = f"rows come again in step {step} before all others came"
             is_same = all(_together(whole.get(at, ())) == _together(owned[at]) for at in owned)
@@ -185,19 +186,22 @@ def compare(tally: Tally, model: Trace, trace: Trace) -> None:
         is_same = _together(others[step]) == _together(shards)
         if not is_same and alike and (step in alike or step >= rounding_bounds.ROUNDING_STEPS):
             tally.note(
-                f"the model is given other rows with {many} workers than with {few}, and they have "
-                "the same gradients in the first steps: they are the same samples"
+                f"the model is given different rows with {many} workers than with {few}, "
+                "and they have the same gradients in the first steps: they are the same "
+                "samples"
             )
         elif not is_same and not unknown and make_the_same(model, trace):
             tally.compared += 1
             tally.note(
-                f"the model is given other rows in a step with {many} workers than with {few}: "
-                "in a pass each is given as often in both runs, and steps were not compared"
+                f"the model is given different rows in a step with {many} workers than with "
+                f"{few}: in a pass each row is given equally often in both runs, and steps "
+                "were not compared"
             )
             return
         elif not is_same:
             difference = (
-                f"the model is given other rows in step {step} with {many} workers than with {few}"
+                f"the model is given different rows in step {step} with {many} workers than "
+                f"with {few}"
             )
             missing.ask(tally, difference, facts.IDS_IN_BOTH)
             return

@@ -34,14 +34,14 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         missing.require_updates(tally, trace)
         if trace.traits.replacement:
             tally.note(
-                "samples are drawn with replacement: they must belong to the data set and be the "
-                "same when it is run again; how often each comes was not judged"
+                "samples are drawn with replacement: they must belong to the data set and "
+                "be the same when it is run again; it was not judged how often each comes"
             )
         if trace.traits.selects:
             tally.note(
-                f"rows are selected by random numbers in each step ({trace.traits.selects}): how "
-                "often each comes was not judged, nor was it compared between runs on other "
-                "numbers of workers"
+                "rows are selected by random numbers in each step "
+                f"({trace.traits.selects}): it was not judged how often each comes, and "
+                "runs on different numbers of workers were not compared"
             )
         if trace.traits.population == "varied":
             tally.note(
@@ -50,8 +50,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             )
         if made := {shard.step for shard in trace.of(Shard) if shard.made}:
             tally.note(
-                f"in {counted(len(made), 'step')} the model was given what the script made or "
-                "sampled, of samples that it had before: they were not counted again"
+                f"in {counted(len(made), 'step')} the model was given inputs that the "
+                "script derived from samples of earlier steps: these samples were not "
+                "counted again"
             )
         compare_selections(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
@@ -76,9 +77,14 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _none_left_out(tally, runs)
     epochal = in_epochs(runs)
     if count_on(epochal):
-        tally.note("samples are numbered from step to step, and no run draws one again: no epochs")
+        tally.note(
+            "sample numbers go up from step to step, and no run draws one again: there "
+            "are no epochs"
+        )
     elif epochal and not any(map(has_ended_epoch, epochal)):
-        reason = "no run came to the end of an epoch, so it is open whether one has every sample"
+        reason = (
+            "no run came to the end of an epoch, so it is unknown whether an epoch has every sample"
+        )
         missing.ask(tally, reason, facts.EPOCH_END)
     reason = "no samples are known"
     return tally.finding(nothing=missing.nothing(tally, reason, facts.IDS_AND_UPDATE))
@@ -340,16 +346,16 @@ def _stable(tally: Tally, runs: Traces) -> None:
             continue  # with replacement, each rank draws its own
         if not is_again and (has_parts(first) or has_parts(trace)):
             tally.note(
-                "each rank draws from its own part of the data: batches were not compared between "
-                "runs on other numbers of workers"
+                "each rank draws from its own part of the data: batches were not compared "
+                "between runs on different numbers of workers"
             )
             continue
         compared = Compared(runs=runs, model=first, trace=trace)
         is_whole = not is_again and all(map(_is_whole, (first, trace)))
         if is_whole and random_draws.are_ordered_otherwise(compared):
             tally.note(
-                "one worker has another order of samples than several: each run has all of them "
-                "in an epoch, and steps were not compared"
+                "the order of samples on one worker differs from that on several: each run "
+                "has all of them in an epoch, and steps were not compared"
             )
             continue
         comparison = (
@@ -409,8 +415,8 @@ def _same_batches(tally: Tally, model: Trace, trace: Trace) -> None:
         moved = tuple(sorted(set(expected) ^ set(got))) or tuple(swapped)
         tally.check(
             expected == got,
-            f"step {step} draws other samples, or in another order, with {many} workers than with "
-            f"{few}",
+            f"step {step} draws different samples, or in a different order, with {many} "
+            f"workers than with {few}",
             step=step,
             sample_ids=moved,
             scenario=trace.scenario,
@@ -568,10 +574,10 @@ def compare_selections(tally: Tally, trace: Trace) -> None:
         both = model & ids
         tally.check(
             ids == model or not both,
-            f"rank {rank} trains on other samples than rank {holder}: {len(both)} samples are in "
-            f"the data of both, {len(model - ids)} only in that of rank {holder}, "
-            f"{len(ids - model)} only in that of rank {rank}; split the data with the same seed on "
-            "all ranks",
+            f"rank {rank} trains on different samples from rank {holder}: {len(both)} "
+            f"samples are in the data of both, {len(model - ids)} only in that of rank "
+            f"{holder}, {len(ids - model)} only in that of rank {rank}; split the data "
+            "with the same seed on all ranks",
             step=-1,
             rank=rank,
             sample_ids=tuple(sorted(model ^ ids)),

@@ -99,7 +99,7 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
         with np.errstate(divide="ignore"):
             due, found = np.log([np.exp(others).sum(), event.rest])
         gap = 0.0 if due == found else abs(float(due - found))
-        message = f"the log of the rest of {what} is off by {gap:.3g}, {explained}"
+        message = f"the log of the remaining probability of {what} is off by {gap:.3g}, {explained}"
         tally.at_most(ROUNDING, gap, message, form=".3g", **place)
     for step in steps:
         closeness.judge_explained(tally, step, trace)
@@ -124,7 +124,7 @@ def compare_cover(tally: Tally, trace: Trace) -> None:
     taught = {event.sample: set(event.positions) for event in trace.of(Taught)}
     for sample in sorted(drawn):
         of_rows = {position for sample_id, position in rows if sample_id == sample}
-        message = f"the loss of sample {sample} depends on different states than those of its rows"
+        message = f"the loss of sample {sample} depends on states other than those of its rows"
         place = {"sample_ids": (sample,), "scenario": trace.scenario}
         tally.equal(sorted(of_rows), sorted(taught.get(sample, ())), message, **place)
     for shard in trace.of(Shard):
@@ -146,7 +146,7 @@ def compare_refusals(tally: Tally, trace: Trace) -> None:
         refused = messages[what]
         message = f"the student has learned from {what}"
         if refused is not None:
-            message = f"{what}: refused, and not because {words!r}: {refused}"
+            message = f"{what} was refused, but not because {words!r}: {refused}"
         is_right = refused is not None and words in refused
         tally.check(is_right, message, tensor="shard", scenario=trace.scenario)
 
@@ -189,7 +189,7 @@ ROWS = (
     Check(
         name="teacher_cover",
         id="F-KD-009",
-        decides="each token to predict has one row, and the loss depends only on rows",
+        decides="each token to predict has one row, and the loss depends on rows only",
         spoken_of="distillation coverage",
         judge=judge_each(compare_cover, f"no TeacherRow was recorded: {_ADVICE}"),
         plan=plan_cover,

@@ -93,7 +93,7 @@ def compare_frozen(tally: Tally, trace: Trace) -> None:
             if when != event.when:
                 tally.check(
                     digest == record.digest,
-                    f"{name} isn't trained, and {event.when} it has other bits than {when}",
+                    f"{name} isn't trained, and {event.when} it has different bits than {when}",
                     tensor=name,
                     scenario=trace.scenario,
                 )
@@ -109,7 +109,9 @@ def compare_quantised(tally: Tally, trace: Trace) -> None:
             continue
         for part, record in event.stock.items():
             got = event.held.get(part)
-            message = f"{event.layer} has other {part} than bitsandbytes makes of the checkpoint"
+            message = (
+                f"{event.layer} has different {part} than bitsandbytes makes of the checkpoint"
+            )
             tally.check(got is not None and got.digest == record.digest, message, **place)
 
 
@@ -227,7 +229,7 @@ def compare_written(tally: Tally, trace: Trace) -> None:
         place = evidence.place(trace, last)
         for name, record in last.weights.items():
             read = event.tensors.get(name)
-            message = f"{name} as {event.by} reads it is not what was trained"
+            message = f"{name}, as {event.by} reads it, is not what was trained"
             if read is None:
                 message = f"{name} was trained, and {event.by} finds no such tensor"
             tally.check(
@@ -301,7 +303,7 @@ def _compare(tally: Tally, peer: Trace, trace: Trace) -> None:
         return
     apart = [n for n, one in other.weights.items() if first.weights.get(n) != one]
     if apart:
-        tally.miss(f"the runs begin with other weights, in {apart[0]}: they can't be compared")
+        tally.miss(f"the runs begin with different weights, in {apart[0]}: they can't be compared")
         return
     tally.equal(
         sorted(theirs), sorted(ours), "the runs took different steps", scenario=trace.scenario
@@ -438,7 +440,7 @@ def _compare_strategies(tally: Tally, single: Trace, trace: Trace) -> None:
         if due is None or got is None:
             tally.miss("the values of what was trained were not recorded")
             continue
-        message = "the ranks have not moved the weights as the single device has"
+        message = "the ranks have not changed the weights as the single device has"
         closeness.compare_close(
             tally, due, got, ADAM_GRADIENT_BOUND, message, step=last.step, scenario=trace.scenario
         )
@@ -502,7 +504,7 @@ def _compare_with_one_process(tally: Tally, single: Trace, trace: Trace) -> None
         place = evidence.place(trace, shard)
         for name in _FACTS if model is not None else ():
             due, got = getattr(model, name), getattr(shard, name)
-            message = f"shard {shard.shard} has another {_SAID[name]} than in one process"
+            message = f"shard {shard.shard} differs from one process in its {_SAID[name]}"
             tally.equal(due, got, message, **place)
     shards = evidence.shards(trace)
     for step in evidence.updates(trace):
@@ -510,7 +512,7 @@ def _compare_with_one_process(tally: Tally, single: Trace, trace: Trace) -> None
         got = sorted(shard.shard for shard in shards.get(step, ()))
         message = f"step {step} was made of shards {got}, and not of {due}"
         tally.check(due == got, message, step=step, scenario=trace.scenario)
-    message = "stages give other bits than one process"
+    message = "stages give different bits from one process"
     same_bits.compare_steps(tally, _as_stages_record(single), trace, message)
 
 

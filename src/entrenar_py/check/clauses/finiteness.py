@@ -50,8 +50,9 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             compare(tally, trace)
         else:
             tally.miss(
-                f"the value that was planted in step {dropped} changed no weight: the pass that "
-                "it struck trains nothing (a probe), and the script throws its gradient away"
+                f"the value that was planted in step {dropped} changed no weight: the pass "
+                "in which it was planted trains nothing (a probe), and the script discards "
+                "its gradient"
             )
     why = "no update and no halt was recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.FINITE_AND_HALT))
@@ -66,7 +67,9 @@ def compare(tally: Tally, trace: Trace) -> None:
     if passed_over:
         tally.compared += len(passed_over)
         words = evidence.skip_words(passed_over)
-        tally.note(f"{words}, as a GradScaler does, for a value that is not finite: nothing moved")
+        tally.note(
+            f"{words}, as a GradScaler does, because of a non-finite value: no weight changed"
+        )
     culprits = _culprits(trace, steps - passed_over)
     if culprits and all(
         isinstance(culprit, Injected) and _is_lost(trace, culprit) for culprit in culprits
@@ -303,7 +306,7 @@ def _names(
     planted = _planted_tensors(trace, culprit)
     if halt.tensor is not None and planted:
         right_one = halt.tensor if halt.tensor in planted else planted[0]
-        message = "the halt names another tensor than the one with the planted value"
+        message = "the halt does not name the tensor with the planted value"
         tally.equal(right_one, halt.tensor, message, **place, tensor=right_one)
 
 

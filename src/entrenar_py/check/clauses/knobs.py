@@ -97,7 +97,7 @@ def _permuted(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
 
 def _is_normalised_apart(tally: Tally, pair: Pair, trace: Trace) -> bool:
     if trace.traits.batch_norm:
-        why = "batch normalisation uses each micro-batch's own samples, so results differ rightly"
+        why = "batch normalisation uses each micro-batch's own samples, so results rightly differ"
         tally.miss(f"{pair.words.before}{why}")
     return trace.traits.batch_norm
 
@@ -286,7 +286,7 @@ KNOBS: Mapping[str, Knob] = {
         judge=_changes_nothing(_accumulated),
     ),
     "clip": Knob(
-        says=f"the largest L2 norm of a gradient: {UNCLIPPED}, and one that is always exceeded",
+        says=f"the largest L2 norm of a gradient: {UNCLIPPED}, and a limit that is always exceeded",
         usual=UNCLIPPED,
         limit=_limit,
         turned_to=f"1/{_CLIPPED_SHARE} of the smallest gradient seen",
@@ -306,15 +306,15 @@ KNOBS: Mapping[str, Knob] = {
         judge=_changes_nothing(_scaled_loss),
     ),
     "permute": Knob(
-        says="1 where the samples of each global batch are to come in another order, else 0",
+        says="1 if the samples of each global batch are to come in a different order, else 0",
         usual="0",
         others=("1",),
-        expected="the samples of each global batch come in another order (`batch.flip(0)` is "
-        "enough): same results",
+        expected="the samples of each global batch come in a different order "
+        "(`batch.flip(0)` is enough): same results",
         judge=_changes_nothing(_permuted),
     ),
     "strategy": Knob(
-        says="off where the model is to be trained without its parallel strategy, else on",
+        says="off if the model is to be trained without its parallel strategy, else on",
         usual="on",
         others=("off",),
         expected="trained without the parallel strategy (for example by hand, or without "

@@ -77,7 +77,7 @@ def _absent(compare: Compare, by_passes: bool, traces: Sequence[Trace]) -> str:
 def _unprobed(trace: Trace, clause: str = "") -> str:
     if not trace.of(Tokens) and not trace.of(Scored):
         again = f"run its script with --only {clause} and without --judge"
-        return f"no step of a model that is given token ids was looked at: {again}"
+        return f"no step was examined of a model that is given token ids: {again}"
     return "" if any(one.rows for one in trace.of(Tokens)) or trace.of(Scored) else _why(trace)
 
 
@@ -137,7 +137,9 @@ def _restores(trace: Trace) -> bool:
     return sees_all and [*_shifts(trace)] == [0] and bool(_sees_own(trace))
 
 
-_RESTORED = "targets are the tokens at their own places: it may be trained to restore its rows"
+_RESTORED = (
+    "targets are the tokens at their own positions: it may be trained to reconstruct its rows"
+)
 _NO_TARGETS = "no cross-entropy was seen over the tokens of its rows"
 
 
@@ -154,9 +156,9 @@ def _shifted(tally: Tally, trace: Trace) -> str:
     elif sees is None:
         tally.miss(_why(trace, "it is not known which tokens an output depends on"))
     else:
-        what = "at their own places: they are not shifted"
+        what = "at their own positions: they are not shifted"
         if shift == 2:
-            what = "two places further on: they are shifted twice"
+            what = "two positions further on: they are shifted twice"
         tally.check(
             False,
             f"the targets are the tokens {what}",
@@ -228,7 +230,8 @@ def _causal(tally: Tally, trace: Trace) -> str:
         return _RESTORED
     for cut in sorted({reread.cut or 0 for reread in later}):
         what = (
-            f"an output changes if tokens from position {cut} on are replaced: it sees later ones"
+            f"an output changes if tokens from position {cut} on are replaced: the "
+            "model sees later tokens"
         )
         _stays(tally, trace, (reread for reread in later if reread.cut == cut), what)
     return "" if later else _why(trace, "no output depends on the tokens")
@@ -265,7 +268,7 @@ def _documents(tally: Tally, trace: Trace) -> str:
     if not packed:
         return "no argument of the model shows several documents in a row"
     shown, rereads = packed[0].shown, _moving(trace, "earlier")
-    what = f"a document sees a different one of its row, though {shown or 'a mask'} parts them"
+    what = f"a document sees another document of its row, though {shown or 'a mask'} separates them"
     _stays(tally, trace, rereads, what)
     crossing = [event for event in trace.of(Scored) if event.crossing]
     several = sum(event.tokens_crossing for event in crossing) > len(crossing)
@@ -291,8 +294,8 @@ def _shares(tally: Tally, trace: Trace) -> str:
     pairs = [*_pairs(steps.values())]
     if not _shifts(trace) and not all(_agree(*pair) for pair in pairs):
         return (
-            f"{_NO_TARGETS}: it may be trained to fill gaps, and the mean over a micro-batch's own "
-            "gaps is usual there"
+            f"{_NO_TARGETS}: it may be trained to fill gaps, and then the mean over a "
+            "micro-batch's own gaps is usual"
         )
     for pair in pairs:
         _compare_shares(tally, trace, *pair)
@@ -377,13 +380,13 @@ def _one_begin(tally: Tally, trace: Trace) -> str:
     for tokens in known:
         tally.check(
             not tokens.doubled,
-            f"{tokens.doubled} of {tokens.begun} documents begin with the token of a begin twice: "
-            "a template and the tokenizer both add it",
+            f"{tokens.doubled} of {tokens.begun} documents begin with two BOS tokens: "
+            "both a template and the tokenizer add one",
             expected="1",
             got="2",
             **_place(trace, tokens),
         )
-    return "" if known else "no document begins with a token that the model's settings name for it"
+    return "" if known else "no document begins with the model's BOS token"
 
 
 # --- modes and masks -----------------------------------------------------------------------------
@@ -402,8 +405,8 @@ def _modes(tally: Tally, trace: Trace) -> str:
         )
         if event.drew and not event.training:
             tally.miss(
-                f"a loss of {event.counted} targets draws random numbers in evaluation mode: "
-                "dropout that doesn't look at self.training, or noise that is meant"
+                f"a loss of {event.counted} targets draws random numbers in evaluation "
+                "mode: dropout that doesn't look at self.training, or intended noise"
             )
     shards = trace.standing.of(Shard)
     for rank in sorted({event.rank for event in shards}):
@@ -450,9 +453,10 @@ def _same_masks(tally: Tally, trace: Trace) -> str:
     for event in others:
         tally.check(
             False,
-            "a layer that is computed again in the backward pass draws new random numbers, from "
-            f"{named(event.generator)}: the gradient is that of other masks than the loss; let the "
-            "checkpoint set generators back (preserve_rng_state=True)",
+            "a layer that is computed again in the backward pass draws new random "
+            f"numbers, from {named(event.generator)}: the gradient uses different masks "
+            "from the loss; let the checkpoint restore the generators "
+            "(preserve_rng_state=True)",
             **_of_rank(trace, event),
         )
     again = {(event.step, event.rank) for event in trace.of(Tokens) if event.recomputed}

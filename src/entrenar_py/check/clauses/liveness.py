@@ -48,7 +48,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             _moving(tally, gaps, trace, start, by_rank[rank], freezing)
         for rank in by_rank.keys() - starts.keys():
             first = by_rank[rank][0].step
-            why = "made updates from an unknown start"
+            why = "made updates, but its first weights are unknown"
             gaps.add(why, facts.START, rank=rank, step=first)
         gaps.tell(tally)
         weight_averages.compare_modules(tally, trace)
@@ -100,8 +100,8 @@ class _Freezing:
         if not self.judged:
             shown = wording.listed(start.frozen, most=3) or "no tensor"
             tally.note(
-                f"freezing was not judged: what requires no gradient is taken as frozen ({shown}), "
-                f"which nobody declared: {_DECLARE}"
+                "freezing was not judged: what requires no gradient is taken as frozen "
+                f"({shown}), which was not declared: {_DECLARE}"
             )
 
 
@@ -156,8 +156,8 @@ def _frozen(
             tally.check(False, message, tensor=changed[step][0], **place)
             return
         tally.miss(
-            f"{wording.listed(changed[step], most=2)} changed in step {step} without a gradient, "
-            f"and nobody declared whether it may: {_DECLARE}"
+            f"{wording.listed(changed[step], most=2)} changed in step {step} without a "
+            f"gradient, and it was not declared whether it may: {_DECLARE}"
         )
 
 
@@ -210,15 +210,15 @@ def _moving(
             message = f"trainable tensor {name} did not move in {STEPS_TO_MOVE} steps"
             if trace.traits.steps == "copies":
                 message += (
-                    ": the optimizer steps other tensors than the model's: make it after the model "
-                    "is wrapped, copied or converted"
+                    ": the optimizer steps tensors that are not the model's: create it after "
+                    "the model is wrapped, copied or converted"
                 )
             elif _is_in_no_group(trace, start.rank, name):
                 message += ": no optimizer has it in a group of parameters"
             elif precision.unit_of({name: start.weights[name]}) == precision.BFLOAT16:
                 message += (
-                    ": it is in bfloat16, where a step below half of a weight's last bit is lost: "
-                    "step masters in float32"
+                    ": it is in bfloat16, where an update of less than half of a weight's last "
+                    "bit is lost: use float32 master weights"
                 )
             _dead(tally, trace, name, rest, message)
         elif moved:
@@ -250,7 +250,7 @@ def _wait(tally: Tally, name: str, *, moved: bool) -> None:
         tally.compared += 1
     else:
         tally.miss(
-            f"{name} never moved: its optimizer, of the script's own, steps tensors in turn, and "
+            f"{name} never moved: the script's own optimizer steps tensors in turn, and "
             "its turn did not come; run longer"
         )
 
@@ -325,8 +325,9 @@ def _may_rest(
     if has_rested and num_known == len(rest) and _cancels(trace, start.rank, name):
         tally.compared += 1
         tally.note(
-            f"{name} never moved: its gradient is zero, and that of its layer's weight is not, so "
-            "the loss does not change if all outputs of the layer are shifted"
+            f"{name} never moved: its gradient is zero, but that of its layer's weight "
+            "is not, so the loss does not change if all outputs of the layer are "
+            "shifted"
         )
         return True
     if has_rested:
@@ -335,8 +336,8 @@ def _may_rest(
             f"its gradient was zero {steps} on rank {start.rank}: the loss does not depend on it "
             "yet (behind a zero weight or gate, rows that no sample uses)"
             if num_known
-            else f"never had a gradient on rank {start.rank}: it is cut off from the loss, or "
-            "nothing used it"
+            else f"never had a gradient on rank {start.rank}: it is detached from the loss, "
+            "or unused"
         )
         tally.miss(
             f"{name} never moved and {reason}; run longer, or declare it frozen: "

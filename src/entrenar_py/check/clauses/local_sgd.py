@@ -103,9 +103,9 @@ def _left_apart(tally: Tally, trace: Trace) -> None:
     ]
     if apart and met:
         tally.miss(
-            f"{listed(apart, most=2)} differ between ranks, and are brought together in no round: "
-            "right if each rank keeps its own, wrong if they were forgotten; call "
-            "obs.synchronised() where a round ends to have all weights compared"
+            f"{listed(apart, most=2)} differ between ranks, and no round synchronises "
+            "them: right if each rank keeps its own, wrong if they were forgotten; "
+            "call obs.synchronised() where a round ends to have all weights compared"
         )
 
 
@@ -118,7 +118,7 @@ def _joined(tally: Tally, trace: Trace) -> None:
             continue
         by_rank = synchronisations[max(earlier)]
         outer = by_rank[min(by_rank)].weights
-        message = f"rank {start.rank} joined with other weights than the outer ones"
+        message = f"rank {start.rank} joined with weights that differ from the outer ones"
         place = {**evidence.place(trace, start), "step": start.step - 1}
         closeness.compare_exact(tally, outer, start.weights, message, **place)
 
@@ -184,7 +184,7 @@ def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
         finiteness.compare(tally, rounds.as_steps(trace))
         bad = {(halt.rank, halt.step) for halt in trace.of(Halt)}
         for update in trace.of(Update):
-            message = f"rank {update.rank} updated its own weights with a value that is not finite"
+            message = f"rank {update.rank} updated its own weights with a non-finite value"
             is_good = (update.rank, update.step) not in bad
             tally.check(is_good, message, **evidence.place(trace, update))
     return tally.finding(nothing=rounds.nothing(tally))
@@ -236,10 +236,10 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
     if stopped is not None:
         step, rank = stopped
         ended = trace.end.status == "halted" or bool(trace.of(Halt))
-        message = f"training went on without rank {rank}, which met a value that is not finite"
+        message = f"training went on without rank {rank}, which had a non-finite value"
         tally.check(ended, message, step=step, rank=rank, scenario=trace.scenario)
         if ended:
-            tally.note(f"with a value that is not finite on rank {rank} it stopped by itself")
+            tally.note(f"with a non-finite value on rank {rank} it stopped by itself")
 
 
 def _bad_places(trace: Trace) -> set[Place]:
@@ -260,16 +260,16 @@ def _judge_step(tally: Tally, trace: Trace, update: Update, *, is_bad: bool, res
     place = evidence.place(trace, update)
     if is_bad and rested and update.finite:
         tally.compared += 1
-        tally.note(f"rank {update.rank} left out its step {update.step}: a value is not finite")
+        tally.note(f"rank {update.rank} skipped its step {update.step}: a value is not finite")
         return
     if is_bad and update.finite and trace.traits.losses == "backward":
         tally.miss(
-            f"rank {update.rank} went on after a value that is not finite in step {update.step}, "
-            "and whether it left that step out is unknown: call obs.synchronised() where a round "
-            "ends"
+            f"rank {update.rank} went on after a non-finite value in step "
+            f"{update.step}, and it is unknown whether it skipped that step: call "
+            "obs.synchronised() where a round ends"
         )
         return
-    message = f"rank {update.rank} updated its own weights with a value that is not finite"
+    message = f"rank {update.rank} updated its own weights with a non-finite value"
     found = evidence.non_finite(update.weights) or (None, None)
     shown = {"tensor": found[0], "element": found[1]}
     tally.check(update.finite and not is_bad, message, **shown, **place)
@@ -279,8 +279,8 @@ def _judge_round(tally: Tally, trace: Trace, event: Synchronised, stopped: Place
     place = evidence.place(trace, event)
     if stopped is not None and event.step >= stopped[0]:
         message = (
-            f"an outer step was made after step {event.step}, although rank {stopped[1]} met a "
-            f"value that is not finite in step {stopped[0]}, and stopped"
+            f"an outer step was made after step {event.step}, although rank "
+            f"{stopped[1]} had a non-finite value in step {stopped[0]}, and stopped"
         )
         tally.check(False, message, **place)
         return

@@ -69,14 +69,15 @@ def _on_time(tally: Tally, trace: Trace) -> None:
             continue
         if step not in meetings and _is_cut_off(scenario, step):
             tally.miss(
-                f"the run ends in the middle of a round, after step {step}, and its last steps are "
-                "not brought together: run it for whole rounds (--steps), or synchronise at the end"
+                f"the run ends in the middle of a round, after step {step}, and its last "
+                "steps are not synchronised: run it for whole rounds (--steps), or "
+                "synchronise at the end"
             )
             continue
         if step not in meetings and _is_unseen(trace, step):
             tally.miss(
-                f"whether workers were brought together after the last step, {step}, is unknown: "
-                "call obs.synchronised(...) wherever they are"
+                "it is unknown whether workers were synchronised after the last step, "
+                f"{step}: call obs.synchronised(...) wherever they are"
             )
             continue
         for rank in sorted(updates.get(step, {}).keys() | meetings.get(step, {}).keys()):
@@ -122,9 +123,9 @@ def judge_weighting(invariant: Invariant, traces: Traces) -> Finding:
         follow(tried, trace)
         if tried.broken is not None and ALIKE in tried.broken.message:
             tally.miss(
-                "workers draw unequal numbers of samples, and count alike where they are brought "
-                "together: right if each worker is to count once, wrong if each sample is to count "
-                "as much; local-sgd-v1.yaml demands the second"
+                "workers draw different numbers of samples, and have equal weight in the "
+                "average: right if each worker is to count once, wrong if each sample is "
+                "to count equally; local-sgd-v1.yaml demands the second"
             )
         elif rounds.says_rule(tally, trace):
             follow(tally, trace)
@@ -299,7 +300,7 @@ def _records(vectors: Vectors) -> dict[str, TensorRecord]:
 
 Vectors = Mapping[str, NDArray[Any]]
 
-ALIKE = "workers count alike, whatever their samples"
+ALIKE = "workers have equal weight, whatever their numbers of samples"
 
 # The first words of the causes.
 _BEGINNINGS = (
@@ -311,7 +312,7 @@ _BEGINNINGS = (
     "the mean is divided by the workers",
     "the workers' weights are added",
     "the outer momentum was lost",
-    "Nesterov's look ahead is there",
+    "Nesterov's look-ahead is applied",
     "only rank",
 )
 _ALIKE = 1e-3  # of the step's length: the causes are much further apart than this
@@ -390,7 +391,7 @@ def _causes(round_: Round, rank: int, step: Step, other: Step) -> Iterator[tuple
     added = {name: num_workers * value for name, value in mean.items()}
     yield "the workers' weights are added, and not divided by their number", added
     yield "the outer momentum was lost", step(replace(round_, momentum={}))
-    yield "Nesterov's look ahead is there in only one of rule and step", other(round_)
+    yield "Nesterov's look-ahead is in only one of rule and step", other(round_)
     for alone in round_.inner:
         words = f"only rank {alone}'s weights count"
         yield words, step(replace(round_, shares={alone: 1.0}))
@@ -475,8 +476,8 @@ def _tell_collectives(tally: Tally, trace: Trace, unknown: set[tuple[int, int]])
             called_any = True
     if called_any:
         tally.note(
-            "collectives were called within rounds: they are no fault, since each step was made "
-            "with the rank's own gradient"
+            "collectives were called within rounds: that is not an error, since each "
+            "step was made with the rank's own gradient"
         )
 
 

@@ -43,7 +43,10 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     tolerance = PUBLISHED_TOLERANCE if invariant.tolerance is None else invariant.tolerance
     compare_with_oracle(tally, runs, tolerance)
     same_bits.compare_worker_counts(tally, runs.own)
-    struck = "only runs with planted values or faults were given, which one worker's is not like"
+    struck = (
+        "only runs with planted values or faults were given, and these can't be "
+        "compared with one worker's"
+    )
     return tally.finding(nothing=missing_model(tally, runs) or struck)
 
 
@@ -136,13 +139,13 @@ _DIFFERENT: Mapping[str, str] = {
     "{several}: give all runs the same data",
     "num_steps": "one worker makes {alone} steps, {workers} make {several}: make the same number "
     "of steps with any number of workers ({{steps}} in the command says how many)",
-    "learning_rate": "one worker begins with learning rate {alone}, {workers} with {several}: if "
-    "it is scaled by the number of workers, leave that out for the check",
+    "learning_rate": "one worker begins with learning rate {alone}, {workers} with {several}: "
+    "if it is scaled by the number of workers, turn that off for the check",
 }
 # Used instead of the numbers of samples if these are guessed from the highest id that was drawn.
 _OTHER_SAMPLES = (
-    "one worker draws other samples than {workers} workers: draw each batch for all workers, by "
-    "the same seed, and give each its share"
+    "one worker draws different samples from {workers} workers: draw each "
+    "batch for all workers, by the same seed, and give each its share"
 )
 
 
@@ -207,17 +210,17 @@ def other_masks(trace: Trace) -> str:
     """Return why a run with dropout or batch normalisation is not compared with one device."""
     if trace.traits.batch_norm:
         return (
-            "batch normalisation uses each rank's own samples: on one worker it is another run, "
-            "and was not compared"
+            "batch normalisation uses each rank's own samples: on one worker the run "
+            "is a different one, and was not compared"
         )
     if trace.draws_by_shard:
-        return "not compared with a single device: its dropout draws other masks"
+        return "not compared with a single device: there dropout draws different masks"
     system = "the script" if trace.scenario.workload == "own" else trace.scenario.system
     if all(shard.draws is None for shard in trace.of(Shard)):
         return f"under dropout {system} was not compared with one worker, since no Shard has draws"
     return (
-        f"under dropout {system} draws its masks per rank: on one worker it is another run, and "
-        "was not compared"
+        f"under dropout {system} draws its masks per rank: on one worker the run is "
+        "a different one, and was not compared"
     )
 
 
@@ -242,7 +245,7 @@ def _instead(trace: Trace) -> str:
 # explains that, or the two runs on one worker agree with each other, both meanings are ruled out. A
 # loss that is a sum over samples has the second meaning, too.
 
-_NUMBERS = "with random numbers that are alike for all samples"
+_NUMBERS = "with the same random numbers for all samples"
 _ORDER = "with one order of samples for any number of workers"
 _SHARES = "with the same samples on all ranks"
 _COUNTED = ", where a term of the loss may count once for each rank"

@@ -55,7 +55,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         tally.take(between)
     _same_for_any_worker_count(tally, runs)
     if lacks_second_epoch(runs):
-        why = "no two epochs were seen, so it is open whether each has an order of its own"
+        why = "no two epochs were seen, so it is unknown whether each has its own order"
         missing.ask(tally, why, facts.EPOCH_END)
     return tally.finding(
         nothing="no random draws, no second epoch and no second worker were seen: "
@@ -242,7 +242,7 @@ def _initial_agrees(tally: Tally, trace: Trace) -> None:
         why = f"initial weights of {missing.named(unknown)} were not recorded"
         missing.ask(tally, why, facts.START_WEIGHTS)
     for start in known[1:]:
-        message = f"rank {start.rank} starts from other weights than rank {known[0].rank}"
+        message = f"rank {start.rank} starts from different weights than rank {known[0].rank}"
         place = {**evidence.place(trace, start), "step": -1}
         closeness.compare_exact(tally, known[0].weights, start.weights, message, **place)
 
@@ -395,9 +395,9 @@ def _recomputed_alike(tally: Tally, trace: Trace) -> None:
         if event.where == "recomputed":
             tally.check(
                 False,
-                f"rank {event.rank} draws new random numbers when a layer is computed again in the "
-                f"backward pass, from {named(event.generator)}: the gradient is that of other "
-                "masks than the loss; let the checkpoint set generators back "
+                f"rank {event.rank} draws new random numbers when a layer is computed again "
+                f"in the backward pass, from {named(event.generator)}: the gradient uses "
+                "different masks from the loss; let the checkpoint restore the generators "
                 "(preserve_rng_state=True)",
                 step=event.step,
                 rank=event.rank,
@@ -455,8 +455,8 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
 
 def _seeded_alike(parted: int) -> str:
     return (
-        f"in step {parted} each drew its own, and since then the generator was seeded alike on "
-        f"both; {_OWN_GENERATOR}"
+        f"in step {parted} each drew its own, and since then the generator has had "
+        f"the same seed on both; {_OWN_GENERATOR}"
     )
 
 

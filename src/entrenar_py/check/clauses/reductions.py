@@ -211,7 +211,7 @@ def _compare_ranks(tally: Tally, trace: Trace) -> None:
         for rank, update in sorted(by_rank.items()):
             place = evidence.place(trace, update)
             for part in ("gradient", "weights"):
-                message = f"rank {rank} holds other bits than rank {lowest.rank} ({part})"
+                message = f"rank {rank} holds different bits from rank {lowest.rank} ({part})"
                 left, right = getattr(lowest, part), getattr(update, part)
                 closeness.compare_exact(tally, left, right, message, **place)
 

@@ -100,8 +100,8 @@ def _trained_together(tally: Tally, trace: Trace) -> None:
     if not trace.traits.alone or len(ranks) < 2 or rounds.are_in(trace):
         return
     words = (
-        f"{missing.named(ranks)} never communicate: no wrapper, mesh or collective connects them "
-        "as they train"
+        f"{missing.named(ranks)} never communicate: no wrapper, mesh or collective "
+        "connects them during training"
     )
     if tally.broken is not None:
         tally.broken = replace(tally.broken, message=f"{tally.broken.message}; {words}")
@@ -189,7 +189,7 @@ def _all_updated(tally: Tally, trace: Trace) -> None:
                 message += ": it recorded no Update"
             tally.check(False, message, step=step, rank=rank, scenario=scenario)
     for ghost in evidence.ghosts(trace):
-        message = f"rank {ghost.rank} had left and yet updated in step {ghost.step}"
+        message = f"rank {ghost.rank} had left, but updated in step {ghost.step}"
         tally.check(False, message, **evidence.place(trace, ghost))
 
 
@@ -227,8 +227,8 @@ def compare_ties(tally: Tally, trace: Trace) -> None:
     for pair in _ties(event.alike for event in trace.of(Noticed)):
         if named.isdisjoint(pair):
             tally.note(
-                f"{pair[0]} and {pair[1]} have the same values before the first step, and are two "
-                f"tensors: if they were to be one, {_declare(pair)}"
+                f"{pair[0]} and {pair[1]} have the same values before the first step, and "
+                f"are two tensors: if they are meant to be one, {_declare(pair)}"
             )
 
 
@@ -281,7 +281,7 @@ def _tell_parted(tally: Tally, trace: Trace, tie: Tie) -> None:
             when = missing.when(step)
             tally.miss(f"{what} differ {when} on rank {event.rank}: {_declare(tie)}")
             return
-        tally.note(f"{what} are two that agree: to have them compared, {_declare(tie)}")
+        tally.note(f"{what} are two tensors that agree: to have them compared, {_declare(tie)}")
 
 
 def _declare(tie: Tie) -> str:
@@ -330,9 +330,9 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     reason = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"
     if tally.observed and any(map(_is_spread, traces)):
         return tally.finding(
-            nothing="each rank keeps the optimizer's state of parameters of its own, and no two "
-            "ranks keep that of one (ZeroRedundancyOptimizer): stop and resume the run to have it "
-            "judged, with {workdir} in the command"
+            nothing="each rank keeps the optimizer's state of its own parameters, and no two "
+            "ranks keep that of the same parameter (ZeroRedundancyOptimizer): stop and "
+            "resume the run to have it judged, with {workdir} in the command"
         )
     return tally.finding(
         nothing=missing.told(
@@ -409,8 +409,8 @@ def _compare_owners(tally: Tally, runs: Traces) -> None:
         if gaps and all(gap.distance <= bound * gap.size for gap in gaps.values()):
             tally.compared += len(gaps)
             tally.note(
-                "each rank keeps the optimizer's state of parameters of its own: all of it is that "
-                f"of one worker after step {first}"
+                "each rank keeps the optimizer's state of its own parameters: together it "
+                f"equals that of one worker after step {first}"
             )
 
 
@@ -433,7 +433,7 @@ def _compare_restored(tally: Tally, comparison: Comparison) -> None:
             fact = facts.of_step(saved.step - 1)
             missing.ask(tally, f"{why}, and its own state is unknown", fact)
         for part in _parts(comparison.trace) if saved.rank in holders else ():
-            message = f"the checkpoint holds other {part} than rank {saved.rank} had"
+            message = f"the checkpoint holds different {part} than rank {saved.rank} had"
             own, step = holders[saved.rank], saved.step
             comparison.compare(part, own, saved, message, sharded=sharded, step=step)
         starts = [start for start in kept.of(Start) if start.step == saved.step]
@@ -453,7 +453,7 @@ def _compare_loaded(
     tally: Tally, comparison: Comparison, saved: Saved, start: Start, *, sharded: bool
 ) -> None:
     for part in _parts(comparison.trace):
-        message = f"rank {start.rank} resumed with other {part} than were saved"
+        message = f"rank {start.rank} resumed with different {part} than were saved"
         comparison.compare(part, saved, start, message, sharded=sharded, step=saved.step)
     message = f"rank {start.rank} resumed at a different position than the saved one"
     place = evidence.place(comparison.trace, start)

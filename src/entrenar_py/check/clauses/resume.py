@@ -54,7 +54,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             tally,
             trace="no run was stopped and resumed: record one with stops=(k,) in its scenario, and "
             "in it a Start with resumed=True and step=k on every rank",
-            script="the run that was stopped did not go on where it stopped: after loading a "
+            script="the stopped run did not continue where it had stopped: after loading a "
             "checkpoint, tell observe(..., step=k) how many steps were made before",
         )
     )
@@ -78,7 +78,7 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
     if is_own:
         _ends_as_late(tally, straight, trace)
         straight, kept = resumes.summed_alike(tally, straight, kept)
-    message = "the resumed run differs from the straight one"
+    message = "the resumed run differs from the uninterrupted one"
     same_bits.compare_steps(tally, straight, kept, message)
     state.compare_local_buffers(tally, straight, kept, f"{message} (buffers)")
     weight_averages.compare_resumed(tally, straight, kept)
@@ -95,7 +95,7 @@ def _was_stopped(trace: Trace) -> bool:
 def _no_straight_run(tally: Tally, trace: Trace, runs: Traces) -> str:
     if tally.observed:
         return "the run without a stop, with which it would be compared, failed"
-    reason = "no straight run of the same training to compare with: "
+    reason = "no uninterrupted run of the same training to compare with: "
     if not trace.scenario.stops:
         back_to = next(start.step for start in trace.of(Start) if start.resumed)
         return f"{reason}the run that resumed must say so by stops=({back_to},) in its scenario"
@@ -111,8 +111,9 @@ def _absent(traces: Sequence[Trace]) -> str:
         if not all(map(began_anew, stopped)):
             return ""
         return (
-            "the script loads its weights only once it has trained, and it started over where it "
-            "was started again with its checkpoint there: no run goes on from one"
+            "the script loads its weights only once it has trained, and it started "
+            "over when it was restarted with its checkpoint: no run continues from a "
+            "checkpoint"
         )
     unreached = next((trace.traits.unreached for trace in traces if trace.traits.unreached), "")
     if stopped or "" in saves:
@@ -123,7 +124,7 @@ def _absent(traces: Sequence[Trace]) -> str:
     if {trace.traits.loads for trace in traces} != {"nothing"}:
         return ""
     what = "saves its weights" if "weights" in saves else f"may save its weights ({unreached})"
-    return f"the script {what}, and no line of it loads any: no run goes on from them"
+    return f"the script {what}, but no line of it loads any: no run continues from them"
 
 
 def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:
@@ -157,8 +158,8 @@ def _ends_as_late(tally: Tally, straight: Trace, trace: Trace) -> None:
     if trace.end.status == "completed" and "ended" not in trace.environment:
         tally.check(
             num_steps >= due,
-            f"the resumed run ended by itself after {counted(num_steps, 'step')}, and the one "
-            f"without stops after {due}: it counts more than were made",
+            f"the resumed run ended by itself after {counted(num_steps, 'step')}, and "
+            f"the one without stops after {due}: it counts more steps than were made",
             step=num_steps,
             scenario=trace.scenario,
         )
@@ -178,7 +179,7 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
                 is_told = due != got and tally.would_keep(update.step)
                 source = _rate_of(name, got, update.step, expected, trace) if is_told else ""
                 rate = f"{got:.6g} and not {due:.6g}{source}"
-                message = f"the resumed run has another learning rate, {rate}"
+                message = f"the resumed run has a different learning rate, {rate}"
                 tally.equal(*pair, message, tensor=name, **place)
 
 
@@ -204,8 +205,8 @@ def _same_scale(tally: Tally, straight: Trace, trace: Trace) -> None:
         factor = None if model is None else _power_of_two(model.gradient, shard.gradient)
         if factor is not None:
             message = (
-                f"after the resume gradients are {factor:g} times those of the straight run: the "
-                "loss scale was not restored"
+                f"after the resume gradients are {factor:g} times those of the "
+                "uninterrupted run: the loss scale was not restored"
             )
             tally.check(False, message, **evidence.place(trace, shard))
 
@@ -296,7 +297,7 @@ def _differences(straight: Trace, trace: Trace) -> Iterator[str]:
             due = ids.get((event.step, event.rank, event.shard), ())
             if due and event.ids and due != event.ids:
                 yield (
-                    f"before it was stopped, rank {event.rank} drew other samples in step "
+                    f"before it was stopped, rank {event.rank} drew different samples in step "
                     f"{event.step} than without stops: seed the order of the samples, and don't "
                     "let it depend on {steps}"
                 )
@@ -425,8 +426,8 @@ def _tell_anew(
         if trace.traits.read_back and not is_enough and _moves(trace, first):
             message = (
                 f"after the stop before step {stop} the script read a checkpoint "
-                f"({trace.traits.read_back}) and trained from its initial weights: nothing of it "
-                "was restored"
+                f"({trace.traits.read_back}) and trained from its initial weights: nothing "
+                "was restored from it"
             )
             tally.check(False, message, **evidence.place(trace, start))
             return
@@ -438,17 +439,17 @@ def _tell_anew(
             return
         if trace.traits.read_back and not _moves(trace, first):
             what = (
-                f"the script read a checkpoint ({trace.traits.read_back}), and steps leave its "
-                "first weights as they are: at which step it goes on can't be told"
+                f"the script read a checkpoint ({trace.traits.read_back}), and steps don't "
+                "change its first weights: at which step it continues can't be told"
             )
             tally.miss(what)
             return
         tally.miss(f"{what}: {_how_to_resume(trace)}")
         return
     tally.miss(
-        f"after the stop before step {stop} the script began at step {start.step}, with weights of "
-        "no earlier step: if it resumes, say how many optimizer steps were made before, "
-        "observe(..., step=...)"
+        f"after the stop before step {stop} the script began at step {start.step}, "
+        "with weights that no earlier step had: if it resumes, say how many "
+        "optimizer steps were made before, observe(..., step=...)"
     )
 
 
@@ -470,8 +471,9 @@ def _how_to_resume(trace: Trace) -> str:
     named = f"{option}, say, in the form" if option else "an option of it, say,"
     before = "" if option.startswith("-") or not option else "env "
     return (
-        f"it saved its weights, and loads none by itself; tell it to go on by {named} {before}"
-        f"{{resume:{option or '--resume PATH'}}} in the command: it is filled in after a stop only"
+        "it saved its weights, but doesn't load any by itself; make it continue by "
+        f"{named} {before}{{resume:{option or '--resume PATH'}}} in the command: it "
+        "is filled in after a stop only"
     )
 
 
@@ -487,8 +489,9 @@ def compare_first_steps(tally: Tally, straight: Trace, trace: Trace) -> None:
         if model is None or update is None or not _rests_on_the_same(resume, model, update):
             continue
         message = (
-            f"rank {start.rank} resumed at step {start.step} with the weights and the optimizer "
-            "state that it had, its gradient and rate are right, and the step is another one"
+            f"rank {start.rank} resumed at step {start.step} with the weights and the "
+            "optimizer state that it had, its gradient and learning rate are right, "
+            "but the step differs"
         )
         place = evidence.place(trace, update)
         words = _cause(resume, update)
@@ -512,8 +515,8 @@ def _cause(resume: resumes.Resume, update: Update) -> str:
     """Return what was not restored: copies, if the weights went back to those of the start."""
     first = resume.begun.get(resume.start.rank)
     general = (
-        "what the optimizer was made with (decay, momentum), or copies of the weights that it "
-        "steps, were not restored"
+        "the optimizer's settings (decay, momentum), or copies of the weights that "
+        "it steps, were not restored"
     )
     states = [resume.start.weights, update.weights, {} if first is None else first.weights]
     known = [vectors for vectors in map(evidence.vectors, states) if vectors is not None]
@@ -524,8 +527,9 @@ def _cause(resume: resumes.Resume, update: Update) -> str:
     if not np.linalg.norm(came - begun) < np.linalg.norm(came - was):  # also for NaN
         return general
     return (
-        "it went back to nearly what it was before the first step: the optimizer steps copies of "
-        "the weights, which were made before the checkpoint was read"
+        "it went back to nearly what it was before the first step: the optimizer "
+        "steps copies of the weights, which were made before the checkpoint was "
+        "loaded"
     )
 
 

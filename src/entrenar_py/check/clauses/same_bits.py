@@ -24,8 +24,9 @@ from entrenar_py.shared.verdict import Counterexample, Finding, Tally
 
 _ROUNDED = "two runs agree within rounding, and not in their bits,"
 _ANY_ORDER = (
-    "its kernels may add in any order: torch.use_deterministic_algorithms(True) has torch take "
-    "others, or names the one that has none"
+    "its kernels may add in any order: with "
+    "torch.use_deterministic_algorithms(True) torch uses deterministic "
+    "kernels, or names the operation that has none"
 )
 _ADVICE = (
     "advice, since no contract was named: torch's kernels on GPUs need not give the same bits "
@@ -140,7 +141,7 @@ def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
     for trace in ordered[1:]:
         few, many = ordered[0].scenario.world_size, trace.scenario.world_size
         if few != many:
-            message = f"{many} workers give other bits than {few}"
+            message = f"{many} workers give different bits from {few}"
             compare_steps(tally, ordered[0], trace, message)
 
 
@@ -170,7 +171,7 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
         if step not in expected:
             continue
         if same_workers and (alone := expected[step].keys() ^ by_rank.keys()):
-            why = f"{missing.named(alone)} recorded step {step} in one run only"
+            why = f"{missing.named(alone)} recorded step {step} in only one run"
             missing.ask(tally, why, facts.UPDATES_IN_BOTH)
         lowest = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
@@ -182,7 +183,7 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
     lacking = sorted(set(expected) ^ set(evidence.updates(trace)))
     tally.check(
         not lacking,
-        f"{message}: steps {lacking[:5]} are in one run only",
+        f"{message}: steps {lacking[:5]} are in only one run",
         step=lacking[0] if lacking else None,
         scenario=trace.scenario,
     )
@@ -204,7 +205,7 @@ def _compare_update(
             for source, holder in zip(known, (model, update), strict=True)
         ]
         if any(bare) and (part == "weights" or not all(bare)):
-            recording = "neither run" if all(bare) else "one run only"
+            recording = "neither run" if all(bare) else "only one run"
             why = f"{recording} recorded the {part} of step {update.step}"
             missing.ask(tally, why, facts.of_update(part))
             continue
@@ -221,7 +222,7 @@ def _compare_rounds(tally: Tally, model: Trace, trace: Trace, message: str) -> N
         for rank in sorted(left.keys() | right.keys()):
             place: dict[str, Any] = {"step": step, "rank": rank, "scenario": trace.scenario}
             if rank not in left or rank not in right:
-                tally.check(False, f"{message}: synchronised in one run only", **place)
+                tally.check(False, f"{message}: synchronised in only one run", **place)
                 continue
             for part in ("weights", "optimizer", "buffers"):
                 one, other = (getattr(side[rank], part) for side in (left, right))
@@ -239,7 +240,7 @@ def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> No
         if (shard.step, shard.shard) in begun_late:
             continue
         if bool(model_shard.gradient) != bool(shard.gradient):
-            why = f"one run only recorded the gradients of shards in step {shard.step}"
+            why = f"only one run recorded the gradients of shards in step {shard.step}"
             missing.ask(tally, why, facts.of_shards("gradient"))
             continue
         what, place = f"{message} (gradient of shard {shard.shard})", evidence.place(trace, shard)
@@ -262,7 +263,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         nothing=missing.told(
             tally,
             trace="no worker left in any run: record one with a fault of kind leave in its "
-            "scenario, and in it a Membership with change='left' where the worker is gone",
+            "scenario, and in it a Membership with change='left' where the worker has "
+            "left",
             script="no worker was killed in any run that went on",
         )
     )
@@ -304,14 +306,14 @@ def _absent(traces: Sequence[Trace]) -> str:
         return alone
     if {trace.traits.restarts for trace in traces} == {"nothing"}:
         return (
-            "the launcher starts no worker again: its --max-restarts is 0, and what a job does "
-            "that is started again by hand is F-TI-003's"
+            "the launcher starts no worker again: its --max-restarts is 0, and "
+            "F-TI-003 judges a job that is started again by hand"
         )
     killed = [trace for trace in traces if trace.scenario.faults and _departures(trace)]
     came_back = any(len(trace.of(Start)) > trace.scenario.world_size for trace in killed)
     bare = {trace.traits.saves for trace in traces} == {"nothing"}
     if killed and bare and not came_back and not any(trace.traits.unreached for trace in traces):
-        return "no worker was started again, and the script writes no checkpoint to go on from"
+        return "no worker was started again, and the script writes no checkpoint to continue from"
     return ""
 
 
@@ -328,7 +330,7 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
 
 
 def _tell_masks(tally: Tally, *, is_followed: bool) -> None:
-    reason = "dropout draws other masks once a worker has left"
+    reason = "dropout draws different masks once a worker has left"
     if is_followed:
         tally.note(f"{reason}: losses were compared without dropout only")
     else:
@@ -367,12 +369,12 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
             before = sorted(i for shard in expected[step] for i in shard.ids)
             after = sorted(i for shard in got.get(step, ()) for i in shard.ids)
             lost = tuple(sorted(set(before) ^ set(after)))
-            message = f"after worker {change.rank} left, step {step} has other samples"
+            message = f"after worker {change.rank} left, step {step} has different samples"
             tally.check(before == after, message, step=step, sample_ids=lost, **place)
         own = [ghost.step for ghost in ghosts if ghost.rank == change.rank]
         what = f"worker {change.rank} left in step {change.step}"
         first = min(own, default=change.step)
-        tally.check(not own, f"{what} and yet updated in steps {own[:5]}", step=first, **place)
+        tally.check(not own, f"{what}, but updated in steps {own[:5]}", step=first, **place)
 
 
 def _on_trajectory(

@@ -86,10 +86,11 @@ def _may_be_changed(tally: Tally, trace: Trace) -> bool:
     _follow(tried, trace)
     if tried.broken is not None and not _is_unchanged(trace, tried.broken.step):
         tally.miss(
-            f"in step {tried.broken.step} {tried.broken.tensor} does not move by the gradient that "
-            "there was at obs.reduced(): if the script only clips it afterwards, declare "
-            "observe(..., clip_norm=...); if it changes it in another way on purpose, this clause "
-            "needs a run without obs.reduced()"
+            f"in step {tried.broken.step} {tried.broken.tensor} does not move by the "
+            "gradient that it had at obs.reduced(): if the script only clips the "
+            "gradient afterwards, declare observe(..., clip_norm=...); if the script "
+            "changes it in another way on purpose, this clause needs a run without "
+            "obs.reduced()"
         )
         return True
     return False
@@ -120,8 +121,8 @@ def _follow(tally: Tally, trace: Trace) -> None:
             + missing.told(
                 tally,
                 trace=" (traits: rule: other)",
-                script=": those of torch.optim's optimizers are, but for LBFGS, Rprop, ASGD and "
-                "some that are rare",
+                script=": known are those of torch.optim, except for LBFGS, Rprop, ASGD and some "
+                "that are rare",
             )
         )
         return
@@ -177,9 +178,11 @@ def _begins_anew(
     goes_on, is_anew = (_trial(trace, each, update, twice) for each in tried)
     if goes_on or not is_anew:
         return False
-    told = f"the optimizer's state was emptied before step {update.step}, and later steps use that"
     if not any("state was emptied" in note for note in tally.notes):
-        tally.note(told)
+        tally.note(
+            f"the optimizer's state was emptied before step {update.step}, and later "
+            "steps use the emptied state"
+        )
     return True
 
 
@@ -425,9 +428,10 @@ def compare_metrics(tally: Tally, trace: Trace) -> None:
             place = evidence.place(trace, by_rank[rank])
             tally.check(
                 math.isclose(metric, known[first], rel_tol=METRIC_BOUND),
-                f"the schedule of rank {rank} follows a metric that is {metric:.4g} at best, and "
-                f"{known[first]:.4g} on rank {first}: once one of them reduces its learning rate, "
-                "ranks step apart; take the mean over ranks before scheduler.step(metric)",
+                f"the schedule of rank {rank} follows a metric with the best value "
+                f"{metric:.4g}, and {known[first]:.4g} on rank {first}: once one of them "
+                "reduces its learning rate, ranks diverge; take the mean over ranks before "
+                "scheduler.step(metric)",
                 expected=repr(known[first]),
                 got=repr(metric),
                 **place,
@@ -510,7 +514,8 @@ def _decay(trace: Trace) -> Iterator[str]:
     if 0 < len(decayed) < len(flat):
         yield (
             f"weight decay acts on {listed(decayed, most=2)}, which "
-            f"{'have' if decayed[1:] else 'has'} one dimension, and not on other such tensors"
+            f"{'have' if decayed[1:] else 'has'} one dimension, and not on others with "
+            "one dimension"
         )
 
 
@@ -533,9 +538,9 @@ def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
         groups = {group for event in noticed for group in event.shared if name in group}
         others = sorted({one for group in groups for one in group} & twice - {name})
         if not others:
-            cause = "the optimizer's parameters have it twice"
+            cause = "it is in the optimizer's parameters twice"
         elif plain:
-            tally.note(f"{name} and {others[0]} are parameters of the same memory: SGD steps both")
+            tally.note(f"{name} and {others[0]} are parameters in the same memory: SGD steps both")
             continue
         else:
             cause = f"{others[0]} is a second parameter in the same memory"

@@ -78,14 +78,14 @@ def _as_stock(tally: Tally, trace: Trace, event: Encoded) -> None:
     apart = _first_apart(event.tokens, event.stock_tokens)
     tally.check(
         apart is None,
-        f"sample {event.sample} has other tokens than transformers makes of row {event.row}, from "
-        f"position {apart} on",
+        f"sample {event.sample} has different tokens than transformers makes of row "
+        f"{event.row}, from position {apart} on",
         expected=str(event.stock_tokens[apart or 0 :][:6]),
         got=str(event.tokens[apart or 0 :][:6]),
         **place,
     )
     if apart is None:
-        message = f"sample {event.sample} predicts other tokens than the completion's"
+        message = f"sample {event.sample} predicts tokens that are not the completion's"
         tally.equal(event.completion, event.predicted, message, **place)
 
 
@@ -102,7 +102,7 @@ def _learned(tally: Tally, trace: Trace, sample: Encoded, event: Taught) -> None
     due = {length - 1} if sample.label != NO_CLASS else {p - 1 for p in sample.completion}
     extra, lacking = sorted(set(event.positions) - due), sorted(due - set(event.positions))
     if extra:
-        what = "beyond its last token" if extra[-1] >= length else "that predict no due token"
+        what = "beyond its last token" if extra[-1] >= length else "that predict no target token"
         message = f"the loss of sample {event.sample} depends on states {extra[:6]}, {what}"
     else:
         message = f"the loss of sample {event.sample} doesn't depend on states {lacking[:6]}"
@@ -125,7 +125,7 @@ def compare_class_weights(tally: Tally, trace: Trace) -> None:
     for event in trace.of(Weighed):
         counts = Counter(label for label in label_of.values() if label != NO_CLASS)
         if event.asked not in _POWERS or not counts:
-            tally.miss(f"weights={event.asked} of {len(counts)} classes: nothing is known of them")
+            tally.miss(f"weights={event.asked} of {len(counts)} classes: their counts are unknown")
             continue
         due = _weights(counts, event.asked)
         for label, weight in due.items():
@@ -167,7 +167,7 @@ def compare_copies(tally: Tally, trace: Trace) -> None:
     message = f"classes have {dict(sorted(counts.items()))} samples once rarer ones are repeated"
     tally.check(len(set(counts.values())) == 1, message, **place)
     rows = {event.row for event in labelled}
-    message = f"rows {sorted(set(range(max(rows) + 1)) - rows)[:8]} are no sample at all"
+    message = f"rows {sorted(set(range(max(rows) + 1)) - rows)[:8]} are in no sample"
     tally.equal(max(rows) + 1, len(rows), message, **place)
     _each_once(tally, trace)
 

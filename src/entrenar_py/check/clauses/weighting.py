@@ -155,8 +155,8 @@ def _changed_gradient(tally: Tally, *, is_one_workers: bool) -> None:
     """
     if is_one_workers:
         tally.note(
-            "the script changes gradients before the optimizer gets them, on one worker as on "
-            "several: whether that is meant is not judged"
+            "the script changes gradients before the optimizer gets them, on one "
+            "worker as on several: it is not judged whether that is intended"
         )
         return
     tally.miss(
@@ -350,8 +350,9 @@ class _Divisions:
         is_mixed = not off and not loss_terms.are_one_mean(shards)  # else parts of a penalty
         for name in [name for name in mean if name in update.mixed and is_mixed]:
             message = (
-                f"the applied gradient of {name} holds that of the pass before its weights were "
-                "moved, too: clear gradients between the two passes of a sharpness-aware step"
+                f"the applied gradient of {name} also contains that of the pass before its "
+                "weights were moved: clear gradients between the two passes of a "
+                "sharpness-aware step"
             )
             self.tally.check(False, message, tensor=name, **place)
         if self.trace.traits.clipping == "other":
@@ -363,13 +364,13 @@ class _Divisions:
             for now, before in zip(divided, first, strict=True)
         )
         if not is_alike and self.trace.traits.losses == "backward":
-            told = "the gradient was divided by another number than before, maybe by its weight"
+            told = "the gradient was divided by a different number than before, maybe by its weight"
             missing.ask(self.tally, told, facts.LOSS_AND_WEIGHT)
             return
         self.tally.check(
             is_alike,
-            "the gradient was divided by another number than before, and by another multiple of "
-            "the step's weight",
+            "the gradient was divided by a different number than before, and by a "
+            "different multiple of the step's weight",
             expected=" or ".join(map(repr, first)),
             got=" or ".join(map(repr, divided)),
             **place,
@@ -445,7 +446,9 @@ def _note_kept(tally: Tally, trace: Trace) -> None:
         if update.kept:
             names = listed([*update.kept], most=2)
             since = min(update.kept.values())
-            tally.note(f"gradients of {names} were not cleared, or overwritten, since step {since}")
+            tally.note(
+                f"gradients of {names} were neither cleared nor overwritten since step {since}"
+            )
             return
 
 
@@ -472,7 +475,7 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
         f"{len(lost)} of {counted(len(by_step), 'step')}"
     )
     if len(lost) < 2 or 2 * len(lost) < len(by_step):
-        tally.note(f"{words}: its samples count in no step")
+        tally.note(f"{words}: its samples are counted in no step")
         return
     message = (
         f"{words}, which could mean: gradients are cleared between the micro-batches of a step"
@@ -583,12 +586,13 @@ def _alike(
             meaning = (
                 "the last of an epoch are left for the next step"
                 if size > due and name == "micro-batches"
-                else "the number is one of full steps alone"
+                else "the number is that of full steps only"
             )
             tally.check(
                 False,
-                f"{size:g} {name} are divided by the number that {due:g} are divided by in step "
-                f"{usual}, so samples count {ratio:.3g} times, which could mean: {meaning}",
+                f"{size:g} {name} are divided by the same number as {due:g} in step "
+                f"{usual}, so their samples count {ratio:.3g} times as much, which could "
+                f"mean: {meaning}",
                 expected="1",
                 got=f"{ratio:.6g}",
                 **place,

@@ -166,7 +166,9 @@ def compare_averages(tally: Tally, trace: Trace) -> None:
         if heard.poisoned:
             tally.equal(None, heard.digest, f"{what}, was sent, though a term is a NaN", **place)
             continue
-        if not tally.check(heard.roundings is not None, f"{what}, was not heard alike", **place):
+        if not tally.check(
+            heard.roundings is not None, f"{what}, was not the same for all workers", **place
+        ):
             continue
         assert heard.roundings is not None, "it was just compared"
         deviation = f"{what}, is not the weighted mean"
@@ -174,7 +176,7 @@ def compare_averages(tally: Tally, trace: Trace) -> None:
             ROUNDINGS_MAX, heard.roundings, deviation, form=".3g", element=heard.element, **place
         )
         known = first.setdefault((heard.step, heard.part), heard)
-        other = f"{what}, has other bits than with {known.case}"
+        other = f"{what}, has different bits than with {known.case}"
         tally.equal(known.digest, heard.digest, other, **place)
 
 

@@ -204,14 +204,14 @@ def _noted(entry: Entry, standing: configuration.Standing) -> Entry:
         notes.append(note)
     accepted = standing.accepted.get(entry.invariant.id, entry.accepted)
     if accepted and entry.verdict is Verdict.HELD:
-        notes.append(f"it held, so that it need not be accepted: {accepted}")
+        notes.append(f"it held, so it need not be accepted: {accepted}")
     finding = replace(entry.finding, notes=(*entry.finding.notes, *notes))
     return replace(entry, finding=finding, accepted=accepted)
 
 
 def _doubted(left_out: NotApplying, doubts: Mapping[str, str]) -> NotApplying:
     doubt = doubts.get(left_out.invariant.id)
-    reason = f"{left_out.reason}; BUT {doubt}: if it does apply, take that out"
+    reason = f"{left_out.reason}; BUT {doubt}: if it does apply, remove that"
     return replace(left_out, reason=reason) if doubt else left_out
 
 

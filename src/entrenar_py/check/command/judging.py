@@ -40,8 +40,8 @@ from entrenar_py.shared.verdict import Verdict, inconclusive
 from entrenar_py.shared.wording import counted, listed
 
 NO_WORKDIR = (
-    "the command needs {workdir} (folder of checkpoints), and should have {steps} (steps in all); "
-    "put them into it, or exclude the clause"
+    "the command needs {workdir} (folder of checkpoints), and should have "
+    "{steps} (steps in all); put them into the command, or exclude the clause"
 )
 _NO_WORKER = "no worker was killed: that takes two workers or more; raise --world-size"
 _BY_PROBES = "decided by a probe that the harness runs itself, not by a script's runs"
@@ -293,7 +293,7 @@ def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:
     )
     if RESUMED not in check.needs or not stopped or within:
         return []
-    why = "if a resume loses its place within an epoch, that does not show"
+    why = "a resume that loses its position within an epoch would not be found"
     return [f"the run was stopped between epochs only: {why}; {{steps}} stops it within one"]
 
 
@@ -410,7 +410,7 @@ def refuted(
     for entry in judge([task for task in declared if task.check is not None], runs):
         if entry.verdict is not Verdict.INCONCLUSIVE:
             why = reasons[entry.invariant.id]
-            note = f"declared not to apply, and yet its runs decide it; take that out: {why}"
+            note = f"declared not to apply, but its runs decide it; remove that: {why}"
             finding = replace(entry.finding, notes=(*entry.finding.notes, note))
             yield replace(entry, finding=finding)
 

@@ -20,11 +20,12 @@ PLACEHOLDERS = {
     "epochs": "how many epochs to make in all, also after a resume",
     "workdir": "a folder of the run, for checkpoints: the same before a stop and after it",
     "trace_dir": "the folder that the ranks record to",
-    "resume:OPTIONS": "options that have the script go on from a checkpoint, filled in only where "
-    "it is started again after a stop: {resume:--resume out/last.pt}; where PATH has a * it is the "
-    "newest such file",
-    "share:N": "how many samples of a global batch of N a worker has in one micro-batch: N divided "
-    "by the number of workers, and by {accumulation} where that is in the command",
+    "resume:OPTIONS": "options that make the script continue from a checkpoint, filled in only "
+    "where it is started again after a stop: {resume:--resume out/last.pt}; a "
+    "PATH with a * is the newest such file",
+    "share:N": "how many samples of a global batch of N a worker has in one micro-batch: "
+    "N divided by the number of workers, and by {accumulation} if that is in "
+    "the command",
     **{name: knob.says for name, knob in KNOBS.items()},
 }
 _NAME = re.compile(r"(?<!\$)\{(\w+)\}")  # not a shell's ${...}
@@ -52,7 +53,7 @@ def require_known(command: Sequence[str]) -> None:
         for name in _NAME.findall(word):
             if f"{name}:" == RESUME:
                 raise UsageError(
-                    f"{word}: {{resume}} needs the options that have the script go on from a "
+                    f"{word}: {{resume}} needs the options that make the script continue from a "
                     "checkpoint, {resume:--resume out/last.pt}",
                     field="command",
                 )

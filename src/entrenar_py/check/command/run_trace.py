@@ -259,8 +259,9 @@ LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
 
 # The folder of the output names the run in a report.
 NOT_RESTARTED = (
-    "the launcher restarted no worker, or none that recorded anything: give torchrun "
-    "--max-restarts=1, and go on from a checkpoint in {workdir}; or exclude the clause"
+    "the launcher restarted no worker, or none that recorded anything: give "
+    "torchrun --max-restarts=1, and continue from a checkpoint in {workdir}; "
+    "or exclude the clause"
 )
 
 

@@ -94,8 +94,8 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
         if first:
             if begun := first_step(recorded):
                 printing.warn(
-                    f"{name} began at step {begun}, not at 0: it found an earlier checkpoint, and "
-                    "so do all runs. Move it out of the way to see the training's beginning"
+                    f"{name} began at step {begun}, not at 0: it found an earlier checkpoint, "
+                    "and so do all runs. Move the checkpoint away, so that runs begin at step 0"
                 )
             if recorded.end.status == "failed":
                 planned.clear()

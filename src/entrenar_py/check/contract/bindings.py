@@ -403,7 +403,7 @@ def _departures(item: Item, entry: Entry) -> dict[str, str]:
     for key, departs in (("severity", is_milder), ("check", True), ("tolerance_kind", True)):
         own, theirs = getattr(entry, key), getattr(clause, key)
         if departs and None not in (own, theirs) and own != theirs:
-            departures[key] = f"{key} {own} in place of the {item.kind}'s {theirs}"
+            departures[key] = f"{key} {own} instead of the {item.kind}'s {theirs}"
     own, theirs = entry.tolerance, clause.tolerance
     if theirs is not None and own is not None and own > theirs:
         departures["tolerance"] = (

@@ -83,7 +83,7 @@ def require_suppressible(rules: Iterable[str]) -> None:
             hint = did_you_mean(rule, BY_ID)
             raise UsageError(f"--suppress {rule}: no such rule: {hint}", field="suppress")
         if rule == UNREADABLE:
-            problem = "can't be suppressed; correct what breaks it"
+            problem = "can't be suppressed; correct what it reports"
             raise UsageError(f"--suppress {rule}: {problem}", field="suppress")
 
 

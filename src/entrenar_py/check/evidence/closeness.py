@@ -99,7 +99,7 @@ def compare_close(
     for name, record in expected.items():
         if name not in gaps:
             if name not in got or got[name].size != record.size:
-                what = f"{message}: {name} is missing or reshaped"
+                what = f"{message}: {name} is missing, or has a different shape"
                 tally.check(False, what, tensor=name, **place)
             continue
         gap = gaps[name]

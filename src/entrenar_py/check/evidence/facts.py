@@ -12,9 +12,10 @@ from dataclasses import dataclass
 # Advice to record a tensor with its values, not only its digest.
 WITH_VALUES = "with values, record_tensor(array, values=True)"
 _WHOLE = (
-    "let all ranks come to the end, since a tensor in pieces is known only if each rank recorded "
-    "its own. If optimizers step in turn and the script has no observe(), add "
-    "observe(model, [first, second]): it tells which step applies a gradient"
+    "let all ranks come to the end, since a sharded tensor is known only if "
+    "each rank recorded its own piece. If optimizers step in turn and the "
+    "script has no observe(), add observe(model, [first, second]), which shows "
+    "which step applies a gradient"
 )
 _BOTH_ENDS = "a rank that was ended, or that skipped the step, recorded nothing"
 
@@ -76,7 +77,8 @@ SHARDS = Fact(
 SHARDS_IN_BOTH = Fact(record="a Shard of each step in both", call=_BACKWARD)
 DRAWS = Fact(
     record="Shard.draws, a digest of the first numbers that dropout drew for the shard",
-    call="call the observed model itself, not its parts: what it draws is seen in its forward pass",
+    call="call the observed model itself, not its parts: random numbers are "
+    "observed in its forward pass",
 )
 
 
@@ -106,7 +108,7 @@ TWO_WORKERS = Fact(
     call="run it with two workers or more (--world-size), and call observe() on each",
 )
 ALL_WEIGHTS = Fact(
-    record="Start.weights and Update.weights, with all tensors, frozen ones too", call=_STATES
+    record="Start.weights and Update.weights, with all tensors, also frozen ones", call=_STATES
 )
 TRAINABLE = Fact(
     record="Start.trainable",
@@ -117,7 +119,7 @@ ALL_RANKS = Fact(
     record="a Start and Updates on every rank, or a world_size that counts only those that started",
     call=_STATES,
 )
-DECAYED = Fact(record="Start.decayed, the tensors it acts on", call=_STATES)
+DECAYED = Fact(record="Start.decayed, the tensors that weight decay acts on", call=_STATES)
 FROM_STEP_0 = Fact(
     record="the run from step 0 on, every step",
     call="run the script from its first step, with no optimizer step made before observe()",
@@ -135,7 +137,7 @@ CLIP_NORM = Fact(
     call="say to which norm the applied gradient is clipped: observe(..., clip_norm=)",
 )
 DEPARTURE = Fact(
-    record="a Membership with change='left' where a worker is gone",
+    record="a Membership with change='left' where a worker left",
     call="let the run make more steps ({steps}, --steps): the worker is killed in the middle",
 )
 RESUMED_START = Fact(

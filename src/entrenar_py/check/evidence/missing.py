@@ -54,12 +54,12 @@ def told(tally: Tally, *, trace: str, script: str) -> str:
 
 
 def other_samples(*runs: Trace) -> str:
-    """Return `draws other samples`, or `gives the model other rows` if only contents are known.
+    """Return `draws different samples`, or `gives the model different rows` if ids are contents.
 
     If samples are identified by their contents, a row with noise or padding is not a sample.
     """
     is_content = any(run.traits.sample_ids == "content" for run in runs)
-    return "gives the model other rows" if is_content else "draws other samples"
+    return "gives the model different rows" if is_content else "draws different samples"
 
 
 class Gaps:
@@ -236,9 +236,10 @@ def require_moves(tally: Tally, trace: Trace) -> None:
                 return
     if num_steps := len(evidence.updates(trace)):
         tally.miss(
-            f"no weight moves in {wording.counted(num_steps, 'step')}, as none does in a trainer "
-            "that loses its gradients: nothing was compared that could differ; is the learning "
-            "rate 0, does the optimizer have other tensors, or is the loss cut off from them?"
+            f"no weight changes in {wording.counted(num_steps, 'step')}, as in a "
+            "trainer that loses its gradients: nothing was compared that could differ; "
+            "is the learning rate 0, does the optimizer have different tensors, or is "
+            "the loss detached from them?"
         )
 
 

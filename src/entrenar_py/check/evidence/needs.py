@@ -43,27 +43,28 @@ ALONE = Need(
     says="the same run on one worker",
     free=("num_shards", "accumulation", "backends", "options", "repeat"),
 )
-COUNTS = Need(name="counts", says="the same run on other numbers of workers")
+COUNTS = Need(name="counts", says="the same run on different numbers of workers")
 REPEATED = Need(name="repeated", says="the same run a second time", free=("repeat",))
 NUDGED = Need(
-    name="nudged", says="the same run on one worker, its first weights moved by some roundings"
+    name="nudged",
+    says="the same run on one worker, with its first weights changed by some roundings",
 )
 CONTROLLED = Need(
     name="controlled",
-    says="the same run, and that on one worker, with equal random numbers, or equal shares",
+    says="the same run, and the run on one worker, with equal random numbers, or equal shares",
 )
 SHORTENED = Need(
     name="shortened",
     says="the same run, in which an epoch ends: after two steps, by its loaders, or by more steps",
 )
 REORDERED = Need(
-    name="reordered", says="the same run, its optimizer built with the parameters in another order"
+    name="reordered", says="the same run, with the optimizer's parameters in a different order"
 )
 ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
 PEER = Need(name="peer", says="the same fine-tuning by transformers.Trainer with peft")
 SINGLE = Need(name="single", says="the same fine-tuning by one worker, without ranks")
 CALM = Need(name="calm", says="the same run without faults and audits")
-TWIN = Need(name="twin", says="the same reduction in another network, or in one process")
+TWIN = Need(name="twin", says="the same reduction over a different topology, or in one process")
 ON_CPU = Need(name="on_cpu", says="the same run on the CPU")
 
 # --- runs with a fault or stop, judged together with the base, which has none ---------------------
@@ -71,7 +72,7 @@ KILLED = Need(name="killed", says="the base with a worker lost")
 RESUMED = Need(name="resumed", says="the base, stopped and resumed")
 
 # --- runs that are judged without a base ----------------------------------------------------------
-POISONED = Need(name="poisoned", says="a run with a value that is not finite")
+POISONED = Need(name="poisoned", says="a run with a non-finite value")
 SAVED = Need(name="saved", says="a run that wrote a checkpoint and loaded it")
 PROBED = Need(name="probed", says="a run that passed its tokens to the model again, some replaced")
 

@@ -18,13 +18,14 @@ from entrenar_py.shared.workers import Outer
 
 PROMISE = "rounds"
 NOTHING = (
-    "no run of workers that step alone and synchronise: record a Synchronised of each rank "
-    f'whenever they are, in a trace with promises=("{PROMISE}",)'
+    "no run of workers that step alone and synchronise: record a Synchronised "
+    "of each rank whenever they synchronise, in a trace with "
+    f'promises=("{PROMISE}",)'
 )
 
 OWN_STATE = (
-    "each rank's optimizer has a state of its own, since ranks step alone, and weights are brought "
-    "together after rounds"
+    "each rank's optimizer has a state of its own, since ranks step alone, and "
+    "weights are synchronised after rounds"
 )
 # The options of rounds that make local SGD the training of one worker, if the optimizer is SGD.
 AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
@@ -61,9 +62,9 @@ def nothing(tally: Tally) -> str:
     return missing.told(
         tally,
         trace=NOTHING,
-        script="no workers that step alone were brought together: call obs.synchronised(...) "
-        "wherever they were just given the same weights, and make enough steps for a round "
-        "(--steps)",
+        script="no workers that step alone were synchronised: call obs.synchronised(...) "
+        "wherever they were just given the same weights, and make enough steps for "
+        "a round (--steps)",
     )
 
 
@@ -99,8 +100,8 @@ def says_rule(tally: Tally, trace: Trace) -> bool:
                 tally,
                 trace="the run does not say the rule of its outer step: give the options "
                 "outer_learning_rate and outer_momentum in its scenario",
-                script="the rule of the outer step is not known here: it is for torch's SGD with "
-                "one constant rate and momentum, given to obs.synchronised(optimizer, weights)",
+                script="the rule of the outer step is unknown: only torch's SGD with one constant "
+                "rate and momentum is known, given to obs.synchronised(optimizer, weights)",
             )
         )
     return known

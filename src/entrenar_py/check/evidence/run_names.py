@@ -113,8 +113,8 @@ def _is_number(text: str, *, is_whole: bool) -> bool:
 _DONE: Mapping[str, str] = {
     "non_finite_gradient": "with a NaN planted in a gradient",
     "leave": "with a worker killed",
-    "nudged_weights": "with its weights moved by some roundings",
-    "common_numbers": "with random numbers that are alike for all samples",
+    "nudged_weights": "with its weights changed by some roundings",
+    "common_numbers": "with the same random numbers for all samples",
     "common_order": "with one order of samples for any number of workers",
     "mirrored_ranks": "with the same samples on all ranks",
     "merged_batches": "which loads the batches of several workers at once",

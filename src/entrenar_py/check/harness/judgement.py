@@ -68,7 +68,7 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
         return Judgement(finding=inconclusive(invariant.id, reason), failed=True)
     idle = _idle_mutant(runs)
     if finding.verdict is Verdict.HELD and idle is not None:
-        reason = f"mutant {idle} took no part: no function that it replaces was called in this run"
+        reason = f"mutant {idle} had no effect: no function that it replaces was called in this run"
         finding = inconclusive(invariant.id, reason, finding.compared)
     return Judgement(finding=finding, failed=any(run.end.status == "failed" for run in runs))
 

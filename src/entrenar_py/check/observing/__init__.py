@@ -198,8 +198,8 @@ def observe(
     """
     if every is None and (contract, on_finding, patience) != (None, None, PATIENCE):
         raise UsageError(
-            "contract=, on_finding= and patience= belong to the watch, which every= starts: give "
-            "every=, or leave them out"
+            "contract=, on_finding= and patience= are arguments of the watch, which "
+            "every= starts: give every=, or leave them out"
         )
     observation = Observation()
     if FOLDER in os.environ:

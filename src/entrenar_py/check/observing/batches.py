@@ -33,7 +33,7 @@ from entrenar_py.check.observing.contents import Row
 from entrenar_py.check.observing.sources import Ids, positions_of
 
 KEYS = "the sampler draws something other than numbers of samples"
-DISORDER = "the loader hands out batches in another order than it draws them (in_order=False)"
+DISORDER = "the loader hands out batches in a different order than it draws them (in_order=False)"
 FAILED = "the loader had raised an error"
 
 _DEPTH_MAX = 4  # depth of containers in a batch that are examined

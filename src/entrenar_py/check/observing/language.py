@@ -229,7 +229,7 @@ class Looking(Language):
         if torch._C._current_graph_task_id() != -1:
             return "an optimizer steps inside of the backward pass"
         if flat_parameters.is_fully_sharded(self._model):
-            return "its weights are in pieces, which are only brought together for the script"
+            return "its weights are sharded, and are gathered only for the script's own passes"
         if passed.arguments.has_cache:
             return "it is given a cache"
         if hooked := token_probe.own_hook(self._model):

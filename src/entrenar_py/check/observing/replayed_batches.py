@@ -300,10 +300,10 @@ class Giving:
         names = [name for name in tensors if all(name in call for call in calls)]
         are_all = all(len(call) == len(names) == len(tensors) for call in calls)
         if len(calls) < len(ranks) or not (are_all or what == _BESIDE):
-            raise LookupError(f"{what} {place}: ranks were given other tensors than one worker")
+            raise LookupError(f"{what} {place}: ranks were given different tensors from one worker")
         rows = next((len(one) for call in calls for one in call.values() if one.dim()), 0)
         if rows == 1 < len(calls):
-            raise LookupError(f"{what} {place}: two rows may be taken with one by broadcasting")
+            raise LookupError(f"{what} {place}: two rows may be broadcast with one")
         for name in names:
             own = tensors[name]
             theirs = _joined([call[name] for call in calls], rows).to(own.device)
@@ -445,7 +445,7 @@ def _joined(theirs: Sequence[Tensor], rows: int) -> Tensor:
     if rows and all(tensor.dim() and len(tensor) == rows for tensor in theirs):
         return torch.cat([*theirs])
     if any(not torch.equal(tensor, theirs[0]) for tensor in theirs):
-        raise LookupError("ranks were given unlike tensors, and their rows are unknown")
+        raise LookupError("ranks were given tensors that differ, and their rows are unknown")
     return theirs[0]
 
 

@@ -140,8 +140,9 @@ def declared_numbering(dataset: Any, drawn: Numbering | None) -> Numbering:
     known = drawn is not None and drawn.bottoms and type(dataset) is not int
     if drawn is not None and known and set(numbering.bottoms) - set(drawn.bottoms):
         raise UsageError(
-            f"dataset={reprlib.repr(dataset)}: sampler= draws from another data set, so samples "
-            "have other numbers; give the one that it draws from, or a Subset of that"
+            f"dataset={reprlib.repr(dataset)}: sampler= draws from another data set, so "
+            "samples have different numbers; give the data set that the sampler draws "
+            "from, or a Subset of it"
         )
     return numbering
 

@@ -54,8 +54,9 @@ def build() -> argparse.ArgumentParser:
         prog=PROG,
         usage="%(prog)s [--contract FILE] [options] [-- COMMAND ...]\n"
         "       %(prog)s init [-- COMMAND ...]",
-        description="Tries to falsify a distributed trainer against a written contract. What the "
-        "command line leaves out is read from the project's configuration, which `init` writes.",
+        description="Tries to falsify a distributed trainer against a written contract. "
+        "Options that the command line omits are read from the project's "
+        "configuration, which `init` writes.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -63,18 +64,19 @@ def build() -> argparse.ArgumentParser:
     cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
     add = partial(_add, cli)
     named = (
-        "a YAML contract: a path, or the name of a shipped one; may be given again; a command is "
-        "checked by distributed-training-v1.yaml and training-integrity-v1.yaml if none is given"
+        "a YAML contract: a path, or the name of a shipped one; may be given "
+        "several times; a command is checked by distributed-training-v1.yaml and "
+        "training-integrity-v1.yaml if none is given"
     )
     add("--contract FILE", named, action="append")
     bindings = (
-        "bindings of the contract's statements to checks, besides those in NAME.bindings.yaml next "
-        "to it; may be given again"
+        "bindings of the contract's statements to checks, besides those in "
+        "NAME.bindings.yaml next to it; may be given several times"
     )
     add("--bind FILE", bindings, action="append", type=Path, default=())
     _add_configuration(cli.add_mutually_exclusive_group())
     _add_selection(cli.add_argument_group("which invariants"))
-    _add_runs(cli.add_argument_group("how they are tried"))
+    _add_runs(cli.add_argument_group("how clauses are tried"))
     _add_modes(cli.add_argument_group("instead of a full run"))
     _add_output(cli.add_argument_group("output"))
     return cli
@@ -103,7 +105,7 @@ def _add_configuration(group: argparse._ActionsContainer) -> None:
 def _add_selection(group: argparse._ActionsContainer) -> None:
     add = partial(_add, group, default=())
     add("--only ID[,ID]", "only the invariants with these ids", type=arguments.words)
-    add("--exclude ID[,ID]", "all invariants but these", type=arguments.words)
+    add("--exclude ID[,ID]", "all invariants except these", type=arguments.words)
     add("--severity P0[,P1]", "only invariants of these severities", type=arguments.severities)
 
 
@@ -141,8 +143,9 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     own = "run a command in this folder itself, instead of in a copy of it for each run"
     add("--in-place", own)
     launcher = (
-        "forked: the processes of torchrun and accelerate launch are forked from one that has "
-        "imported torch, where that makes no difference (default); as-is: each is started anew"
+        "forked: the processes of torchrun and accelerate launch are forked from "
+        "one that has imported torch, where that makes no difference (default); "
+        "as-is: each is a new process"
     )
     add("--launcher KIND", launcher, choices=("forked", "as-is"), default="forked")
     add("-x", "stop at the first falsified invariant", dest="stop_early")
@@ -424,7 +427,7 @@ def _path(typed: argparse.Namespace) -> Path | None:
     if config is None:
         return toml_file.find(Path.cwd())
     if not config.is_file():
-        problem = "it is no regular file" if config.exists() else "no such file"
+        problem = "it is not a regular file" if config.exists() else "no such file"
         raise UsageError(f"--config {config}: {problem}; give a TOML file")
     return config.absolute()
 

@@ -123,10 +123,10 @@ def require_one_machine(command: Sequence[str]) -> None:
     least = (num_nodes(command, end) or "").partition(":")[0]
     if least.isdecimal() and int(least) > 1:
         raise UsageError(
-            f"command: its launcher {Path(command[known[0]]).name} is to start workers on {least} "
-            "machines, one call on each, and a check makes one call on this machine: leave the "
-            "number of machines out, or give a command that starts {world_size} workers on all "
-            "(docs/multi-node.md)"
+            f"command: its launcher {Path(command[known[0]]).name} starts workers on "
+            f"{least} machines, with one call on each, but a check makes one call, on "
+            "this machine: leave the number of machines out, or give a command that "
+            "starts {world_size} workers on all (docs/multi-node.md)"
         )
 
 

@@ -84,12 +84,12 @@ KEYS: Mapping[str, Key] = {
         "`false`",
         "the command's script doesn't call `observe()`, and is [observed all the same](auto.md)",
     ),
-    "deadline": Key("seconds", "`300`", "a run of the command that takes longer is ended"),
+    "deadline": Key("seconds", "`300`", "a run of the command is ended after this time"),
     "in-place": Key(
         "flag",
         "`false`",
-        "all runs of the command work in the file's folder itself, instead of in "
-        "[a copy of it](your-trainer.md#where-a-run-works) each",
+        "all runs of the command work in the file's folder itself, instead of each "
+        "in [a copy of it](your-trainer.md#where-a-run-works)",
     ),
     "launcher": Key(
         "text",

@@ -76,8 +76,9 @@ def guess_command(command: Sequence[str], folder: Path) -> Guess:
         draft.look.append(f"there is no program {program!r} here: nothing can be run yet")
     if commands.is_for_shell(draft.command):
         draft.look.append(
-            f"the text for {program} is not read: put {{world_size}}, {{steps}}, {{workdir}} and "
-            f"{{seed}} into it, or give init the command alone, without {program}"
+            f"init does not read the text for {program}: put {{world_size}}, {{steps}}, "
+            "{workdir} and {seed} into it, or give init the command alone, without "
+            f"{program}"
         )
         return draft
     place, path = commands.script(draft.command, folder)

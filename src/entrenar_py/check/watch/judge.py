@@ -170,7 +170,7 @@ class Judge:
             odd = digests
         others = [rank for rank in digests if rank not in odd]
         what = (
-            f"hold other weights than {named('rank', others)}"
+            f"hold different weights from {named('rank', others)}"
             if others
             else "hold different weights"
         )
@@ -187,7 +187,7 @@ class Judge:
 
     def _alone(self) -> str:
         if len(self._ranks) == 1:
-            return "one process: there is no other to compare with"
+            return "there is only one process, and no other to compare it with"
         compared = {place for held in self._held for place in held}
         alone = [
             self._name((rank, row))

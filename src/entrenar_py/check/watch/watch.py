@@ -55,7 +55,10 @@ class Parameters:
         current = [slot[key] for slot, key in self._slots]
         for name, parameter in zip(self.names, current, strict=True):
             if parameter is None:
-                raise UsageError(f"parameter {name} was removed: observe() the model that trains")
+                raise UsageError(
+                    f"parameter {name} was removed from the model: call observe() on the model "
+                    "that trains"
+                )
         return [parameter for parameter in current if parameter is not None]
 
     def pieces(self) -> list[Piece]:

@@ -111,8 +111,8 @@ def load(path: Path) -> Trace:
         raise TraceError(f"trace file {path}: {problem}") from error
     if len(events) > EVENTS_MAX:
         raise TraceError(
-            f"{path}: more than {EVENTS_MAX} events: a judge has them all in memory; record fewer "
-            "steps"
+            f"{path}: more than {EVENTS_MAX} events: judging holds all of them in "
+            "memory; record fewer steps"
         )
     if not events or not isinstance(events[-1], End):
         where = f"{path}:{reader.num_lines}: the trace is truncated"

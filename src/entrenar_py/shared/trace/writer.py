@@ -26,8 +26,8 @@ from entrenar_py.shared.untrusted import files
 
 # The advice about a ledger that a run can't continue.
 _TO_DO = (
-    "put back the ledger that the run has written, or move this one away: --resume then begins a "
-    "new one, which records the gap"
+    "restore the ledger that the run has written, or move this one away: "
+    "--resume then begins a new one, which records the gap"
 )
 
 
@@ -105,7 +105,7 @@ def create(path: Path, head: Head) -> Writer:
         file = FileIO(path, "x")
     except FileExistsError as error:
         raise UsageError(
-            f"ledger {path}: it already exists; go on with --resume, or give another path"
+            f"ledger {path}: it already exists; continue with --resume, or give another path"
         ) from error
     except OSError as error:
         problem = f"can't be made ({error.strerror}); give another path"
@@ -136,7 +136,7 @@ def reopen(path: Path, head: Head, *, since: Gap | None = None) -> tuple[Writer,
         first = next(files.lines(lines), b"")
         if not first.endswith(b"\n"):  # the process that created it died in its first line
             if since is not None and since.digest is not None:
-                raise TraceError(f"ledger {path}: it has no whole line; {_TO_DO}")
+                raise TraceError(f"ledger {path}: it has no complete line; {_TO_DO}")
             file.truncate(0)
             return _begun(file, head), Standing(is_new=True)
         lines.seek(0)
@@ -183,17 +183,18 @@ def _lacking(since: Gap, reader: ledger.Reader, num_made: int, digest: str | Non
     """Return a description of the events before the checkpoint `since` that the file lacks."""
     if since.digest is None:
         return (
-            f"it ends after {num_made} steps, the checkpoint is of step {since.step} and names no "
-            "ledger: the steps between are not in it"
+            f"it ends after {num_made} steps, the checkpoint is of step {since.step} "
+            "and names no ledger: the steps in between are not in it"
         )
     if digest is None:
         return (
-            f"it has {reader.num_lines} whole lines, the checkpoint was written when it had "
-            f"{since.lines} (digest of the last {since.digest}): what came after is lost"
+            f"it has {reader.num_lines} whole lines, the checkpoint was written when it "
+            f"had {since.lines} (digest of the last {since.digest}): the lines in "
+            "between are lost"
         )
     return (
-        f"its line {since.lines} has the digest {digest}, the checkpoint names {since.digest}: it "
-        "is another run's, or was rewritten"
+        f"its line {since.lines} has the digest {digest}, the checkpoint names "
+        f"{since.digest}: it belongs to a different run, or was rewritten"
     )
 
 

@@ -39,7 +39,7 @@ def load(text: str | bytes, *, values_max: int | None = None, names_once: bool =
     if values_max is not None and _num_marks(text) > values_max:
         num_marks = _num_marks(_TEXT.sub("", text))  # most marks are within texts
         if num_marks > values_max:
-            raise ValueError(f"it has marks of {num_marks} values; at most {values_max} are read")
+            raise ValueError(f"it seems to have {num_marks} values; at most {values_max} are read")
     value, end = load_at(text, skip_space(text, 0), names_once=names_once)
     end = skip_space(text, end)
     if end != len(text):

@@ -51,7 +51,9 @@ def _require(scenario: Scenario, request: Request) -> None:
     if scenario.optimizer != "adamw":
         raise UsageError.of("optimizer", scenario.optimizer, "use adamw, the Trainer's own")
     if request.oversample or scenario.dropout:
-        raise UsageError("oversample and dropout: not by this system, which has other masks")
+        raise UsageError(
+            "oversample and dropout: this system does not support them, since its masks differ"
+        )
 
 
 def _model(fixture: Fixture, request: Request) -> Any:

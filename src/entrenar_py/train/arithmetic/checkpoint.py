@@ -223,9 +223,10 @@ def require_own(path: Path, progress: Mapping[str, Any], plan: Mapping[str, Any]
     for name in (*ours, *theirs):
         if theirs.get(name) != ours.get(name):
             raise CheckpointError(
-                f"checkpoint {path}: it was saved by a run with {name[-1]}="
-                f"{theirs.get(name)!r}, this one has {name[-1]}={ours.get(name)!r}; go on with "
-                "what it was made by, or give another path"
+                f"checkpoint {path}: it was saved by a run with "
+                f"{name[-1]}={theirs.get(name)!r}, this one has "
+                f"{name[-1]}={ours.get(name)!r}; continue with the setting of that run, or "
+                "give another path"
             )
 
 

@@ -7,7 +7,7 @@ to a finite mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from entrenar_py.compute import Stepping
+from entrenar_py.compute.on_torch import ResidentStep
 from entrenar_py.train.arithmetic import blocks, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Workload
 
@@ -98,7 +99,8 @@ class Engine:
     `parameters` is float32 [num_trainable]. `arrays` has read-only views of all tensors by name,
     divided into `weights` and `buffers`. `tensors` has the same memory as torch tensors; the
     initial values are copied. `scale` (`scale_of`) multiplies gradients and statistics, not losses.
-    `stepper` computes these on the backend.
+    `stepper` computes these on the backend. `resident` is the same stepper if its device keeps
+    copies of the tensors: whoever changes tensors here calls `changed`.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Engine:
         self.weights = {n: array for n, array in self.arrays.items() if n not in self.buffers}
         self._scale = scale
         self.stepper = backend.stepper(workload, self.tensors, scale=scale)
+        self.resident = self.stepper if isinstance(self.stepper, ResidentStep) else None
 
     def shard(
         self, ids: sharding.Ids, *, accumulation: int, drop: DropFunction
@@ -138,10 +141,29 @@ class Engine:
         total = reduction.root(leaves, accumulation)
         return total.vector, total.loss, total.weight
 
+    def begin(self, ids: sharding.Ids) -> Callable[[], tuple[Array, float, float]] | None:
+        """Start `shard` of `ids`; return a function that waits for its result.
+
+        Returns None unless the device can start the shard at once (`ResidentStep.begin`).
+        """
+        if self.resident is None or len(ids) == 0:
+            return None
+        wait = self.resident.begin(ids)
+        return None if wait is None else lambda: self._joined(ids, *wait())
+
+    def changed(self) -> None:
+        """Note that tensors have changed, since a device may have copies of them."""
+        if self.resident is not None:
+            self.resident.changed()
+
     def _micro_batch(self, ids: sharding.Ids, drop: DropFunction) -> tuple[Array, float, float]:
         if len(ids) == 0:
             return np.zeros(self.layout.num_elements, np.float32), 0.0, 0.0
-        loss, parts = self.stepper(ids, drop)
+        return self._joined(ids, *self.stepper(ids, drop))
+
+    def _joined(
+        self, ids: sharding.Ids, loss: float, parts: list[Array]
+    ) -> tuple[Array, float, float]:
         scale = np.float32(self._scale)
         parts += [total * scale for total in self.workload.statistics(ids).values()]
         return as_one(parts), loss, float(self.workload.weight(ids))
@@ -157,6 +179,7 @@ class Engine:
         self.parameters[:] = vector[: self.layout.num_trainable]
         for name, part in self.layout.buffers.items():
             self.buffers[name][...] = vector[part].reshape(self.buffers[name].shape)
+        self.changed()
 
     def average_buffers(self, average: Array) -> None:
         """Move each running mean towards the batch's mean in `average`, the reduced vector."""
@@ -165,6 +188,8 @@ class Engine:
             running += np.float32(BUFFER_MOMENTUM) * (
                 average[part].reshape(running.shape) - running
             )
+        if self.layout.buffers:
+            self.changed()
 
 
 def as_one(parts: Sequence[Array]) -> Array:
@@ -180,8 +205,14 @@ def as_one(parts: Sequence[Array]) -> Array:
 
 def non_finite(vector: Array) -> int | None:
     """Return the position of the first NaN or Inf in `vector`, or None if all are finite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = vector.sum()  # allocates nothing, and is finite only if all elements are
-    if np.isfinite(total) or np.isfinite(vector).all():
+    totals: list[np.float32] = []
+
+    def of(parts: Sequence[slice]) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):  # the current thread's memory
+            # A sum allocates nothing, and is finite only if all elements are.
+            totals.extend(vector[part].sum() for part in parts)
+
+    reduction.share_out(reduction.cut(len(vector)), of)
+    if np.isfinite(totals).all() or np.isfinite(vector).all():
         return None
     return int(np.flatnonzero(~np.isfinite(vector))[0])

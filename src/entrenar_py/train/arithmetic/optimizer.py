@@ -38,7 +38,7 @@ State = dict[str, Vector]
 
 # Elements of a step processed at a time. With fewer, threads wait for the interpreter.
 _BLOCK = 2**18
-_SQUARES = 2**15  # elements in one sum of squares; these sums are then added
+SQUARES = 2**15  # elements in one sum of squares; these sums are then added
 _ALONE = 2**20  # up to this many elements, one thread is as fast
 MOMENTUM = 0.9
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
@@ -80,21 +80,40 @@ def mean(total: Vector, weight: float) -> Vector:
 
 
 def norm_l2(gradient: Vector) -> float:
-    """Return the L2 norm of `gradient`, float32 [num_trainable], accumulated in float64."""
-    whole = len(gradient) // _SQUARES
-    sums = np.zeros(-(-len(gradient) // _SQUARES))
+    """Return the L2 norm of `gradient`, float32 [num_trainable], accumulated in float64.
+
+    Squares are added in rows of SQUARES by halves: the second half of a row is added to the first,
+    until one element is left. The rows' sums are added likewise. So a device can add in the same
+    order (`on_device`). Zeros fill the last row, and the rows' sums up to a power of two.
+    """
+    sums = np.zeros(power_of_two(-(-len(gradient) // SQUARES)))
 
     def of(part: slice, spare: NDArray[Any]) -> None:
         here = gradient[part]
-        squares = np.square(here, dtype=np.float64, out=spare[: len(here)])
-        first, last = part.start // _SQUARES, min(part.stop // _SQUARES, whole)
-        rows = squares[: (last - first) * _SQUARES].reshape(-1, _SQUARES)
-        rows.sum(axis=1, out=sums[first:last])
-        if part.stop == len(gradient) and whole < len(sums):
-            sums[whole] = squares[rows.size :].sum()
+        width = min(SQUARES, power_of_two(len(here)))
+        num_rows = -(-len(here) // width)
+        squares = spare[: num_rows * width]
+        np.square(here, dtype=np.float64, out=squares[: len(here)])
+        squares[len(here) :] = 0
+        first = part.start // SQUARES
+        sums[first : first + num_rows] = _added_by_halves(squares.reshape(num_rows, width))
 
     _for_blocks(len(gradient), of, dtype=np.float64)
-    return math.sqrt(sums.sum())
+    return math.sqrt(_added_by_halves(sums[None])[0])
+
+
+def _added_by_halves(rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the sum of each row of `rows`, [n, a power of two], and overwrite `rows`."""
+    width = rows.shape[1]
+    while width > 1:
+        width //= 2
+        np.add(rows[:, :width], rows[:, width : 2 * width], out=rows[:, :width])
+    return rows[:, 0]
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`, and at least 1."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
@@ -144,7 +163,7 @@ def _for_blocks(
     blocks = [slice(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
 
     def of(share: Sequence[slice]) -> None:
-        spare = np.empty(min(_BLOCK, length), dtype)
+        spare = np.empty(min(_BLOCK, power_of_two(length)), dtype)
         for block in share:
             work(block, spare)
 

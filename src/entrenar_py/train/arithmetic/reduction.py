@@ -77,9 +77,25 @@ def add(node: Node, sibling: Node) -> Node:
     """Return the parent of two siblings, left plus right, in place if one is writable."""
     left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
     writable = (child.vector for child in (left, right) if child.vector.flags.writeable)
-    total = np.add(left.vector, right.vector, out=next(writable, None))
+    total = next(writable, None)
+    if total is None:
+        total = np.empty_like(left.vector)
+
+    def of(parts: Sequence[slice]) -> None:
+        for part in parts:
+            np.add(left.vector[part], right.vector[part], out=total[part])
+
+    share_out(cut(len(total)), of)
     loss, weight = left.loss + right.loss, left.weight + right.weight
     return Node(left.level + 1, left.index // 2, total, loss, weight)
+
+
+PART = 2**20  # elements that a thread processes at a time
+
+
+def cut(length: int) -> list[slice]:
+    """Return slices of at most PART elements that cover `length` elements, for `share_out`."""
+    return [slice(start, min(start + PART, length)) for start in range(0, length, PART)]
 
 
 def root(nodes: Iterable[Node], num_shards: int) -> Node:
@@ -99,7 +115,7 @@ def _cover(covered: set[int], node: Node, num_shards: int) -> None:
     """Add the shards under `node` to `covered`, or raise the ValueError that `fold` describes."""
     shards = span(node, num_shards)
     if node.index < 0 or not shards:
-        raise ValueError(f"{_name(node)} is not of a tree over {num_shards} shards")
+        raise ValueError(f"{_name(node)} does not belong to a tree over {num_shards} shards")
     if not covered.isdisjoint(shards):
         twice = sorted(covered.intersection(shards))
         raise ValueError(f"{_name(node)} was given twice: shards {twice} were already given")

@@ -235,8 +235,9 @@ def _next(coming: Iterator[Batch], shard: int, shards: range) -> Batch:
     for batch in coming:
         return batch
     raise UsageError(
-        f"batches ended before micro-batch {shard}, of {_named(shards)}: every rank needs "
-        f"{len(shards)} micro-batches for a step; leave an incomplete global batch out"
+        f"batches ended before micro-batch {shard}, of {_named(shards)}: every rank "
+        f"needs {len(shards)} micro-batches for a step; leave out an incomplete "
+        "global batch"
     )
 
 

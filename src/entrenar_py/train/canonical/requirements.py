@@ -33,8 +33,8 @@ def require_deterministic() -> None:
         )
     if torch.backends.cudnn.benchmark:
         problems.append(
-            "torch.backends.cudnn.benchmark = True selects the kernels that are fastest in this "
-            "run: set it to False"
+            "torch.backends.cudnn.benchmark = True selects kernels by their speed in "
+            "this run: set it to False"
         )
     workspace = os.environ.get(_WORKSPACE)
     if torch.cuda.is_available() and workspace not in _WORKSPACES:
@@ -176,7 +176,8 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
         if parameter.dtype not in _DTYPES:
             raise UsageError(
                 f"parameter {name} has dtype {parameter.dtype}: allowed are "
-                f"{' and '.join(map(str, _DTYPES))}: their range holds sums over all micro-batches"
+                f"{' and '.join(map(str, _DTYPES))}: in their range sums over all "
+                "micro-batches don't overflow"
             )
         if not _is_dense(parameter):
             raise UsageError(

@@ -138,15 +138,15 @@ def _flag(what: str) -> Mapping[str, Any]:
     return {"action": "store_true", "help": what}
 
 
-_RESUME = _flag("go on from the checkpoint, or from the start if there is none yet")
+_RESUME = _flag("continue from the checkpoint, or start if there is none yet")
 _JSON = _path("FILE", "also write it as JSON")
 _TRAINING: Arguments = {
     "config": _path("CONFIG.yaml", "what to train, and on what; `init` prints one with all keys"),
     "--resume": _RESUME,
     "--backend": _value(
         "LIST",
-        "what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
-        "each at least (default cpu)",
+        "the workers' backends in turn, e.g. cpu,wgpu or cuda:0,cuda:1; each gets "
+        "at least one worker (default cpu)",
         dest="backends",
         type=_backends,
         default=("cpu",),
@@ -169,12 +169,12 @@ COORDINATOR = Command(
         "--wire": {
             "choices": WIRES,
             "default": OWN_WIRE,
-            "help": "what workers speak: this package's own protocol, or the original system's "
-            "second layout (v2), without a secret, with the weights at the workers (default "
-            "own)",
+            "help": "the protocol of the workers: own, that of this package, or v2, the second "
+            "layout of the original system, without a secret, where the workers hold "
+            "the weights (default own)",
         },
         "--insecure": _flag(
-            "with --wire v2: let any process take part that can connect from other machines"
+            "with --wire v2: let any process on other machines that can connect take part"
         ),
     },
 )
@@ -206,7 +206,7 @@ WORKER = Command(
         ),
         "--logits": _path(
             "FOLDER",
-            "this machine's copy of the shards that a student learns from, which may still come",
+            "this machine's copy of the teacher's shards; they may still be arriving",
         ),
         "--trust-remote-code": _flag(
             "run Python that comes with the checkpoint, if the coordinator's configuration says "
@@ -217,7 +217,7 @@ WORKER = Command(
         ),
         "--id": _value(
             "NAME",
-            "in a layer pipeline, the name by which the configuration gives this worker a stage",
+            "in a layer pipeline, this worker's name in the configuration, which gives it a stage",
         ),
         "--listen-port": _value(
             "N",
@@ -255,7 +255,7 @@ WATCHING = Command(
     arguments={
         "--every": _value(
             "N",
-            f"optimizer steps between two looks (default {EVERY})",
+            f"optimizer steps from one check to the next (default {EVERY})",
             type=_positive,
             default=EVERY,
         ),
@@ -268,7 +268,7 @@ VISIT = Command(
     name="doctor",
     what="say what this machine has, and which checks it can exercise",
     arguments={
-        "--clauses": _flag("list every clause, with what it lacks"),
+        "--clauses": _flag("list every clause, and what this machine lacks for it"),
         "--json": _path("FILE", "also write it as JSON, clauses included"),
         "--no-color": _flag("no colours"),
     },
@@ -286,17 +286,17 @@ FINETUNE = (
             "config": _path("CONFIG.yaml", "as `finetune` takes it"),
             "--device": _value(
                 "D",
-                "plan for this device in place of this machine's, as "
-                "name:memory[:bandwidth], e.g. rtx4090:24GB or '2 x h100:80GB:25GB/s'; give it "
-                "once for each kind",
+                "plan for this device instead of this machine's, as "
+                "name:memory[:bandwidth], e.g. rtx4090:24GB or '2 x h100:80GB:25GB/s'; "
+                "give it once for each kind",
                 dest="devices",
                 action="append",
                 default=[],
             ),
             "--bandwidth": _value(
                 "B",
-                "of links for which no device states one, e.g. 1Gbit or 25GB/s (default "
-                f"{BANDWIDTH})",
+                "bandwidth of links for which no device states one, e.g. 1Gbit or 25GB/s "
+                f"(default {BANDWIDTH})",
                 default=BANDWIDTH,
             ),
             "--json": _JSON,
@@ -304,7 +304,7 @@ FINETUNE = (
     ),
     Command(
         name="infer",
-        what="answer a prompt with what `finetune` has trained",
+        what="answer a prompt with a model that `finetune` trained",
         arguments={
             **_TRAINED,
             "--prompt": _value("TEXT", "the text to answer"),
@@ -312,7 +312,7 @@ FINETUNE = (
                 "FILE", "rows to answer instead; a line of JSON is printed for each"
             ),
             "--new-tokens": _value(
-                "N", f"tokens of an answer at most (default {NEW_TOKENS})", type=_positive
+                "N", f"the most tokens of an answer (default {NEW_TOKENS})", type=_positive
             ),
             "--temperature": _value(
                 "T",
@@ -343,7 +343,7 @@ FINETUNE = (
     ),
     Command(
         name="eval",
-        what="score what `finetune` has trained on rows",
+        what="score a model that `finetune` trained, on rows",
         arguments={
             **_TRAINED,
             "--data": _path("FILE", "rows: .jsonl, .json or .parquet", required=True),
@@ -356,7 +356,7 @@ PIPELINE = Command(
     actions=(
         Command(
             name="plan",
-            what="show the stages of a configuration, or cut the model as is fastest",
+            what="show the stages of a configuration, or find the fastest cut",
             arguments={
                 "config": _path("CONFIG.yaml", "as `coordinator` takes it"),
                 "--workers": _value(
@@ -368,25 +368,26 @@ PIPELINE = Command(
                 "--order": {
                     "choices": ORDERS,
                     "default": ORDERS[0],
-                    "help": "let workers have stages in the order in which they are given, or in "
-                    "the fastest one, of six workers at most (default given)",
+                    "help": "assign stages to workers in the given order, or in the fastest order, "
+                    "for at most six workers (default given)",
                 },
                 "--bandwidth": _value(
                     "B",
-                    "of the coordinator's link, and of workers without their own, e.g. "
+                    "bandwidth of the coordinator's link, and of workers that state none, e.g. "
                     f"1Gbit (default {BANDWIDTH})",
                     default=BANDWIDTH,
                 ),
                 "--diagram": {
                     "choices": DIAGRAMS,
-                    "help": "print machines and links instead, drawn in this form",
+                    "help": "print a diagram of machines and links instead, in this form",
                 },
                 "--json": _JSON,
             },
         ),
         Command(
             name="import",
-            what="print a configuration made from an earlier framework's hetero_config.json",
+            what="print a configuration that is made from an earlier framework's "
+            "hetero_config.json",
             arguments={
                 "old": _path("OLD.json", "the hetero_config.json"),
                 "--model": _path("FOLDER", "folder with the checkpoint; its blocks are counted"),
@@ -410,7 +411,7 @@ PIPELINE = Command(
 )
 DISTILL = Command(
     name="distill",
-    what="learn from a teacher: its logits once, in shards, then a student",
+    what="distil a teacher: write its logits once, in shards, then train a student on them",
     actions=(
         Command(
             name="logits",
@@ -426,15 +427,15 @@ DISTILL = Command(
                 ),
                 "--part": _value(
                     "K/N",
-                    "make each N-th shard from the K-th on, for machines that share no "
-                    "folder; those that do share one share the work without it",
+                    "make every N-th shard, from the K-th on, for machines without a common "
+                    "folder; machines with one share the work without this option",
                     type=_part,
                 ),
             },
         ),
         Command(
             name="train",
-            what="train the student on this machine, while shards may still come",
+            what="train the student on this machine; shards may still be arriving",
             arguments={
                 **_TRAINING,
                 "--follow": {
@@ -446,7 +447,7 @@ DISTILL = Command(
         ),
         Command(
             name="text",
-            what="let the teacher answer prompts, for a student with another tokenizer",
+            what="let the teacher answer prompts, for a student with a different tokenizer",
             arguments={
                 "config": _STUDENT,
                 "--endpoint": _value(
@@ -457,15 +458,15 @@ DISTILL = Command(
                 ),
                 "--backend": _value(
                     "NAME",
-                    "what the teacher computes on where there is no endpoint: cpu or cuda "
-                    "(cuda:1: the second device; default cpu)",
+                    "what the teacher computes on without an endpoint: cpu or cuda (cuda:1: "
+                    "the second device; default cpu)",
                     type=_backend,
                 ),
             },
         ),
         Command(
             name="status",
-            what="say which shards are there, missing or damaged",
+            what="list the shards that exist, are missing or are damaged",
             arguments={"folder": _path("DIR", "the folder of the shards"), "--json": _JSON},
         ),
     ),
@@ -493,8 +494,9 @@ def parser() -> argparse.ArgumentParser:
     watch = next(command for command in _parsers(cli) if command.prog == f"{PROG} {WATCH}")
     watch.usage = "%(prog)s [--every N] [--contract FILE] -- COMMAND ..."
     watch.epilog = (
-        "The exit code is the command's own. A finding is raised out of optimizer.step() on every\n"
-        "rank, so the training ends as it does after any other error."
+        "The exit code is the command's own. A finding is raised by "
+        "optimizer.step() on every\nrank, so the training ends as it does after "
+        "any other error."
     )
     return cli
 
@@ -538,8 +540,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed.program = list(program)
     if parsed.command == "worker" and parsed.tls_ca is None and (parsed.tls_cert or parsed.tls_key):
         raise UsageError(
-            "--tls-cert and --tls-key need --tls-ca, the authority that the coordinator's "
-            "certificate is checked against; give all three"
+            "--tls-cert and --tls-key need --tls-ca, the authority that signed the "
+            "coordinator's certificate; give all three"
         )
     if parsed.command == "coordinator":
         _require_of_wire(parsed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from entrenar_py.compute import Stepping
 from entrenar_py.shared import trace, workers
@@ -53,6 +53,7 @@ class Member:
             self._exchange = kind(self.held, self.nodes, num_shards=num_shards, scale=scale)
         self.shards: list[sharding.Ids] = []
         self.step = 0
+        self._first: int | None = None  # the first shard that was computed in the last step
         self._comes: type[Average | Weights] = Weights if workers.by_server(plan) else Average
         self._sizes = self.sizes()
         self._applied: tuple[int, bytes] | None = None  # the last applied step, and its payload
@@ -127,6 +128,8 @@ class Member:
         self.recorder.drain()  # events of an earlier session
         self._applied = None
         self.replicas.workers = {self.rank: self.replicas.take_over(self.rank, payload)}
+        if (device := self.worker.on_device) is not None:
+            self.held.vector = device.new_vector(self.held.vector.size)
         self.nodes.clear()
         self.held.begin(welcome.blocks)
         if self._exchange is not None:
@@ -139,16 +142,25 @@ class Member:
 
         If a shard is not finite, return a NonFinite for the first such shard instead.
         """
-        leaves = []
-        for shard in shards:
-            ids = self.shards[shard]
-            leaf = self.replicas.compute(self.worker, step, shard, ids)
-            halt = self.replicas.guard(leaf, self.worker, step, shard, ids)
-            if halt is not None:
-                return self.problem(halt, leaf)
-            self.go_wrong(leaf, step, len(ids))
-            leaves.append(leaf)
-        return self.named(step, reduction.fold(leaves, self.plan.num_shards))
+        problems: list[NonFinite] = []
+
+        def leaves() -> Iterator[reduction.Node]:
+            for place, shard in enumerate(shards):
+                for soon in shards[place : place + 2]:  # a device computes while the host records
+                    self.replicas.begin(self.worker, soon, self.shards[soon])
+                ids = self.shards[shard]
+                leaf = self.replicas.compute(self.worker, step, shard, ids)
+                halt = self.replicas.guard(leaf, self.worker, step, shard, ids)
+                if halt is not None:
+                    problems.append(self.problem(halt, leaf))
+                    return
+                self.go_wrong(leaf, step, len(ids))
+                yield leaf
+
+        self._first = next(iter(shards), None)
+        nodes = reduction.fold(leaves(), self.plan.num_shards)
+        self.worker.begun.clear()
+        return problems[0] if problems else self.named(step, nodes)
 
     def named(self, step: int, nodes: Sequence[reduction.Node]) -> list[TreeNode]:
         """Return the messages with all blocks of `nodes`, in sending order; keep the nodes."""
@@ -202,17 +214,26 @@ class Member:
         """Apply `step` with the averaged gradient, or the new weights, that arrived."""
         if self._comes is Weights:
             self.recorder.emit(self._use(self.worker, step))
-        else:
-            mean, workload = self.held.vector, self.replicas.workload
-            average = self.replicas.averaged(mean, *self.held.total)
-            self.recorder.emit(self.replicas.make(self.worker, step, average))
-            if isinstance(workload, GivenVectors):
-                ids = self.replicas.batch()
-                self.recorder.emit(recorder.reduced(step, self.rank, mean, workload, ids))
+            self._go_on(step + 1)
+            return
+        mean, workload, ids = self.held.vector, self.replicas.workload, self.replicas.batch()
+        device = self.worker.on_device
+        average = self.replicas.averaged(mean, *self.held.total, device)
+        self.replicas.move(self.worker, average)
+        self._go_on(step + 1)
+        # What a device computes from here on, it computes while the host records the step.
+        if self._first is not None and step + 1 < self.plan.num_steps:
+            self.replicas.begin(self.worker, self._first, self.shards[self._first])
+        self.recorder.emit(self.replicas.update(self.worker, step, average))
+        if isinstance(workload, GivenVectors):
+            self.recorder.emit(recorder.reduced(step, self.rank, mean, workload, ids))
+
+    def _go_on(self, step: int) -> None:
         self.nodes.clear()
+        self.worker.begun.clear()
         self.held.there.clear()
         self.replicas.advance(sum(map(len, self.shards)))
-        self._begin(step + 1)
+        self._begin(step)
 
     def _use(self, worker: Worker, step: int) -> trace.Update:
         """Return an Update with the values that a worker knows; load the new weights."""

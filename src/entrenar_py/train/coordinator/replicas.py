@@ -15,19 +15,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from entrenar_py.compute import Stepping
 from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.faults import PLANTED, Fault
 from entrenar_py.shared.scenario import TrainingPlan
-from entrenar_py.train.arithmetic import blocks, checkpoint, engine, optimizer, reduction, sharding
+from entrenar_py.train.arithmetic import (
+    blocks,
+    checkpoint,
+    engine,
+    on_device,
+    optimizer,
+    reduction,
+    sharding,
+)
 from entrenar_py.train.arithmetic.checkpoint import Buffer
+from entrenar_py.train.arithmetic.on_device import DeviceOptimizer
 from entrenar_py.train.arithmetic.tensors import Array, Workload
 from entrenar_py.train.coordinator import models
 from entrenar_py.train.coordinator.models import Devices
@@ -35,14 +42,34 @@ from entrenar_py.train.coordinator.recorder import Recorder
 from entrenar_py.train.wire.messages import Partial, TreeNode
 from entrenar_py.train.wire.terms import Terms
 
+Begun = Callable[[], tuple[Array, float, float]]  # waits for a shard's vector, loss and weight
+
 
 @dataclass
 class Worker:
-    """One worker: its replica and its optimizer state."""
+    """One worker: its replica and its optimizer state.
+
+    With an `on_device`, steps are taken there. `settle` copies their results to the host. `begun`
+    has the shards of the current step that the device computes already.
+    """
 
     rank: int
     replica: engine.Engine
     state: optimizer.State
+    on_device: DeviceOptimizer | None = None
+    begun: dict[int, Begun] = field(default_factory=dict)
+
+    def move_to_device(self, rule: optimizer.Rule) -> None:
+        """Take all further steps on the replica's device, if it keeps the weights."""
+        resident, size = self.replica.resident, self.replica.layout.num_trainable
+        if resident is not None and self.state and on_device.fits(rule, size):
+            resident.upload()
+            self.on_device = DeviceOptimizer(rule, resident.weights, self.state)
+
+    def settle(self) -> None:
+        """Wait until weights and state on the host are those after the last step."""
+        if self.on_device is not None:
+            self.on_device.copy_back(self.replica.parameters)
 
     @property
     def checkpoint(self) -> dict[str, Array]:
@@ -56,6 +83,7 @@ class Worker:
             self.replica.buffers[name][...] = buffer
         for name, moments in other.state.items():
             self.state[name][:] = moments
+        self.replica.changed()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +91,23 @@ class Average:
     """The average of one step: `mean` is the averaged vector, `clipped` its clipped gradient.
 
     `loss` is the batch's summed loss divided by its `weight`, and `rate` the learning rate.
-    `norm` is the gradient's L2 norm before clipping.
+    `norm` is the gradient's L2 norm before clipping. `clipped` lies where steps are taken, and
+    `clipped_norm` returns its norm.
     """
 
     mean: Array
     loss: float
     weight: float
     rate: float
-    clipped: Array
+    clipped: Any
     norm: float
+    clipped_norm: Callable[[], float]
     recorded: Callable[[], trace.Tensors]
 
     @cached_property
     def applied_norm(self) -> float:
         """The L2 norm of `clipped`, computed at its first use."""
-        gradient = self.mean[: len(self.clipped)]
-        is_same = np.shares_memory(gradient, self.clipped)
-        return self.norm if is_same else optimizer.norm_l2(self.clipped)
+        return self.clipped_norm()
 
     @cached_property
     def record(self) -> trace.Tensors:
@@ -142,15 +170,28 @@ class Replicas:
         self.position = sharding.advance(self.position, drawn, self.plan.num_samples)
         self.schedule_step += 1
 
+    def begin(self, worker: Worker, shard: int, ids: sharding.Ids) -> None:
+        """Start to compute a shard of the current step, if its device can start it at once."""
+        if shard in worker.begun:
+            return
+        if self.plan.accumulation == 1 and not self.plan.dropout:
+            begun = worker.replica.begin(ids)
+            if begun is not None:
+                worker.begun[shard] = begun
+
     def compute(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> reduction.Node:
+        """Return the leaf of a shard, which may have begun already, and record it."""
         rate = self.plan.dropout
         draws = rate or self.workload.draws
         drop = engine.Dropout(rate, self.plan.rng("dropout", step, shard)) if draws else None
-        vector, loss, weight = worker.replica.shard(
-            ids,
-            accumulation=self.plan.accumulation,
-            drop=drop or engine.no_dropout,
-        )
+        if (begun := worker.begun.pop(shard, None)) is not None:
+            vector, loss, weight = begun()
+        else:
+            vector, loss, weight = worker.replica.shard(
+                ids,
+                accumulation=self.plan.accumulation,
+                drop=drop or engine.no_dropout,
+            )
         loss = self.inject(vector, loss, worker, step, shard, len(ids))
         self.recorder.emit(
             trace.Shard(
@@ -190,14 +231,19 @@ class Replicas:
             ids=tuple(ids),
         )
 
-    def averaged(self, mean: Array, loss: float, weight: float) -> Average:
+    def averaged(
+        self, mean: Array, loss: float, weight: float, device: DeviceOptimizer | None = None
+    ) -> Average:
         """Return the Average that every worker's step needs; `mean` is the averaged vector.
 
-        `loss` is the batch's summed loss, not yet divided by the batch's `weight`.
+        `loss` is the batch's summed loss, not yet divided by the batch's `weight`. With a
+        `device`, the gradient is clipped there.
         """
         gradient = mean[: self.layout.num_trainable]
-        norm = optimizer.norm_l2(gradient)
-        clipped = optimizer.clip(gradient, norm, self.plan.clip_norm)
+        of: Any = optimizer if device is None else device
+        placed = gradient if device is None else device.upload(gradient)
+        norm = of.norm_l2(placed)
+        clipped = of.clip(placed, norm, self.plan.clip_norm)
         return Average(
             mean=mean,
             loss=loss / weight,
@@ -205,6 +251,7 @@ class Replicas:
             rate=self.rate(),
             clipped=clipped,
             norm=norm,
+            clipped_norm=lambda: norm if clipped is placed else of.norm_l2(clipped),
             recorded=lambda: self.recorder.slices(gradient, self.layout.trainable),
         )
 
@@ -219,14 +266,18 @@ class Replicas:
         )
 
     def move(self, worker: Worker, average: Average) -> None:
-        """Update one worker's replica with `average`."""
-        replica = worker.replica
-        optimizer.step(self.rule, replica.parameters, average.clipped, worker.state, average.rate)
+        """Update one worker's replica with `average`, which was computed for its device."""
+        replica, clipped = worker.replica, average.clipped
+        if worker.on_device is not None:
+            worker.on_device.step(clipped, average.rate)
+        else:
+            optimizer.step(self.rule, replica.parameters, clipped, worker.state, average.rate)
+            replica.changed()
         replica.average_buffers(average.mean)
 
-    def make(self, worker: Worker, step: int, average: Average) -> trace.Update:
-        """Update one worker's replica with `average`; return the event that records the step."""
-        self.move(worker, average)
+    def update(self, worker: Worker, step: int, average: Average) -> trace.Update:
+        """Return the event that records the step that `move` took with `average`."""
+        worker.settle()
         replica = worker.replica
         return trace.Update(
             step=step,
@@ -250,7 +301,8 @@ class Replicas:
         mean = optimizer.mean(total.vector, total.weight * self.scale)
         average = self.averaged(mean, total.loss, total.weight)
         for worker in self.workers.values():
-            self.recorder.emit(self.make(worker, step, average))
+            self.move(worker, average)
+            self.recorder.emit(self.update(worker, step, average))
 
     def inject(
         self, vector: Array, loss: float, worker: Worker, step: int, shard: int, count: int
@@ -311,6 +363,7 @@ class Replicas:
         self.position, self.schedule_step = progress.position, progress.schedule_step
         worker = self.new_worker(rank, tensors)
         worker.state = moments
+        worker.move_to_device(self.rule)
         return worker
 
     def require_progress(self, payload: Buffer) -> None:

@@ -266,7 +266,7 @@ class Server:
         self._moved()  # with the previous average: this one reuses its memory
         averaged = self.reduction.reduce(block)
         if averaged is None:
-            return "the average gradient or loss is not finite, though each worker's is finite"
+            return "the average gradient or loss is not finite, though each worker's is"
         if self.reduction.is_complete:
             vector, total = self.reduction.vector, self.reduction.total
             self._average = self._start(partial(self.replicas.averaged, vector, *total))

@@ -216,13 +216,14 @@ def _source(
         return Generation(settings, section, text, backend or "cpu")
     if url is None and section.teacher is not None:
         raise UsageError(
-            f"distill.text.endpoint={text.endpoint} with distill.teacher={section.teacher}: only "
-            "one of both answers; leave one of them out"
+            f"distill.text.endpoint={text.endpoint} with "
+            f"distill.teacher={section.teacher}: only one of the two may answer; leave "
+            "one out"
         )
     if backend is not None:
         raise UsageError(
-            f"--backend={backend} with the endpoint {place}: nothing is computed here; leave one "
-            "of both out"
+            f"--backend={backend} with the endpoint {place}: nothing is computed here; "
+            "leave one of them out"
         )
     return Endpoint(text, endpoint.address(place), seed=settings.seed)
 

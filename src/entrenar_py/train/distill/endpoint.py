@@ -89,12 +89,12 @@ def answer_of(body: bytes) -> Answer:
     content = said.get("content") if said is message else said.get("text")
     calls = said.get("tool_calls") or []
     if not isinstance(content, str | None) or not isinstance(calls, list):
-        raise BadReplyError(f"a reply with an answer that is no text ({problem_of(body)})")
+        raise BadReplyError(f"a reply with an answer that is not text ({problem_of(body)})")
     content, reason = content or "", choice.get("finish_reason")
     try:
         json.dumps([content, calls], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise BadReplyError("an answer with half of a character") from error
+        raise BadReplyError("an answer with half a character (a lone surrogate)") from error
     ended = reason.lower() if isinstance(reason, str) else None
     if ended in _TRUNCATED:
         return Answer(TRUNCATED, content)
@@ -112,9 +112,9 @@ def _record(body: bytes) -> Mapping[str, Any]:
     try:
         record = json_text.load(body, values_max=VALUES_MAX)
     except ValueError as error:
-        raise BadReplyError(f"a reply that is not whole JSON ({error})") from error
+        raise BadReplyError(f"a reply that is not complete JSON ({error})") from error
     if not isinstance(record, Mapping):
-        raise BadReplyError(f"a reply that is no object of JSON ({problem_of(body)})")
+        raise BadReplyError(f"a reply that is not a JSON object ({problem_of(body)})")
     return record
 
 
@@ -181,7 +181,7 @@ def address(url: str) -> Address:
         raise UsageError(f"endpoint={url!r}: it has no http:// or https://, or no host; {advice}")
     path = parts.path.rstrip("/")
     if parts.query or parts.fragment or path.endswith("/completions"):
-        raise UsageError(f"endpoint={url!r}: it is more than a base URL; {advice}")
+        raise UsageError(f"endpoint={url!r}: it is longer than a base URL; {advice}")
     shown = f"[{host}]" if ":" in host else host
     whole = f"{parts.scheme}://{shown}{'' if port is None else f':{port}'}{path}"
     return Address(url=whole, host=host, is_secure=parts.scheme == "https")
@@ -316,7 +316,7 @@ class Endpoint:
             except _TroubleError as trouble:
                 if number == tries or not trouble.again:
                     kind = _Unserved if trouble.is_servers else Failed
-                    return kind(f"{trouble} ({counted(number, 'time')} asked)")
+                    return kind(f"{trouble} (tried {counted(number, 'time')})")
                 due_s = next_s if trouble.after_s is None else max(next_s, trouble.after_s)
                 await asyncio.sleep(min(due_s, WAIT_S_MAX))
                 next_s *= 2
@@ -361,7 +361,7 @@ class Endpoint:
                     await reply.aclose()
         except TimeoutError as error:
             limit = f"{self._section.timeout_s:g} s (distill.text.timeout_s)"
-            raise _TroubleError(f"no whole answer within {limit}", again=True) from error
+            raise _TroubleError(f"no complete answer within {limit}", again=True) from error
         except (self._http.HTTPError, OSError) as error:
             raise self._broken(error) from error
         if len(data) > self._bytes_max:
@@ -387,7 +387,7 @@ class Endpoint:
         reason = str(first) or type(first).__name__
         if self._key is not None:  # some servers echo it
             reason = reason.replace(self._key, "***")
-        return _TroubleError(f"no connection, or one that broke ({reason})", again=True)
+        return _TroubleError(f"no connection, or a broken one ({reason})", again=True)
 
 
 def _library() -> Any:

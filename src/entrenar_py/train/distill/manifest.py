@@ -251,9 +251,9 @@ class Claims:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
                 raise
             raise UsageError(
-                f"distill.logits={self._folder}: its file system gives no locks "
-                f"({error.strerror}), so two processes might make one shard twice; use a folder "
-                "on another one"
+                f"distill.logits={self._folder}: its file system supports no locks "
+                f"({error.strerror}), so two processes might make the same shard; use a "
+                "folder on another file system"
             ) from error
 
     def close(self) -> None:
@@ -367,7 +367,7 @@ class Lists:
                 listed = Listed(own.facts, dict(own.shards))
             elif listed.facts != own.facts:
                 raise UsageError(
-                    f"{path}: it is of other shards than the other lists in its folder "
+                    f"{path}: it describes different shards from the other lists in its folder "
                     f"({_difference(own.facts, listed.facts)}); give each its own folder"
                 )
             else:
@@ -480,7 +480,7 @@ class Writer:
             there = self._lists.read()
             if there is not None and there.facts != facts:
                 raise UsageError(
-                    f"distill.logits={folder}: it has shards of another run "
+                    f"distill.logits={folder}: it has shards of a different run "
                     f"({_difference(there.facts, facts)} here); give another folder"
                 )
             self._facts = facts

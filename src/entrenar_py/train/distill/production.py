@@ -193,7 +193,7 @@ class Stage:
         if limit is not None and self._longest > limit:
             raise UsageError(
                 f"distill.teacher={folder}: it takes rows of {limit} tokens at most "
-                f"(max_position_embeddings in config.json), and data.train has one of "
+                "(max_position_embeddings in config.json), and data.train has one with "
                 f"{self._longest}; use data.max_tokens <= {limit}"
             )
         return loaded

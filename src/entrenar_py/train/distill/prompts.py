@@ -228,8 +228,8 @@ class Journal:
             ) from error
         except OSError as error:
             raise UsageError(
-                f"{self.path}: its file system gives no locks ({error.strerror}); give "
-                "distill.text.rows a place on another one"
+                f"{self.path}: its file system supports no locks ({error.strerror}); put "
+                "distill.text.rows on another file system"
             ) from error
 
     def _read(self) -> None:
@@ -298,8 +298,8 @@ class Journal:
                 left = left[os.write(self._file, left) :]
         except OSError as error:
             raise SystemFailure(
-                f"{self.path}: can't be written ({error.strerror or error}); make room, and start "
-                "it again: it asks what has no answer yet"
+                f"{self.path}: can't be written ({error.strerror or error}); make room, and "
+                "start it again: it asks the prompts without an answer"
             ) from error
         self._answers[prompt.digest] = answer
 
@@ -309,8 +309,8 @@ class Journal:
             os.fsync(self._file)
         except OSError as error:
             raise SystemFailure(
-                f"{self.path}: can't be written ({error.strerror or error}); make room, and start "
-                "it again: it asks what has no answer yet"
+                f"{self.path}: can't be written ({error.strerror or error}); make room, and "
+                "start it again: it asks the prompts without an answer"
             ) from error
         finally:
             os.close(self._file)

@@ -237,9 +237,9 @@ def problem(folder: Path, facts: Facts, entry: Entry) -> str:
     try:
         size = path.stat().st_size
         if size != entry.bytes:
-            return f"{path.name} has {size} bytes, and the list says {entry.bytes}"
+            return f"{path.name} has {size} bytes, but {entry.bytes} in the list"
         if digest_of(path) != entry.digest:
-            return f"{path.name} is damaged: its digest is not that of the list"
+            return f"{path.name} is damaged: its digest is not the one in the list"
     except FileNotFoundError:
         return f"{path.name} is listed, but missing"
     except OSError as error:
@@ -259,7 +259,7 @@ class File:
             self._file = pa.parquet.ParquetFile(self.path, memory_map=False)
         except (OSError, pa.ArrowException) as error:
             told = " ".join(str(error).split())
-            raise UsageError(f"{self.path}: it is no Parquet file ({told}); {_AGAIN}") from error
+            raise UsageError(f"{self.path}: it is not a Parquet file ({told}); {_AGAIN}") from error
         self._require(manifest.columns(facts, shard))
 
     def _require(self, form: Any) -> None:
@@ -278,15 +278,15 @@ class File:
         for name, value in sorted(wanted.items(), key=lambda item: item[0] == "facts"):
             if metadata.get(name) != value:
                 raise UsageError(
-                    f"{self.path}: it is another folder's or another run's: {name} is "
+                    f"{self.path}: it belongs to a different folder or run: {name} is "
                     f"{metadata.get(name)!r}, and {value!r} in the folder's list; {_AGAIN}"
                 )
         here = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]
         due = [part.stop - part.start for part in self._groups]
         if here != due:
             raise UsageError(
-                f"{self.path}: it has {sum(here)} rows in {len(here)} groups, and {sum(due)} in "
-                f"{len(due)} are due; {_AGAIN}"
+                f"{self.path}: it has {sum(here)} rows in {len(here)} groups, expected "
+                f"{sum(due)} in {len(due)}; {_AGAIN}"
             )
 
     def group_of(self, row: int) -> int:
@@ -318,7 +318,7 @@ class File:
             index, problem = found
             raise UsageError(
                 f"{self.path}: row {first + index} (sample {rows.sample[index]}, position "
-                f"{rows.position[index]}) is no distribution: {problem}; {_AGAIN}"
+                f"{rows.position[index]}) is not a distribution: {problem}; {_AGAIN}"
             )
 
 
@@ -403,8 +403,9 @@ def facts_of(
         waited = time.monotonic() - begin
         if waited >= patience_s:
             raise UsageError(
-                f"distill.logits={folder}: there are no shards ({manifest.PATTERN} is missing); "
-                "make them by `entrenar distill logits`, or give the folder that they come to"
+                f"distill.logits={folder}: there are no shards ({manifest.PATTERN} is "
+                "missing); make them by `entrenar distill logits`, or give the folder in "
+                "which they will arrive"
             )
         if not is_told:
             say(f"waits for the first list of shards in {folder}")
@@ -490,8 +491,9 @@ class TeacherRows:
         if rows.tokens.min() < 0 or rows.tokens.max() >= self._num_tokens:
             wrong = rows.tokens[(rows.tokens < 0) | (rows.tokens >= self._num_tokens)]
             raise SystemFailure(
-                f"{file.path}: sample {sample} has token {wrong[0]}, and teacher and student have "
-                f"{self._num_tokens}; make the shard again by `entrenar distill logits`"
+                f"{file.path}: sample {sample} has token {wrong[0]}, but teacher and "
+                f"student have only {self._num_tokens} tokens; make the shard again by "
+                "`entrenar distill logits`"
             )
         return rows
 
@@ -549,7 +551,7 @@ class TeacherRows:
                 raise SystemFailure(str(error)) from error
             if listed is not None and listed.facts != self.facts:
                 raise SystemFailure(
-                    f"distill.logits={self._folder}: it has other shards now than when the run "
+                    f"distill.logits={self._folder}: its shards have changed since the run "
                     "began; give the run its own folder"
                 )
             self._listed = listed or self._listed
@@ -619,7 +621,9 @@ class Status:
             yield f"missing: {wording.named('shard', self.missing)}"
         for shard, why in self.damaged.items():
             yield f"damaged: shard {shard}: {why}"
-        yield "all rows are complete" if self.is_whole else "go on with `entrenar distill logits`"
+        yield (
+            "all rows are complete" if self.is_whole else "continue with `entrenar distill logits`"
+        )
 
     def record(self) -> dict[str, Any]:
         """Return the status in a form that JSON can hold."""

@@ -344,15 +344,16 @@ def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> 
     where = f"distill.logits={section.shards}"
     if facts.tokenizer != own:
         raise UsageError(
-            f"{where}: its shards are of the tokenizer {facts.tokenizer}, and the student's is "
-            f"{own} ({prepared.settings.model}): their tokens are not the same; learn from the "
-            "teacher's answers instead, by `entrenar distill text`"
+            f"{where}: its shards were made with the tokenizer {facts.tokenizer}, but "
+            f"the student's is {own} ({prepared.settings.model}): their tokens are not "
+            "the same; learn from the teacher's answers instead, by `entrenar distill "
+            "text`"
         )
     if facts.data != prepared.train.digest:
         raise UsageError(
-            f"{where}: its shards are of other rows ({facts.data}) than data.train gives "
-            f"({prepared.train.digest}); use the configuration that they were made with, or make "
-            "them again in another folder"
+            f"{where}: its shards were made from different rows ({facts.data}) than "
+            f"those of data.train ({prepared.train.digest}); use the configuration that "
+            "they were made with, or make them again in another folder"
         )
     for name in ("top_k", "stored", "precision", "shard_samples"):
         stored = max(facts.samples) if name == "shard_samples" else getattr(facts, name)
@@ -399,9 +400,9 @@ def workload(
     known = manifest.num_tokens(prepared.tokenizer)
     if vocabulary < min(known, facts.vocabulary):
         raise UsageError(
-            f"model={prepared.settings.model}: it has {vocabulary} logits, and its tokenizer "
-            f"{known} tokens, and the teacher's rows have any of them; use a student with a "
-            "logit for each"
+            f"model={prepared.settings.model}: it has {vocabulary} logits, and its "
+            f"tokenizer has {known} tokens; the teacher's rows may have any of these; "
+            "use a student with a logit for each"
         )
     if vocabulary < facts.vocabulary and facts.top_k > known:
         raise UsageError(

@@ -208,8 +208,8 @@ def settings_of(settings: Settings, section: Distillation) -> Settings:
     """
     if section.teacher is None:
         raise UsageError(
-            "distill.teacher is missing: the folder with the teacher's checkpoint; it is needed "
-            "here, and not where the student is trained"
+            "distill.teacher is missing: the folder with the teacher's checkpoint; it "
+            "is needed for this command, but not for training the student"
         )
     return replace(
         settings,

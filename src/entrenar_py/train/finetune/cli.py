@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", type=Path, metavar="RUN.yaml", help="the configuration")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the checkpoint in the output folder"
+        "--resume", action="store_true", help="continue from the checkpoint in the output folder"
     )
     for name, option in metrics.OPTIONS.items():
         parser.add_argument(name, **option)

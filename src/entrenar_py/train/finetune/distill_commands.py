@@ -263,8 +263,8 @@ def _say_what_is_there(asking: Asking, settings: Settings) -> None:
         printing.say_lines("\n".join(samples.listed(prompts.skipped)))
     if journal.others:
         printing.say(
-            f"{journal.path} has {counted(journal.others, 'answer')} of other settings, which are "
-            "left there and not used"
+            f"{journal.path} has {counted(journal.others, 'answer')} of other settings, "
+            "which are kept but not used"
         )
     if journal.damaged:
         printing.say(
@@ -278,8 +278,8 @@ def _say_what_is_there(asking: Asking, settings: Settings) -> None:
         )
     if isinstance(asking.source, Endpoint) and asking.source.shows_key:
         printing.warn(
-            "the endpoint is another machine's, and its URL is http://: the key is sent so that "
-            "anyone between can read it; use https://"
+            "the endpoint is on another machine, and its URL is http://: anyone on the "
+            "way can read the key; use https://"
         )
 
 
@@ -295,8 +295,9 @@ def _say_end(asking: Asking, progress: answers.Progress, written: Written) -> in
         )
     if written.lacking:
         printing.say(
-            f"data.train has {written.lacking:,} rows too few for distill.text.synthetic_share="
-            f"{text.synthetic_share:g}: more of what is written is synthetic"
+            f"data.train has {written.lacking:,} rows too few for "
+            f"distill.text.synthetic_share={text.synthetic_share:g}: a larger share of "
+            "the written rows is synthetic"
         )
     printing.say(
         f"not written: {truncated:,} truncated, {refused:,} refused or empty, "
@@ -304,8 +305,9 @@ def _say_end(asking: Asking, progress: answers.Progress, written: Written) -> in
     )
     if truncated:
         printing.say(
-            f"truncated answers have more than distill.text.new_tokens={text.new_tokens}, or than "
-            "the teacher takes with the prompt; with a larger number these alone are asked again"
+            "truncated answers have more than "
+            f"distill.text.new_tokens={text.new_tokens}, or than the teacher takes with "
+            "the prompt; with a larger number only these prompts are asked again"
         )
     if progress.failed:
         shown = [
@@ -314,7 +316,7 @@ def _say_end(asking: Asking, progress: answers.Progress, written: Written) -> in
         more = len(progress.failed) - _FAILURES_SHOWN
         for line in [*shown, *([f"and {more:,} more"] if more > 0 else [])]:
             printing.say(line, indent=2)
-        printing.say("start it again to ask those that failed")
+        printing.say("start it again to retry those that failed")
     if not written.synthetic:
         printing.warn(f"no answer can be learned, so {text.rows} is not written")
     return exit_codes.WRONG if progress.failed or not written.synthetic else exit_codes.DONE

@@ -74,7 +74,7 @@ ROWS = (
         llama_factory=("dataset",),
         others=("train_file", "dataset_path"),
         ours="data.train",
-        note="files of rows; their form is told by their fields",
+        note="files of rows; the format is recognised by their fields",
     ),
     Row(
         axolotl=("test_datasets",),
@@ -156,7 +156,7 @@ ROWS = (
     _same(
         "gradient_accumulation_steps",
         ours="training.batch_size",
-        note=f"{_PRODUCT}; training.num_shards says in how many parts",
+        note=f"{_PRODUCT}; training.num_shards is the number of parts",
     ),
     Row(
         axolotl=("learning_rate",),
@@ -191,13 +191,13 @@ ROWS = (
     Row(
         others=("threads", "num_threads"),
         ours="workers",
-        note="a worker computes on one thread, as more would change the bits; it takes a core",
+        note="a worker computes on one thread, since more would change the bits; it uses one core",
     ),
     Row(
         axolotl=("train_on_inputs",),
         trl=("assistant_only_loss", "completion_only_loss"),
         llama_factory=("train_on_prompt",),
-        note="leave it out: of `task: instruct` only the assistant's turns are learned",
+        note="leave it out: with `task: instruct` only the assistant's turns are learned",
     ),
     Row(
         axolotl=("chat_template",),
@@ -216,7 +216,9 @@ ROWS = (
         "report_to",
         note="leave it out: every step is in metrics.jsonl; --tensorboard DIR draws them",
     ),
-    _same("resume_from_checkpoint", note="leave it out: --resume goes on from the last checkpoint"),
+    _same(
+        "resume_from_checkpoint", note="leave it out: --resume continues from the last checkpoint"
+    ),
 )
 
 

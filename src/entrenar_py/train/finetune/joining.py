@@ -95,14 +95,14 @@ def require_same(folder: Path, files: Sequence[File]) -> None:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
         except OSError as error:
             raise UsageError(
-                f"--model {folder}: {file.name} can't be read ({error.strerror or error}), and the "
-                "run's checkpoint has it; leave --model out to fetch it"
+                f"--model {folder}: {file.name} can't be read ({error.strerror or error}), "
+                "but is part of the run's checkpoint; leave --model out to fetch it"
             ) from error
         if digest != file.digest:
             raise UsageError(
-                f"--model {folder}: another model than the run's: {file.name} has SHA-256 {digest},"
-                f" the run's {file.digest}; give the run's checkpoint, or leave --model out to "
-                "fetch it"
+                f"--model {folder}: not the run's model: {file.name} has SHA-256 {digest}, "
+                f"the run's {file.digest}; give the run's checkpoint, or leave --model out "
+                "to fetch it"
             )
 
 
@@ -305,7 +305,7 @@ async def obtain(
     files = _received(say, source)
     if arguments.id is not None:
         raise UsageError(
-            "--id: the run is no layer pipeline, where stages have names; leave it out"
+            "--id: the run is not a layer pipeline, so no stage has a name; leave it out"
         )
     finish = await files.get(wanted, partial(queries.fetch, source))
     if finish is not None:

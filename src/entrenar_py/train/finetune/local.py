@@ -208,7 +208,7 @@ def _staff(prepared: Prepared, names: Sequence[str], *, resume: bool) -> tuple[i
     most = staffing.busy(staffing.num_cores(), settings.training.num_shards)
     if settings.workers is not None or tuple(names) != ("cpu",):
         chosen = max(settings.num_workers, len(names))
-        return chosen, f"workers: {most} would use more of them, with the same bits"
+        return chosen, f"workers: {most} would use more cores, with the same bits"
     if resume and (begun := staffing.begun_with(settings.output / task.LEDGER)):
         return begun, "the run began with this many workers"
     return foresight.workers_that_fit(prepared, most), "this machine has no memory for more workers"

@@ -237,7 +237,7 @@ def require_own(settings: Settings) -> None:
     These are the checkpoint that is trained, or any other checkpoint.
     """
     output = settings.output
-    problem = f"output={output}: it has a checkpoint that no run has written"
+    problem = f"output={output}: it has a checkpoint that no run of `entrenar` wrote"
     if output.resolve() == settings.model.resolve():
         problem = f"output={output}: it is the model's folder, and its files would be replaced"
     elif any((output / name).exists() for name in _OWN) or not any(
@@ -289,9 +289,9 @@ def load(path: Path, *, trusts: bool) -> Output:
     settings, digests = read_settings(path)
     if settings.trust_remote_code and not trusts:
         raise UsageError(
-            f"{path}: its run had Python code of the checkpoint {settings.model} run "
-            "(trust_remote_code), and a folder can't allow that; give --trust-remote-code if you "
-            "trust that checkpoint"
+            f"{path}: its run executed Python code of the checkpoint {settings.model} "
+            "(trust_remote_code), which a folder can't allow; give --trust-remote-code "
+            "if you trust that checkpoint"
         )
     _require_same(path, settings, digests)
     tokenizer = model.tokenizer(settings, path)
@@ -310,9 +310,10 @@ def _require_same(path: Path, settings: Settings, digests: Digests | None) -> No
         return
     if settings.adapts and (digest := model_folder.digest(settings.model)) != digests.model:
         raise UsageError(
-            f"{path}: its adapters were trained on another model than {settings.model}, which has "
-            f"the digest {digest}; the run's had {digests.model}. Put that checkpoint there, or "
-            f"name its folder in {SETTINGS} (model)"
+            f"{path}: its adapters were trained on a different model from "
+            f"{settings.model}, which has the digest {digest}; the run's had "
+            f"{digests.model}. Put that checkpoint there, or name its folder in "
+            f"{SETTINGS} (model)"
         )
     if (digest := tokenizer_digest(path)) != digests.tokenizer:
         raise UsageError(

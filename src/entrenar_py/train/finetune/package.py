@@ -152,7 +152,7 @@ def _require_safe(contents: Contents) -> None:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError("settings are no mapping")
+        raise ValueError("settings are not a mapping")
     return value
 
 
@@ -395,7 +395,7 @@ class ReceivedFiles:
         if wrong == WRONG_MAX:
             path.unlink()
             raise SystemFailure(
-                f"{file.name}: the coordinator sends other bytes than those of SHA-256 "
+                f"{file.name}: the coordinator sends bytes that don't match SHA-256 "
                 f"{file.digest}; start the run again"
             )
         self._say(f"{file.name}: what came is damaged; it is fetched again")

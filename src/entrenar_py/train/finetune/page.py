@@ -288,7 +288,7 @@ def _scores(made: int, scores: Mapping[str, Any]) -> Iterator[str]:
         columns = ("class", "recall", "precision", "F1")
         rows = [[row["label"], *(_share(row[key]) for key in _KEYS)] for row in classes]
         yield from _table(columns, rows)
-        yield "<h3>Confusion: rows of a class (down), and what they were taken for (across)</h3>"
+        yield "<h3>Confusion: true class (down) and predicted class (across)</h3>"
         labels = [row["label"] for row in classes]
         counts = [row[:CLASSES_MAX] for row in scores["confusion"][:CLASSES_MAX]]
         yield from _table(

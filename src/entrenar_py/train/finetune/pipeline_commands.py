@@ -57,8 +57,8 @@ def _costs(options: argparse.Namespace) -> tuple[StageCosts, int | None]:
     if settings.strategy != LAYER_PIPELINE:
         strategy = settings.strategy or "no strategy"
         raise UsageError(
-            f"{options.config}: {strategy}: stages are of strategy: {LAYER_PIPELINE}; set it, or "
-            f"use `entrenar plan {options.config}`"
+            f"{options.config}: {strategy}: stages belong to strategy: "
+            f"{LAYER_PIPELINE}; set it, or use `entrenar plan {options.config}`"
         )
     _, longest = foresight.rows_and_longest(settings)
     run = planning.of(
@@ -91,9 +91,9 @@ def _plan(options: argparse.Namespace, costs: StageCosts, workers: list[StageWor
             return stages
         if len(workers) > stage_plan.ORDERS_OF_MAX:
             raise UsageError(
-                f"--order best with {len(workers)} workers: it tries all orders of up to "
-                f"{stage_plan.ORDERS_OF_MAX} workers; leave it out, and give the workers in the "
-                "order that they should have"
+                f"--order best with {len(workers)} workers: it tries all orders of at most "
+                f"{stage_plan.ORDERS_OF_MAX} workers; leave it out, and give the workers in "
+                "the right order"
             )
     return stage_plan.propose(costs, workers)
 

@@ -102,8 +102,8 @@ def _of_layers(settings: Settings, root: MapNode) -> Iterator[tuple[Position, st
         own = sorted(layers)[index]
         yield (
             innermost(both[index][1], ("layers",)).at,
-            f"stages[{index}] layers={[*layers[index]]}: stages stand in the order of their "
-            f"blocks; put the one with layers: {[*own]} here",
+            f"stages[{index}] layers={[*layers[index]]}: stages are listed in the order "
+            f"of their blocks; put the one with layers: {[*own]} here",
         )
         return
     end = 0
@@ -429,14 +429,14 @@ class _Conflicts:
             )
         if settings.classes.oversample and settings.classes.weights != "none":
             self._error(
-                f"weights={settings.classes.weights} with oversample: true: all classes are as "
-                "frequent then, so each weight would be 1; give one of both",
+                f"weights={settings.classes.weights} with oversample: true: all classes are "
+                "equally frequent then, so each weight would be 1; give only one of the two",
                 *("classes", "weights"),
             )
         if "compile" in self._root.fields and settings.compile and settings.recompute != "none":
             self._error(
-                f"compile: true with recompute: {settings.recompute}: blocks that are computed "
-                "again are not compiled; leave one of both out",
+                f"compile: true with recompute: {settings.recompute}: blocks that are "
+                "computed again are not compiled; leave out one of the two",
                 "compile",
             )
         self._of_distillation()
@@ -463,8 +463,8 @@ class _Conflicts:
             )
         if settings.task == "classify":
             self._error(
-                "distill with task: classify: a teacher's logits are of next tokens; use task: "
-                "instruct or text",
+                "distill with task: classify: a teacher's logits are for next tokens; use "
+                "task: instruct or text",
                 "distill",
             )
         if settings.strategy not in (None, *BY_SHARDS):

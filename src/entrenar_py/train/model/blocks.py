@@ -126,5 +126,5 @@ def _drawing(module: nn.Module) -> str:
     for key, value in cast("Any", module).config.to_dict().items():
         is_dropout = "drop" in key and not key.startswith("classifier")
         if is_dropout and isinstance(value, float) and value > 0:
-            return f"{key}={value} in config.json is what ranks can't draw alike"
+            return f"{key}={value} in config.json draws random numbers that differ between ranks"
     return ""

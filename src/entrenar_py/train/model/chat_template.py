@@ -320,8 +320,9 @@ class ChatEncoder:
         targets = self._ranges.targets(text, learned)
         if targets is None:
             raise BadConversationError(
-                "this tokenizer does not say where its tokens are, and they are others where the "
-                "text ends with a turn; use a checkpoint with a tokenizer.json"
+                "this tokenizer does not give the positions of its tokens, and its tokens "
+                "change if the text ends after a turn; use a checkpoint with a "
+                "tokenizer.json"
             )
         if not any(targets[1]):
             raise BadConversationError("the chat template leaves out all that the assistant says")
@@ -465,8 +466,9 @@ def _owner(run: Range, roles: Sequence[str], places: Sequence[tuple[int, Range]]
         if near is not None and roles[near[1]] == "assistant":
             return near[1]
     raise BadConversationError(
-        "the chat template marks a text as generated ({% generation %}) that is no turn of the "
-        "assistant; use a template that marks the assistant's turns alone"
+        "the chat template marks a text as generated ({% generation %}) that is "
+        "not a turn of the assistant; use a template that marks the assistant's "
+        "turns alone"
     )
 
 

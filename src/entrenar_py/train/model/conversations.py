@@ -81,7 +81,7 @@ def read(fields: Mapping[str, Any], field: str) -> Conversation:
     name, messages = _given(fields, field)
     if not isinstance(messages, list) or not messages:
         raise BadConversationError(
-            f"{name} is no list of messages ({messages!r}); use [{{role, content}}, ...]"
+            f"{name} is not a list of messages ({messages!r}); use [{{role, content}}, ...]"
         )
     pairs = [_message(name, number, one) for number, one in enumerate(messages, 1)]
     messages = [message for message, _ in pairs]
@@ -111,7 +111,7 @@ def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
     name, values = _given(_answered(fields, field), field)
     if not isinstance(values, list) or not values:
         raise BadConversationError(
-            f"{name} is no list of messages ({values!r}); use [{{role, content}}, ...]"
+            f"{name} is not a list of messages ({values!r}); use [{{role, content}}, ...]"
         )
     messages = [_message(name, number, one)[0] for number, one in enumerate(values, 1)]
     while messages and messages[-1]["role"] == "assistant":
@@ -144,8 +144,9 @@ def _require_good(fields: Mapping[str, Any], field: str) -> None:
     for better, worse in _PREFERENCES:
         if field not in (better, worse) and fields.get(better) and fields.get(worse):
             raise BadConversationError(
-                f"has {better} and {worse} answers, and no preference is learned; to learn what is "
-                f"{better}, make it a list of messages and set data.messages_field: {better}"
+                f"has {better} and {worse} answers, but preferences are not learned; to "
+                f"learn what is {better}, make it a list of messages and set "
+                f"data.messages_field: {better}"
             )
     if fields.get("label") is False:
         raise BadConversationError("label=False marks a bad answer; leave such rows out")
@@ -180,7 +181,7 @@ def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Ma
     history = fields.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list) or len(pair) != len(("user", "assistant")):
-            raise BadConversationError("history is no list of [prompt, answer]")
+            raise BadConversationError("history is not a list of [prompt, answer]")
         yield {"role": "user", "content": pair[0]}
         yield {"role": "assistant", "content": pair[1]}
     yield {"role": "user", "content": "\n\n".join(parts)}
@@ -191,7 +192,7 @@ def _message(name: str, number: int, entry: Any) -> tuple[Message, bool]:
     """Return a message in the form that templates take, and whether it is learned."""
     place = f"{name}: message {number}"
     if not isinstance(entry, Mapping):
-        raise BadConversationError(f"{place} is no object; use {{role, content}}")
+        raise BadConversationError(f"{place} is not an object; use {{role, content}}")
     # Parquet gives every message all keys.
     message = {key: value for key, value in entry.items() if value is not None}
     if not message.get("tool_calls", True):  # many write an empty list, which templates refuse
@@ -228,7 +229,8 @@ def _is_learned(place: str, message: Message) -> bool:
             weights.append(bool(value) is (key not in _MASKS))
     if len(set(weights)) > 1:
         raise BadConversationError(
-            f"{place} is learned by one of its keys, and not by another; leave one out"
+            f"{place} is to be learned by one of its keys, and not to be learned by "
+            "another; leave one out"
         )
     _require_no_marks(place, message)
     return all(weights)
@@ -238,8 +240,8 @@ def _require_no_marks(place: str, fields: Mapping[str, Any]) -> None:
     for key, value in fields.items():
         if isinstance(value, bool) or (key in _DETAILS and value):
             raise BadConversationError(
-                f"{place} has {key}={value!r}; if it says that the turn is not learned, name it "
-                "weight (0 or 1), else take it out of the row"
+                f"{place} has {key}={value!r}; if it means that the turn is not learned, "
+                "name it weight (0 or 1), else remove it from the row"
             )
 
 
@@ -333,7 +335,7 @@ def _tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise BadConversationError("tools are no list of objects")
+        raise BadConversationError("tools are not a list of objects")
     return [
         tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
     ]

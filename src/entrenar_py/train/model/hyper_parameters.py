@@ -202,8 +202,8 @@ def _length(facts: Facts) -> Iterator[Remark]:
     elif longest > _SLACK * usual:
         yield Remark(
             "data.max_tokens",
-            f"max_tokens={most} takes a row of {longest} tokens, for which memory must "
-            f"suffice: {usually}; use {usual} with on_error: skip",
+            f"max_tokens={most} allows the row of {longest} tokens, for which memory "
+            f"must suffice: {usually}; use {usual} with on_error: skip",
         )
 
 
@@ -219,7 +219,7 @@ def _warmup(facts: Facts) -> Iterator[Remark]:
     elif not share and not facts.settings.adapts:
         yield Remark(
             "training.warmup_share",
-            "warmup_share=0 with all weights trained: AdamW's first steps go by moments "
+            "warmup_share=0 with all weights trained: AdamW's first steps use moments "
             "of few gradients; use 0.03 to 0.1",
         )
 
@@ -249,8 +249,8 @@ def _decay(facts: Facts) -> Iterator[Remark]:
     if decay * training.learning_rate >= 1:
         yield Remark(
             "training.weight_decay",
-            f"weight_decay={decay:g} with learning_rate={training.learning_rate:g}: a step "
-            f"would take away all of every weight; use {most:g} or less",
+            f"weight_decay={decay:g} with learning_rate={training.learning_rate:g}: a "
+            f"step would decay every weight to zero; use {most:g} or less",
             level="error",
         )
     elif decay > most:
@@ -269,8 +269,8 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
     if not all(counts):
         yield Remark(
             "classes.labels",
-            f"labels has {labels[counts.index(0)]!r}, and there is no row of it to train "
-            "on: no row will be taken for it; leave it out, or add rows",
+            f"labels has {labels[counts.index(0)]!r}, but no row to train on has this "
+            "class, so it will never be predicted; leave it out, or add rows",
         )
         return
     rarest = int(np.argmin(counts))
@@ -282,8 +282,9 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
     if settings.classes.weights == "none" and not settings.classes.oversample and share < _RARE:
         yield Remark(
             "classes.weights",
-            f"weights=none: {share:.1%} of the rows are {name!r}, and a model that never "
-            f"says so is right in {1 - share:.1%}; use sqrt_inverse, or oversample: true",
+            f"weights=none: {share:.1%} of the rows are {name!r}, and a model that "
+            f"never predicts it is right in {1 - share:.1%}; use sqrt_inverse, or "
+            "oversample: true",
         )
     if share < _RARE and seen > _SEEN_MAX:
         fewer = max(1, int(_SEEN_MAX / copies))
@@ -291,7 +292,7 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
             "training.epochs",
             f"epochs={settings.training.epochs}: each of {counts[rarest]} rows of {name!r} "
             f"is seen {seen:.0f} times, and learned by heart; use epochs: {fewer}"
-            + (", or weights in place of oversample" if copies > _SEEN_MAX else ""),
+            + (", or weights instead of oversample" if copies > _SEEN_MAX else ""),
         )
 
 

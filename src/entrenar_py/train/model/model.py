@@ -53,8 +53,8 @@ def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
         )
     if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, *_MARKERS}:
         raise UsageError(
-            f"{folder}: its tokenizer has no words, since no file with them is there (such as "
-            "tokenizer.json); copy the whole checkpoint"
+            f"{folder}: its tokenizer has no vocabulary, since its file (such as "
+            "tokenizer.json) is missing; copy the whole checkpoint"
         )
     return tokenizer
 

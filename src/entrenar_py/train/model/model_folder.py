@@ -51,7 +51,7 @@ def record(path: Path, owner: str) -> Mapping[str, Any]:
     what = "the checkpoint" if path.name == CONFIG else "it"
     try:
         record = json_text.load(files.read(path, bytes_max=_JSON_BYTES_MAX))
-        problem = "" if isinstance(record, dict) else "it is no object of JSON"
+        problem = "" if isinstance(record, dict) else "it is not a JSON object"
     except (OSError, ValueError) as error:
         problem = str(error)
     if not isinstance(record, dict):
@@ -73,7 +73,7 @@ def require_model(folder: Path) -> None:
                 if "/" in name or ":" in name:
                     _refuse(folder, CONFIG, key, name, "use sdpa or eager, or leave it out")
     if (other := config.get("transformers_weights")) is not None:
-        advice = "leave it out: weights are model.safetensors, or what its index names"
+        advice = "leave it out: weights are model.safetensors, or the files in its index"
         _refuse(folder, CONFIG, "transformers_weights", other, advice)
 
 
@@ -115,8 +115,8 @@ def adapters_digest(folder: Path) -> str:
 def _refuse(folder: Path, name: str, key: str, value: object, advice: str) -> None:
     shown = escaping.shortened(json.dumps(value, ensure_ascii=False))
     raise UsageError(
-        f"{folder}: {name} has {key}={shown}, which makes a library fetch, import or read "
-        f"what is not in this folder; {advice}"
+        f"{folder}: {name} has {key}={shown}, which makes a library fetch, import "
+        f"or read something outside this folder; {advice}"
     )
 
 
@@ -226,8 +226,8 @@ def require_numbers(folder: Path) -> None:
                 kinds = {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
         except (OSError, safetensors.SafetensorError) as error:
             raise UsageError(
-                f"model={folder}: {name} is no whole file of safetensors ({error}); copy the "
-                "checkpoint again"
+                f"model={folder}: {name} is not a complete safetensors file ({error}); copy "
+                "the checkpoint again"
             ) from error
         for key, kind in kinds.items():
             if key.endswith(".weight") and kind not in _NUMBERS:
@@ -242,8 +242,9 @@ def require_shapes(folder: Path, mismatched: Collection[tuple[str, Any, Any]]) -
     """Raise UsageError if a weight has different shapes in the files and in the model."""
     for name, found, expected in sorted(mismatched):
         raise UsageError(
-            f"model={folder}: {escaping.shortened(name)} has the shape {list(found)} in its files, "
-            f"and {list(expected)} by config.json and the settings; use what fits together"
+            f"model={folder}: {escaping.shortened(name)} has the shape {list(found)} in "
+            f"its files, but {list(expected)} by config.json and the settings; use "
+            "files and settings that fit together"
         )
 
 
@@ -312,9 +313,9 @@ def require_known(settings: Settings, module: nn.Module, unexpected: Collection[
     if surplus:
         raise UsageError(
             f"model={folder}: {_listed(surplus)} in its files, and not in the model by "
-            "config.json, which would be trained without; fix config.json (attention_bias, "
-            "num_hidden_layers, ...), merge adapters that are saved inside, or remove from the "
-            "files what is not the model's"
+            "config.json, which would be trained without them; fix config.json "
+            "(attention_bias, num_hidden_layers, ...), merge adapters that are saved "
+            "inside, or remove from the files what does not belong to the model"
         )
     return sorted(parts)
 
@@ -354,9 +355,10 @@ def require_tied(folder: Path, module: nn.Module) -> None:
     name, source = f"{names[head]}.weight", f"{names[table]}.weight"
     if name in (model._tied_weights_keys or ()) and head.weight is not table.weight:
         raise UsageError(
-            f"model={folder}: config.json ties {name} to {source} (tie_word_embeddings), and its "
-            "files have both, with unlike values; use tie_word_embeddings: false if both are the "
-            f"model's, or take {name} out of the files"
+            f"model={folder}: config.json ties {name} to {source} "
+            "(tie_word_embeddings), and its files have both, with different values; "
+            f"use tie_word_embeddings: false if both are the model's, or take {name} "
+            "out of the files"
         )
 
 
@@ -384,8 +386,9 @@ def require_tokens(module: nn.Module, tokens: Iterable[int], *, folder: Path) ->
     rows: int = cast("Any", module).get_input_embeddings().num_embeddings
     if most >= rows:
         raise UsageError(
-            f"model={folder}: its tokenizer does not fit: it gives token {most}, and the model has "
-            f"embeddings of tokens 0 to {rows - 1}; use the tokenizer that it was trained with"
+            f"model={folder}: its tokenizer does not fit: it produces token {most}, but "
+            f"the model has embeddings of tokens 0 to {rows - 1}; use the tokenizer "
+            "that it was trained with"
         )
 
 
@@ -416,9 +419,9 @@ def require_own_loss(settings: Settings, module: nn.Module) -> None:
         if share := getattr(config, key, None):
             raise UsageError(
                 f"model={settings.model}: config.json asks for a router's auxiliary loss "
-                f"(output_router_logits: true, {key}: {share:g}), which entrenar does not add: it "
-                "is no sum over the parts of a batch; set output_router_logits: false there to "
-                "train without it"
+                f"(output_router_logits: true, {key}: {share:g}), which entrenar does not "
+                "add: it is not a sum over the parts of a batch; set output_router_logits: "
+                "false there to train without it"
             )
 
 
@@ -556,7 +559,7 @@ def task_advice(task: str, config: Any) -> str:
     if can_do(other, config):
         return f"{model}, or task: {other}"
     parts = config.get_text_config() is not config
-    return f"{model} of texts alone, such as the one that this was made from" if parts else model
+    return f"{model} of texts only, such as the one that this was made from" if parts else model
 
 
 def library() -> Any:

@@ -16,6 +16,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -73,17 +74,22 @@ def _identity(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, compiled: bool = False
+) -> Tensor:
     """Return the summed cross entropy of `hidden @ weight.T`, 0-d float32.
 
     `hidden` is [m, d], `weight` is [vocabulary, d], and `targets` is int64 [m], negative for
     positions without a target. Matrix products have the dtype of torch.autocast where that is on.
+    With `compiled`, torch compiles what comes between the products.
     """
     dtype = precision.current(hidden.device)
     if dtype != torch.float32:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with precision.as_given(hidden.device):
-        result: Tensor = _CrossEntropy.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+        result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, targets, compiled
+        )
     return result
 
 
@@ -121,36 +127,65 @@ class _CrossEntropy(torch.autograd.Function):
     """See `cross_entropy`. The gradients are computed in the forward pass, at scale 1."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, compiled: bool
+    ) -> Tensor:
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         loss = torch.zeros((), device=hidden.device)
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        tokens = torch.arange(len(weight), device=targets.device)
+        of_logits = _compiled_loss_of_logits if compiled else _loss_of_logits
         rows = max(1, LOGITS_MAX // len(weight))
+        if compiled:  # nothing is in float32 then; products prefer whole tiles
+            rows = max(1, 2 * rows // _TILE * _TILE or rows)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = hidden[part] @ weight.t()
-            shares = logits.log_softmax(-1, dtype=torch.float32)
-            wanted, counts = targets[part, None], targets[part, None] >= 0
-            loss -= (shares.gather(1, wanted.clamp(min=0)) * counts).sum()
-            # Not by scatter, since its deterministic kernel reads the targets on the host.
-            gradient = shares.exp_().sub_((tokens == wanted).view(torch.uint8)).to(hidden.dtype)
+            lost, gradient = of_logits(hidden[part] @ weight.t(), targets[part])
+            loss += lost
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[part])
-                of_hidden[part] *= counts
             if of_weight is not None:
-                of_weight += gradient.t() @ (hidden[part] * counts)
+                of_weight += gradient.t() @ hidden[part]
         ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         of_hidden, of_weight = (
             None if one is None else one * scale.to(one.dtype) for one in ctx.saved_tensors
         )
-        return of_hidden, of_weight, None
+        return of_hidden, of_weight, None, None
+
+
+_TILE = 256  # rows of a matrix product on a GPU
+
+
+def _loss_of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy of `logits` [m, vocabulary], 0-d float32, and its gradient.
+
+    The gradient has the shape and dtype of `logits`, and is 0 where `targets` [m] are negative.
+    """
+    shares = logits.log_softmax(-1, dtype=torch.float32)
+    wanted, counts = targets.clamp(min=0)[:, None], targets[:, None] >= 0
+    loss = (shares.gather(1, wanted) * counts).sum().neg()
+    # Not by scatter, since its deterministic kernel reads the targets on the host.
+    is_wanted = torch.arange(logits.shape[1], device=logits.device) == wanted
+    gradient = shares.exp_().add_(is_wanted, alpha=-1).mul_(counts)
+    return loss, gradient.to(logits.dtype)
+
+
+def _compiled_loss_of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `_loss_of_logits`, compiled once for all numbers of positions."""
+    for tensor in (logits, targets):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    result: tuple[Tensor, Tensor] = _compiler()(logits, targets)
+    return result
+
+
+@cache
+def _compiler() -> Any:
+    return torch.compile(_loss_of_logits, fullgraph=True)
 
 
 _SAMPLES = ((1, 2, 3, 4, 5), (6, 7, 8))  # tokens that every vocabulary has
@@ -317,6 +352,7 @@ class NextTokens(Objective):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._head = [head_of(module)]  # in a list, since its weights belong to the module
+        self.compiles = False  # the loss, as `cross_entropy` does
 
     @property
     def head(self) -> nn.Linear | None:
@@ -377,4 +413,4 @@ class TokenObjective(NextTokens):
             logits = self.logits_of(tokens, positions).index_select(0, places).float()
             return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         hidden = self.hidden_of(tokens, places, positions, head)
-        return cross_entropy(hidden, head.weight, targets)
+        return cross_entropy(hidden, head.weight, targets, compiled=self.compiles)

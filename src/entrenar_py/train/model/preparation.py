@@ -102,8 +102,9 @@ def prepare(
         train, validation = samples.split(train, data.validation_share, rng)
         if not (len(train) and len(validation)):
             raise UsageError(
-                f"data.validation_share={data.validation_share:g}: of {total} rows that leaves "
-                f"{len(train)} to train on and {len(validation)} to evaluate on; use another share"
+                f"data.validation_share={data.validation_share:g}: that leaves {len(train)} "
+                f"of {total} rows to train on and {len(validation)} to evaluate on; use "
+                "another share"
             )
     weights: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()

@@ -131,7 +131,7 @@ def _of_json(path: Path) -> Iterator[Row | BadRow]:
         return
     if _kind(path) in _LISTS and isinstance(bad := _row(path, 1, first), BadRow):
         told = f"its first line {bad.problem}"
-        raise UsageError(f"data {path}: use a list of objects, or an object a line; {told}")
+        raise UsageError(f"data {path}: use a list of objects, or one object per line; {told}")
     with _opened(path) as file:
         for number, line in enumerate(map(_unmarked, _lines(file)), 1):
             if line.strip():
@@ -154,7 +154,7 @@ def _of_list(path: Path) -> Iterator[Row | BadRow]:
     number = 0
     try:
         if len(content) > LIST_BYTES_MAX:
-            raise ValueError(f"more than {LIST_BYTES_MAX} bytes; use an object a line")
+            raise ValueError(f"more than {LIST_BYTES_MAX} bytes; use one object per line")
         text = _unmarked(content).decode()
         del content
         at = json_text.skip_space(text, text.index("[") + 1)

@@ -133,8 +133,8 @@ class Encoder:
             self._num_endless += 1
             if self._num_endless == _ENDLESS_MAX:
                 raise UsageError(
-                    f"model={self._settings.model}: {problem}; so for {_ENDLESS_MAX} rows, the "
-                    f"last at {row.place}"
+                    f"model={self._settings.model}: {problem}; this happened in {_ENDLESS_MAX} "
+                    f"rows, the last at {row.place}"
                 ) from problem
             return BadRow(row.place, str(problem))
         except RecursionError:
@@ -224,10 +224,10 @@ def _name_of(label: object) -> str:
 
 def _hint(label: str, num_labels: int) -> str:
     if label in ("false", "true"):
-        return "; a truth value is a name, not a place: say labels: [false, true]"
+        return "; a truth value is a class name, not an index: use labels: [false, true]"
     places = [str(place) for place in range(num_labels)]
     if label in places:
-        return f"; a number is a name, not a place: say labels: [{', '.join(places)}]"
+        return f"; a number is a class name, not an index: use labels: [{', '.join(places)}]"
     return ""
 
 

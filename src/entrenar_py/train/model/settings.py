@@ -62,7 +62,12 @@ class Data:
     train: Annotated[Path, Key("rows to train on: .jsonl, .json or .parquet; * is a pattern")]
     validation: Annotated[Path | None, Key("rows to evaluate on: a file of the same kind")] = None
     validation_share: Annotated[
-        float, Key("share of `train` that is kept for evaluation instead", least=0, below=1)
+        float,
+        Key(
+            "share of the `train` rows that is kept for evaluation, if `validation` is not given",
+            least=0,
+            below=1,
+        ),
     ] = 0.0
     text_field: Annotated[str, Key("field with the text, for `classify` and `text`")] = "text"
     label_field: Annotated[str, Key("field with the class, for `classify`")] = "label"
@@ -71,24 +76,32 @@ class Data:
     )
     date: Annotated[
         str | None,
-        Key("day that a chat template with a clock is told, as 2026-11-28; by default the start's"),
+        Key(
+            "date for chat templates that ask for it, as 2026-11-28; default: the day of the start"
+        ),
     ] = None
-    max_tokens: Annotated[int, Key("a longer row can't be used", least=2)] = 512
+    max_tokens: Annotated[
+        int, Key("the most tokens of a row; `on_error` says what happens to a longer one", least=2)
+    ] = 512
     packing: Annotated[
-        bool, Key("put several rows into a sequence of `max_tokens`; they don't see each other")
+        bool,
+        Key(
+            "put several rows into one sequence of `max_tokens`; a row doesn't attend to the others"
+        ),
     ] = False
     on_error: Annotated[
         str,
         Key(
-            "what is done about a row that can't be used; skipped ones are counted and listed",
+            "what happens if a row can't be used: the run stops, or the row is "
+            "skipped, counted and listed",
             choices=("stop", "skip"),
         ),
     ] = "stop"
     on_long: Annotated[
         str | None,
         Key(
-            "the same for a row with more than `max_tokens`, which may also be cut after these; by "
-            "default as `on_error`",
+            "what happens if a row has more than `max_tokens`; truncate keeps its first tokens; "
+            "by default `on_error` decides",
             choices=("stop", "truncate", "skip"),
         ),
     ] = None
@@ -107,12 +120,13 @@ class Classes:
     weights: Annotated[
         str,
         Key(
-            "a class's weight in the loss: 1, one over its share, or the root of that",
+            "weight of a class in the loss: 1, 1 / its share of the rows, or the "
+            "square root of that",
             choices=CLASS_WEIGHTS,
         ),
     ] = "none"
     oversample: Annotated[
-        bool, Key("repeat rows of rarer classes until all classes are as frequent")
+        bool, Key("repeat rows of rarer classes until all classes are equally frequent")
     ] = False
 
 
@@ -123,13 +137,13 @@ class Lora:
     rank: Annotated[int, Key("rank of an adapter", least=1, most=2**12)] = 16
     alpha: Annotated[float, Key("an adapter's output is multiplied by alpha / rank", above=0)] = 32
     dropout: Annotated[
-        float, Key("share of an adapter's inputs that are dropped", least=0, below=1)
+        float, Key("dropout probability of an adapter's inputs", least=0, below=1)
     ] = 0.0
     targets: Annotated[
         tuple[str, ...],
         Key(
-            "ends of the names of the layers that get an adapter; all-linear: every linear layer "
-            "but the head"
+            "layers that get an adapter, by the ends of their names; all-linear is every linear "
+            "layer except the head"
         ),
     ] = (ALL_LINEAR,)
     rslora: Annotated[
@@ -140,7 +154,7 @@ class Lora:
     ] = False
     modules_to_save: Annotated[
         tuple[str, ...],
-        Key("ends of the names of layers that are trained whole, and saved with the adapters"),
+        Key("layers that are trained as a whole, by the ends of their names"),
     ] = ()
     start_from: Annotated[
         Path | None, Key("folder with adapters of the same kind that the run begins with")
@@ -151,23 +165,31 @@ class Lora:
 class Training:
     """The optimizer (AdamW), its schedule, and how batches are made up."""
 
-    epochs: Annotated[int, Key("times that every row is seen", least=1, most=10**6)] = 1
+    epochs: Annotated[int, Key("passes over all rows", least=1, most=10**6)] = 1
     max_steps: Annotated[
-        int | None, Key("the last step, and the schedule's end, if the epochs have more", least=1)
+        int | None,
+        Key("the run and its schedule end after this step, if the epochs have more", least=1),
     ] = None
-    batch_size: Annotated[int, Key("rows a step, of all workers together", least=1)] = 16
+    batch_size: Annotated[int, Key("rows per step, over all workers", least=1)] = 16
     num_shards: Annotated[
-        int, Key("parts of a batch that are shared out among workers", least=1, most=2**16)
+        int, Key("parts of a batch; workers share these parts", least=1, most=2**16)
     ] = 4
-    learning_rate: Annotated[float, Key("the highest rate", above=0)] = 2e-4
+    learning_rate: Annotated[float, Key("the highest learning rate", above=0)] = 2e-4
     schedule: Annotated[
-        str, Key("how the rate falls after the warm-up", choices=("constant", "linear", "cosine"))
+        str,
+        Key(
+            "how the learning rate falls after the warm-up",
+            choices=("constant", "linear", "cosine"),
+        ),
     ] = "cosine"
     warmup_share: Annotated[
-        float, Key("share of the steps in which the rate rises", least=0, below=1)
+        float,
+        Key("share of the steps in which the learning rate rises (warm-up)", least=0, below=1),
     ] = 0.03
     weight_decay: Annotated[float, Key("AdamW's weight decay", least=0)] = 0.0
-    clip_norm: Annotated[float | None, Key("largest norm of a step's gradient", above=0)] = 1.0
+    clip_norm: Annotated[
+        float | None, Key("a step's gradient is clipped to this L2 norm", above=0)
+    ] = 1.0
 
     def num_steps(self, num_samples: int) -> int:
         """Return the number of steps of a run on `num_samples` samples."""
@@ -177,13 +199,13 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """The states that are kept when they were evaluated, each in a folder that `infer` reads."""
+    """The evaluated states that are kept, each in a folder that `entrenar infer` reads."""
 
     best: Annotated[
-        bool, Key("keep what has the lowest validation loss so far, in `output`/best")
+        bool, Key("keep the state with the lowest validation loss, in `output`/best")
     ] = False
     last: Annotated[
-        int, Key("keep those of the last evaluations, this many, in `output`/step-N", least=0)
+        int, Key("keep the states of this many last evaluations, in `output`/step-N", least=0)
     ] = 0
 
 
@@ -192,9 +214,13 @@ class Completions:
     """The requests of `entrenar distill text` to the teacher, and the use of its answers."""
 
     prompts: Annotated[
-        Path, Key("rows to answer: .jsonl, .json or .parquet; for `instruct` up to the last answer")
+        Path,
+        Key(
+            "prompts: rows in .jsonl, .json or .parquet; for `instruct` a row without "
+            "its last answer"
+        ),
     ]
-    rows: Annotated[Path, Key("JSONL that is written, for data.train of a later run")]
+    rows: Annotated[Path, Key("JSONL file to write, for data.train of a later run")]
     endpoint: Annotated[
         str | None,
         Key("base URL of an OpenAI-compatible server (http://host:8000/v1), instead of `teacher`"),
@@ -203,12 +229,14 @@ class Completions:
     key_variable: Annotated[str | None, Key("environment variable with the endpoint's API key")] = (
         None
     )
-    new_tokens: Annotated[int, Key("tokens of an answer, at most", least=1, most=2**17)] = 512
+    new_tokens: Annotated[int, Key("the most tokens of an answer", least=1, most=2**17)] = 512
     temperature: Annotated[
-        float, Key("of sampling; 0 takes the most likely token", least=0, most=10)
+        float, Key("sampling temperature; 0 takes the most likely token", least=0, most=10)
     ] = 0.0
     concurrent: Annotated[int, Key("requests at a time", least=1, most=2**10)] = 4
-    retries: Annotated[int, Key("how often a failed request is tried again", least=0, most=100)] = 4
+    retries: Annotated[
+        int, Key("how many times a failed request is tried again", least=0, most=100)
+    ] = 4
     timeout_s: Annotated[float, Key("seconds that an answer may take", above=0, most=86_400)] = (
         300.0
     )
@@ -223,38 +251,50 @@ class Distillation:
 
     logits: Annotated[
         Path | None,
-        Key("folder of the teacher's shards, which may still be written; `text` alone needs none"),
+        Key("folder of the teacher's shards, which may still be arriving; not needed for `text`"),
     ] = None
     teacher: Annotated[
-        Path | None, Key("folder with the teacher's checkpoint; training reads the shards alone")
+        Path | None, Key("folder with the teacher's checkpoint; training a student doesn't need it")
     ] = None
     top_k: Annotated[
-        int, Key("most likely tokens that are kept at each position", least=1, most=2**24)
+        int, Key("number of most likely tokens that are kept at each position", least=1, most=2**24)
     ] = 128
     stored: Annotated[
-        str, Key("format of log-probabilities in a shard", choices=("float16", "float32"))
+        str, Key("number format of log-probabilities in a shard", choices=("float16", "float32"))
     ] = "float16"
     precision: Annotated[
         str,
-        Key("what the teacher's weights are kept in; int8 is for CPUs", choices=TEACHER_PRECISIONS),
+        Key("number format of the teacher's weights; int8 is for CPUs", choices=TEACHER_PRECISIONS),
     ] = "bfloat16"
-    shard_samples: Annotated[int, Key("samples in a shard", least=1, most=2**20)] = 256
+    shard_samples: Annotated[int, Key("samples per shard", least=1, most=2**20)] = 256
     batch_tokens: Annotated[
-        int, Key("tokens of a teacher's batch, at most, unless one row has more", least=1)
+        int, Key("the most tokens of a teacher's batch, unless a single row has more", least=1)
     ] = 8192
     wait_s: Annotated[
         float,
-        Key("seconds that a student waits for a shard; 0: a missing one ends the run", least=0),
+        Key(
+            "seconds that a student waits for a shard; with 0 a missing shard ends the run", least=0
+        ),
     ] = 86400.0
     alpha: Annotated[
         float,
-        Key("share of the teacher's part of the loss; the rest is cross entropy", least=0, most=1),
+        Key(
+            "weight of the teacher's part of the loss; cross entropy has the weight 1 - alpha",
+            least=0,
+            most=1,
+        ),
     ] = 0.5
     temperature: Annotated[
-        float, Key("T of both distributions; their divergence counts T * T", above=0, most=10**4)
+        float,
+        Key(
+            "temperature T of both distributions; the divergence is multiplied by T * T",
+            above=0,
+            most=10**4,
+        ),
     ] = 2.0
     text: Annotated[
-        Completions | None, Key("for `entrenar distill text`, which alone reads it")
+        Completions | None,
+        Key("settings of `entrenar distill text`; other commands don't read them"),
     ] = None
 
     @property
@@ -274,24 +314,26 @@ class Tls:
 
     cert: Annotated[Path, Key("the coordinator's certificate; workers check its name")]
     key: Annotated[Path, Key("its private key, without a passphrase")]
-    ca: Annotated[Path | None, Key("the signer of the certificates that workers must show")] = None
+    ca: Annotated[
+        Path | None, Key("the authority that signs the certificates that workers must show")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
     """The time limits of coordinator and workers, in seconds."""
 
-    heartbeat_s: Annotated[float, Key("time between two signs of life of either end", above=0)] = (
+    heartbeat_s: Annotated[float, Key("time between two heartbeats of either end", above=0)] = (
         USUAL.heartbeat_s
     )
     dead_after_s: Annotated[
-        float, Key("how long either end may be silent before it is given up", above=0)
+        float, Key("how long either end may be silent before it counts as dead", above=0)
     ] = USUAL.dead_after_s
     hello_s: Annotated[
         float, Key("how long a new connection may take to prove the secret", above=0)
     ] = USUAL.hello_s
     gather_s: Annotated[
-        float, Key("how long the run waits for enough workers before it is given up", above=0)
+        float, Key("how long the run waits for enough workers before it ends", above=0)
     ] = USUAL.gather_s
 
 
@@ -299,18 +341,19 @@ class Timeouts:
 class Serving:
     """The address and the workers of a run that `entrenar coordinator` serves."""
 
-    secret_file: Annotated[Path, Key("its bytes, less white space at both ends, are the secret")]
-    listen: Annotated[str, Key("where workers connect, host:port; port 0 is any free one")] = (
+    secret_file: Annotated[Path, Key("file with the secret: its bytes, stripped of white space")]
+    listen: Annotated[str, Key("where workers connect, host:port; port 0 means any free port")] = (
         "127.0.0.1:7411"
     )
-    tls: Annotated[Tls | None, Key("connections over TLS 1.3, and no others")] = None
+    tls: Annotated[Tls | None, Key("all connections use TLS 1.3")] = None
     wait_for: Annotated[
-        int, Key("workers that must be there before the first step", least=1, most=2**10)
+        int, Key("workers that must have joined before the first step", least=1, most=2**10)
     ] = 1
     audit_share: Annotated[
         float,
         Key(
-            "share of each step's shards that a second worker computes, too, at least one if not 0",
+            "share of each step's shards that a second worker also computes; at least "
+            "one shard if not 0",
             least=0,
             most=1,
         ),
@@ -322,10 +365,15 @@ class Serving:
 class StagePlan:
     """A stage of `strategy: layer_pipeline`."""
 
-    layers: Annotated[tuple[int, int], Key("its first block, and the one after its last")]
+    layers: Annotated[
+        tuple[int, int], Key("[first, stop]: its first block, and the one after its last")
+    ]
     worker: Annotated[
         tuple[str, ...],
-        Key("the worker that has it, by `entrenar worker --id`; several share its shards"),
+        Key(
+            "the worker that computes it, by its `entrenar worker --id`; several "
+            "workers share the shards"
+        ),
     ] = ()
     backend: Annotated[
         str | None, Key("the kind of backend that its workers need", choices=KINDS)
@@ -338,64 +386,68 @@ class Settings:
 
     model: Annotated[Path, Key("folder with a checkpoint in Hugging Face's format")]
     task: Annotated[str, Key("what is learned", choices=TASKS)]
-    output: Annotated[Path, Key("folder for what was trained, and for the run's record")]
+    output: Annotated[Path, Key("folder for the trained weights, and for the run's record")]
     method: Annotated[
         str,
         Key(
-            "adapters, adapters of a model with frozen weights in NF4, or all weights",
+            "train adapters, adapters on frozen weights in NF4, or all weights",
             choices=METHODS,
         ),
     ] = "lora"
     precision: Annotated[
         str,
         Key(
-            "what frozen weights are kept in and products computed in; what is trained is float32",
+            "number format of frozen weights and of matrix products; trained weights are float32",
             choices=PRECISIONS,
         ),
     ] = "float32"
     recompute: Annotated[
         str,
         Key(
-            "what is let go after the forward pass and computed again: less memory, more time",
+            "activations that are recomputed in the backward pass: less memory, more time",
             choices=RECOMPUTED,
         ),
     ] = "none"
     strategy: Annotated[
         str | None,
         Key(
-            "how alike GPUs share the work: for ranks that torchrun starts; or layer_pipeline: "
-            "workers of `entrenar coordinator` that have a stage of the model each",
+            "how ranks that torchrun starts share the work; or layer_pipeline, in "
+            "which each worker of `entrenar coordinator` has a stage of the model",
             choices=(*STRATEGIES, LAYER_PIPELINE),
         ),
     ] = None
     stages: Annotated[
         tuple[StagePlan, ...],
-        Key("the stages of `layer_pipeline`, in order; by default one a worker, of equal size"),
+        Key("the stages of `layer_pipeline`, in order; by default one per worker, of equal size"),
     ] = ()
     workers: Annotated[
         int | None,
         Key(
-            "processes that compute on this machine, on one thread each: by default as many as "
-            "cores, shards and memory allow; workers at a time of `entrenar coordinator` (1)",
+            "processes that compute on this machine, with one thread each; by default "
+            "as many as cores, shards and memory allow. For `entrenar coordinator`: "
+            "workers at a time (1)",
             least=1,
             most=2**10,
         ),
     ] = None
     devices: Annotated[
         tuple[str, ...],
-        Key("what a run may use, as name:memory[:bandwidth]; by default what this machine has"),
+        Key(
+            "devices that a run may use, as name:memory[:bandwidth]; by default those "
+            "of this machine"
+        ),
     ] = ()
-    seed: Annotated[int, Key("where all random numbers come from", least=0, most=2**63 - 1)] = 0
+    seed: Annotated[int, Key("seed of all random numbers", least=0, most=2**63 - 1)] = 0
     evaluate_every: Annotated[
         int, Key("steps from one evaluation on the validation rows to the next", least=1)
     ] = 50
     checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50
-    keep: Annotated[Keep, Key("what is kept on the way, after an evaluation")] = Keep()
+    keep: Annotated[Keep, Key("states that are kept after an evaluation")] = Keep()
     compile: Annotated[
         bool,
         Key(
-            "compile the model on CUDA devices, which takes half a minute or more at the start; "
-            "not with a strategy, and not models that drop something, or recompute blocks"
+            "compile the model on CUDA devices, which takes half a minute or more at "
+            "the start; not with a strategy, with dropout, or with recompute: blocks"
         ),
     ] = True
     trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False
@@ -404,10 +456,11 @@ class Settings:
     lora: Annotated[Lora, Key("the adapters of `method: lora` and `qlora`")] = Lora()
     training: Annotated[Training, Key("the optimizer and its batches")] = Training()
     distill: Annotated[
-        Distillation | None, Key("for `entrenar distill`: learn from a teacher, too")
+        Distillation | None, Key("for `entrenar distill`: also learn from a teacher")
     ] = None
     coordinator: Annotated[
-        Serving | None, Key("for `entrenar coordinator`, which alone reads it: other machines")
+        Serving | None,
+        Key("for `entrenar coordinator`: workers on other machines; other commands don't read it"),
     ] = None
 
     @property

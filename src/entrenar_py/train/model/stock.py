@@ -397,11 +397,11 @@ def _require_same(
         try:
             logits = _logits(theirs, tokens, mask, products)
         except (RuntimeError, ValueError) as error:
-            problem = f"it can't compute two rows of unlike lengths ({error})"
+            problem = f"it can't compute two rows of different lengths ({error})"
         else:
             if not _is_close(ours, logits, products):
                 apart = (ours - logits).abs().max()
-                problem = f"its logits of two rows of unlike lengths are up to {apart:.3g} apart"
+                problem = f"its logits of two rows of different lengths are up to {apart:.3g} apart"
     if problem:
         raise SystemFailure(
             f"output {folder}: what stock libraries read there is not the model of this run: "

@@ -72,7 +72,9 @@ def compile_blocks(module: nn.Module) -> None:
     """Make torch compile each block of `module` at its first call, once for all lengths.
 
     Blocks are the members of a list of layers that isn't inside another list. Kernels are chosen by
-    rules, never by timing, so that every process has the same kernels.
+    rules, never by timing, so that every process has the same kernels. If the embedding is frozen,
+    nothing before the first block needs a gradient. That block would be a program of its own, which
+    takes as long to compile as that of all others, so it is not compiled.
     """
     from torch._inductor import config
     from torch.fx.experimental import _config as shapes
@@ -81,12 +83,18 @@ def compile_blocks(module: nn.Module) -> None:
     # Otherwise a length that happens to equal the hidden size would be treated as a constant.
     cast("Any", shapes).use_duck_shape = False
     dynamo = cast("Any", torch._dynamo.config)
+    # A module's float, as the scale of an adapter, would be a symbol at first, and after all has
+    # been traced a constant: torch would trace everything again.
+    dynamo.specialize_float = True
     dynamo.recompile_limit = max(dynamo.recompile_limit, _KINDS_MAX)
     stacks = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
+    embedding = cast("Any", module).get_input_embeddings()
+    first = 0 if any(tensor.requires_grad for tensor in embedding.parameters()) else 1
     for name in stacks:
         if any(name.startswith(f"{other}.") for other in stacks):
             continue
-        for block in cast("nn.ModuleList", module.get_submodule(name)):
+        blocks = cast("nn.ModuleList", module.get_submodule(name))
+        for block in blocks[first:]:
             block.compile(dynamic=True)
 
 
@@ -386,6 +394,8 @@ class Finetuning(Tuned):
         self._is_compiled = self._compiles and device.type == "cuda" and not self.drops
         if self._is_compiled:
             compile_blocks(self.module)
+            if isinstance(self.objective, objectives.NextTokens):
+                self.objective.compiles = True
 
     def _show(self, kind: tuple[bool, ...], tensors: Tensors) -> None:
         """Make the model compile for batches of `kind`, on an example.

@@ -46,44 +46,57 @@ REQUIRED = ("num_samples", "num_steps", "world_size")
 
 # Key -> (type, default, meaning). The docs show this table.
 KEYS: Mapping[str, tuple[str, str, str]] = {
-    "num_samples": ("whole number >= 1", "required", "samples that each worker's data set has"),
+    "num_samples": (
+        "whole number >= 1",
+        "required",
+        "number of samples in the data set of each worker",
+    ),
     "num_steps": ("whole number >= 1", "required", "steps of the run"),
     "world_size": (
         *("whole number from 1 to 65536", "required"),
-        "places for workers; `total_workers` in JoinAccepted",
+        "largest number of workers at a time; `total_workers` in JoinAccepted",
     ),
     "num_shards": (
         *("whole number from `world_size` to 65536", "`world_size`"),
-        "shards of a batch; how many there are decides the bits of the averages",
+        "shards of a batch; their number decides the bits of the averages",
     ),
-    "batch_size": ("whole number >= `num_shards`", "`num_samples`", "samples of a step"),
-    "wait_for": ("whole number >= 1", "`world_size`", "workers before the first step"),
+    "batch_size": ("whole number >= `num_shards`", "`num_samples`", "samples per step"),
+    "wait_for": (
+        "whole number >= 1",
+        "`world_size`",
+        "workers that must have joined before the first step",
+    ),
     "components": (
         *("list of numbers from 0 to 255", "a shard ends with GradientPayload"),
         "a shard ends with the last of its blocks and these NonBlock components",
     ),
     "late_joins": (
         *("`true` or `false`", "`true`"),
-        "whether workers may join later, with the weights before the step of their first shard",
+        "whether workers may join after the first step; they must hold the weights "
+        "before the step of their first shard",
     ),
     "frame_bytes_max": (
         *("whole number from 4096 to 4294967295", f"`{FRAME_BYTES_MAX}`"),
-        "the longest frame of a worker",
+        "the most bytes of a worker's frame",
     ),
     "gradient_bytes_max": (
         *("whole number >= `frame_bytes_max`", "`frame_bytes_max`"),
-        "what all parts of one shard's gradient may take",
+        "the most bytes that all parts of one shard's gradient may take",
     ),
-    "listen": ("host:port", f"`{LISTEN}`", "where workers connect; port 0 is any free one"),
+    "listen": ("host:port", f"`{LISTEN}`", "where workers connect; port 0 means any free port"),
     "timing": ("mapping", "below", "how long the coordinator waits"),
-    "metrics": ("path", "none are written", "one JSON object a step"),
-    "ledger": ("path", "none is written", "a chained line an event, with the averages' digests"),
+    "metrics": ("path", "none are written", "a file with one JSON object for each step"),
+    "ledger": (
+        "path",
+        "none is written",
+        "the trace of the run: one chained line for each event, with the digests of the averages",
+    ),
 }
 TIMING_KEYS: Mapping[str, str] = {
     "hello_s": "how long a new connection may take to ask to join",
     "dead_after_s": "how long a worker that sends heartbeats may be silent while it has a shard",
-    "shard_s": "how long a worker may take over a shard",
-    "gather_s": "how long the run waits for enough workers before it is given up",
+    "shard_s": "how long a worker may take to compute a shard",
+    "gather_s": "how long the run waits for enough workers before it ends",
 }
 # Keys of other runs, with the reason why they mean nothing here.
 NOT_HERE: Mapping[str, str] = {

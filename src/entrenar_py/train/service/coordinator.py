@@ -128,10 +128,12 @@ def serve(settings: Config, task: Task, *, resume: bool) -> int:
 def require_intended(path: Path | None, *, resume: bool) -> None:
     """Raise UsageError if --resume is missing but needed, or given without a checkpoint's path."""
     if path is None and resume:
-        raise UsageError("--resume: the configuration has no checkpoint to go on from; give it one")
+        raise UsageError(
+            "--resume: the configuration has no checkpoint to continue from; give it one"
+        )
     if path is not None and path.exists() and not resume:
         raise UsageError(
-            f"checkpoint {path}: it already exists; go on with --resume, or give another path"
+            f"checkpoint {path}: it already exists; continue with --resume, or give another path"
         )
 
 

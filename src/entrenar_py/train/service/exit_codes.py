@@ -29,7 +29,7 @@ _TRAINING = {
     WRONG: "the run was halted or given up",
     STOPPED: MEANINGS[STOPPED],
 }
-_SHARDS = {STOPPED: "stopped by SIGINT, SIGTERM or SIGHUP; start it again to go on"}
+_SHARDS = {STOPPED: "stopped by SIGINT, SIGTERM or SIGHUP; start it again to continue"}
 # Command -> meanings of its codes, where they differ from _COMMON.
 _OWN: Mapping[str, Mapping[int, str]] = {
     **dict.fromkeys(("coordinator", "finetune", "distill train"), _TRAINING),

@@ -67,7 +67,7 @@ def claimed(path: Path, what: str, *, warn: Callable[[str], None]) -> Iterator[N
         file = _locked(lock, path, what, warn)
     except OSError as error:
         if error.errno == errno.EINVAL:
-            problem = f"{lock} is no regular file; move it away"
+            problem = f"{lock} is not a regular file; move it away"
             raise UsageError(f"{what} {path}: {problem}") from error
         problem = f"can't be written ({error.strerror or error})"
         raise UsageError(f"{what} {path}: {problem}; {_ADVICE}") from error
@@ -88,7 +88,7 @@ def require_writable(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"checkpoint {path}: it is a directory; {_ADVICE}")
     if path.exists() and not path.is_file():
-        raise UsageError(f"checkpoint {path}: it is no regular file; {_ADVICE}")
+        raise UsageError(f"checkpoint {path}: it is not a regular file; {_ADVICE}")
     partial = checkpoint.partial_of(path)
     try:
         os.close(files.open_to_write(partial, mode=0o666))

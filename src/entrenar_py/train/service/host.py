@@ -173,7 +173,7 @@ class Host:
             self._has_warned = True
             self.note(
                 "few_shards",
-                f"num_shards={num_shards} for {num_workers} workers of unlike speed: the slow ones "
+                f"num_shards={num_shards} for {num_workers} workers of different speeds: slow ones "
                 f"hold up the others; use {least} or more in the next run",
             )
 

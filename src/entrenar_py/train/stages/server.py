@@ -190,7 +190,7 @@ class PipelineServer(Server):
             theirs = event.weights.get(name)
             if theirs is None or theirs.digest != own[name].digest:
                 raise ProtocolError(
-                    f"rank {event.rank} holds other weights than it was sent: {name}, step "
+                    f"rank {event.rank} holds different weights than it was sent: {name}, step "
                     f"{event.step}"
                 )
 

@@ -271,9 +271,9 @@ class StageWorkload(Finetuning):
         if not torch.equal(before, torch.get_rng_state()):
             named = type(blocks.decoder_of(self.module)).__name__
             raise UsageError(
-                f"strategy=layer_pipeline: {named} draws random numbers that "
-                "don't follow from a shard and a layer alone, so stages can't draw them alike; use "
-                "a model without them"
+                f"strategy=layer_pipeline: {named} draws random numbers that don't follow "
+                "from a shard and a layer alone, so stages can't draw the same numbers; "
+                "use a model without them"
             )
         return masks.num_drawn > 0
 

@@ -160,7 +160,7 @@ class MeshCoordinator(Grouping):
 
     def _overflow(self, peer: Peer, member: Member, said: say.Overflow, now: float) -> list[Effect]:
         self._require_step(said.step)
-        reason = "the average gradient or loss is not finite, though each worker's is finite"
+        reason = "the average gradient or loss is not finite, though each worker's is"
         return self._halt(do.Stop(said.step, None, reason))
 
     def _state(self, peer: Peer, member: Member, said: say.State, now: float) -> list[Effect]:

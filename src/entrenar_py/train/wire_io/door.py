@@ -100,7 +100,7 @@ class Places(Generic[Guest]):
 
 
 def shared_address(host: str) -> str:
-    """Return the address under which `host` counts: IPv4 in full, of IPv6 only the /64."""
+    """Return the address by which `host` is counted: all of IPv4, the /64 prefix of IPv6."""
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:

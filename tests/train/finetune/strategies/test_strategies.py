@@ -362,7 +362,7 @@ def test_a_run_that_died_goes_on_with_the_same_bits(
     if strategy == "ddp":
         codes, told = ranks.torchrun(broken, 2)
         assert codes == [exit_codes.INVALID] * 2
-        assert told.count("it exists already; go on with --resume") == 1
+        assert told.count("it exists already; continue with --resume") == 1
     codes, told = ranks.torchrun(broken, 2, "--resume")
     assert codes == [exit_codes.DONE] * 2, told
     assert "from step 2 on" in told

@@ -239,7 +239,7 @@ def _why_no_fork(words: Sequence[str], environment: Mapping[str, str], imports: 
     for name in sorted({*environment, *imports.before}):
         if environment.get(name) != imports.before.get(name):
             if name not in RANKS and not name.startswith(PREFIXES):
-                return f"{name} is set differently for ranks"
+                return f"{name} has a different value for ranks"
             if name in imports.names:
                 return f"an import reads {name}"
     if any(not os.path.isabs(one) for one in environment.get("PYTHONPATH", "/").split(os.pathsep)):
@@ -280,7 +280,7 @@ def main(warden: Warden) -> None:
     try:
         imported = read_script(Path(settings["script"]), Path(settings["folder"]))
         if imported.by_hash:
-            raise ValueError(f"the order of a set may count at {imported.by_hash}")
+            raise ValueError(f"the order of a set may matter at {imported.by_hash}")
         unwanted = imports.make(settings["first"], imported.installed, settings["without"])
     except (ImportError, ValueError) as error:
         send(control, {"cold": str(error)})

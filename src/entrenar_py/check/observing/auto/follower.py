@@ -63,7 +63,7 @@ def guarded(
             self.give_up(str(error))
         except Exception as error:  # noqa: BLE001  (the user's script must continue)
             self.give_up(
-                f"the observation failed ({type(error).__name__}: {error}): an error of "
+                f"the observation failed ({type(error).__name__}: {error}): a bug of "
                 "entrenar-py, please report it"
             )
         return None
@@ -326,16 +326,16 @@ class Follower:
         kind = type(optimizer).__name__
         if model is None:
             _LOG.warning(
-                "entrenar watch: %s steps tensors that no module has, and is not watched: call "
-                "observe(model, optimizer, every=...) in the script",
+                "entrenar watch: %s steps tensors that belong to no module, and is not "
+                "watched: call observe(model, optimizer, every=...) in the script",
                 kind,
             )
             return
         others = [other for known, other in self._watched.items() if known is not optimizer]
         if any(model is other for other in others):
             _LOG.warning(
-                "entrenar watch: %s steps a module that is watched with another optimizer, and is "
-                "not watched itself",
+                "entrenar watch: %s is not watched: the module that it steps is watched "
+                "with a different optimizer",
                 kind,
             )
             return
@@ -517,8 +517,8 @@ class Follower:
         if self.observation is None and self.settings.every is None and folder:
             notes.write_problem(
                 Path(folder),
-                f"{type(optimizer).__name__} stepped tensors that it got after the forward and "
-                "backward passes: that is not observed",
+                f"{type(optimizer).__name__} stepped tensors that were added to it after "
+                "the forward and backward passes: such steps are not observed",
             )
 
     @guarded

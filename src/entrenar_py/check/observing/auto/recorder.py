@@ -130,8 +130,9 @@ class Recorder(Observer):
         stepped = tensors.stepped_by(optimizer)
         if not stepped.isdisjoint(self._subject.parameters.values()):
             raise UsageError(
-                f"in step {self.num_steps} a new optimizer ({type(optimizer).__name__}) steps "
-                "the model, and not the observed one: give the new one to observe(model, optimizer)"
+                f"in step {self.num_steps} a new optimizer ({type(optimizer).__name__}) "
+                "steps the model instead of the observed one: give the new one to "
+                "observe(model, optimizer)"
             )
         shapes = Counter(tuple(tensor.shape) for tensor in stepped)
         if stepped and shapes <= Counter(tuple(t.shape) for t in self._subject.trained.values()):

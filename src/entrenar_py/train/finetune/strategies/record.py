@@ -102,7 +102,8 @@ class Record:
         path, state = self._folder / CHECKPOINT, None
         if path.exists() and not resume:
             raise UsageError(
-                f"checkpoint {path}: it exists already; go on with --resume, or give another output"
+                f"checkpoint {path}: it exists already; continue with --resume, or give another "
+                "output"
             )
         if path.exists():
             state = self._load(path)

@@ -1,0 +1,137 @@
+"""AdamW in a GPU's memory, with the bits of `optimizer`.
+
+Otherwise the GPU would wait while the host computes the step and uploads new weights.
+
+All operations are elementwise, or additions in a fixed order. Their results are IEEE's, as on the
+host, if three things are avoided. A product and a sum in one kernel are rounded only once. torch
+turns a division by a number of the host into a product. And the order of torch's own sums depends
+on the device.
+
+The host gets copies of weights and moments after each step, for the record. They arrive while the
+GPU computes the next shard.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor
+
+from entrenar_py.train.arithmetic.optimizer import (
+    BETA1,
+    BETA2,
+    EPSILON,
+    SQUARES,
+    Rule,
+    State,
+    Vector,
+    power_of_two,
+)
+
+BYTES_MAX = 2**28  # of the weights: larger ones and their moments would crowd out activations
+
+
+def fits(rule: Rule, num_trainable: int) -> bool:
+    """Return whether a replica of this size takes its steps on its device."""
+    return rule.kind == "adamw" and 0 < 4 * num_trainable <= BYTES_MAX
+
+
+class DeviceOptimizer:
+    """The optimizer of one replica; `weights` are on the device, float32 [num_trainable].
+
+    `state` has the moments on the host. It is copied, and `copy_back` writes to it.
+    """
+
+    def __init__(self, rule: Rule, weights: Tensor, state: State) -> None:
+        self.weights, self._state = weights, state
+        place = weights.device
+        self._moments = [torch.from_numpy(state[name]).to(place, copy=True) for name in _MOMENTS]
+        self._weight_decay = rule.weight_decay if rule.decayed is not None else 0.0
+        self._decayed: Tensor | None = None
+        if self._weight_decay and rule.decayed is not None:
+            self._decayed = torch.from_numpy(rule.decayed).to(place)
+        is_cuda = place.type == "cuda"
+        self._copies = [
+            torch.empty(tensor.shape, pin_memory=is_cuda) for tensor in (weights, *self._moments)
+        ]
+        self._stream = torch.cuda.Stream(place) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def new_vector(self, num_elements: int) -> Vector:
+        """Return memory for a vector on the host that `upload` copies fast, float32."""
+        is_cuda = self.weights.device.type == "cuda"
+        vector: Vector = torch.empty(num_elements, pin_memory=is_cuda).numpy()
+        return vector
+
+    def upload(self, vector: Vector) -> Tensor:
+        """Return `vector`, float32 [num_trainable], on the device."""
+        return torch.from_numpy(vector).to(self.weights.device)
+
+    def norm_l2(self, gradient: Tensor) -> float:
+        """Return `optimizer.norm_l2` of `gradient`."""
+        squares = gradient.double().square_()
+        sums = _added_by_halves(F.pad(squares, (0, -len(squares) % SQUARES)).view(-1, SQUARES))
+        filled = F.pad(sums, (0, power_of_two(len(sums)) - len(sums)))
+        return math.sqrt(_added_by_halves(filled[None]).item())
+
+    def clip(self, gradient: Tensor, norm: float, clip_norm: float | None) -> Tensor:
+        """Return `optimizer.clip` of `gradient`."""
+        if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
+            return gradient
+        return gradient * _single(clip_norm / (norm + 1e-6))
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, rate: float) -> None:
+        """Take the step of `optimizer.step`, and start to copy the results to the host."""
+        self._state["count"] += 1
+        count = float(self._state["count"][0])
+        if self._decayed is not None:
+            shrunk = self._decayed * _single(rate * self._weight_decay)
+            self.weights.mul_(shrunk.neg_().add_(1))
+        first, second = self._moments
+        first.add_((gradient - first).mul_(_single(1 - BETA1)))
+        second.mul_(_single(BETA2))
+        second.add_((gradient * gradient).mul_(_single(1 - BETA2)))
+        # torch's root of a float32 is not IEEE's on every device; a float64's, rounded, is.
+        root = second.double().sqrt_().float()
+        unbiased = torch.full((1,), math.sqrt(1 - BETA2**count), device=first.device)
+        divisor = root.div_(unbiased).add_(_single(EPSILON))
+        self.weights.sub_((first / divisor).mul_(_single(rate / (1 - BETA1**count))))
+        self._begin_copies()
+
+    def copy_back(self, weights: Vector) -> None:
+        """Wait for the copies of the last step; write them to `weights` and to the state."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        targets = [weights, *(self._state[name] for name in _MOMENTS)]
+        for target, copy in zip(targets, self._copies, strict=True):
+            np.copyto(target, copy.numpy())
+
+    def _begin_copies(self) -> None:
+        tensors = (self.weights, *self._moments)
+        if self._stream is None:
+            for copy, tensor in zip(self._copies, tensors, strict=True):
+                copy.copy_(tensor)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.weights.device))
+        with torch.cuda.stream(self._stream):
+            for copy, tensor in zip(self._copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _added_by_halves(rows: Tensor) -> Tensor:
+    """Return the sum of each row of `rows`, [n, a power of two], as `optimizer` adds it."""
+    while rows.shape[1] > 1:
+        left, right = rows.chunk(2, dim=1)
+        rows = left + right
+    return rows[:, 0]
+
+
+def _single(number: float) -> float:
+    """Return `number` rounded to float32."""
+    return float(np.float32(number))
