@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from entrenar_py.check.observing import FOLDER, call_sites
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _another_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Work in an empty folder: modules below the current one would be read as the script's.
+
+    In the repository these are all tests that the process has loaded, a second for each run.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path_factory.mktemp("script"))
+        yield
 
 
 @pytest.fixture

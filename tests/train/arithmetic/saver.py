@@ -2,12 +2,14 @@
 
     python -m tests.train.arithmetic.saver PATH NUM_FLOATS [BYTES_MAX]
 
-Prints `saving K` before each save, and `saved K` or `failed K ERRNO` after it. No file may grow
-beyond BYTES_MAX, which has the effect of a full disk.
+For each line on standard input a process is forked from this one, which has torch loaded. It prints
+`pid N`, then `saving K` before each save, and `saved K` or `failed K ERRNO` after it. `ended`
+follows when it has ended. No file may grow beyond BYTES_MAX, which has the effect of a full disk.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from itertools import count
@@ -19,18 +21,35 @@ from entrenar_py.train.arithmetic import checkpoint
 
 
 def main(path: Path, num_floats: int, bytes_max: int | None) -> None:
+    """Fork a process for each line, and wait for its end."""
+    for _ in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            save(path, num_floats, bytes_max)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        tell("ended")
+
+
+def save(path: Path, num_floats: int, bytes_max: int | None) -> None:
     """Save until killed. With a limit, save twice without it and once with it."""
+    tell(f"pid {os.getpid()}")
     steps = count(1) if bytes_max is None else range(1, 4)
     for step in steps:
         if step == 3 and bytes_max is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_max, bytes_max))
-        print(f"saving {step}", flush=True)
+        tell(f"saving {step}")
         try:
             checkpoint.save(path, {"w": np.full(num_floats, step, np.float32)}, {"step": step})
         except OSError as error:
-            print(f"failed {step} {error.errno}", flush=True)
+            tell(f"failed {step} {error.errno}")
         else:
-            print(f"saved {step}", flush=True)
+            tell(f"saved {step}")
+
+
+def tell(line: str) -> None:
+    """Write a line at once and whole: after a kill, another process writes to the same pipe."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 if __name__ == "__main__":

@@ -6,10 +6,13 @@ import errno
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -234,10 +237,21 @@ NUM_FLOATS = 2**20
 NUM_KILLS = 12
 
 
-def saver(*arguments: object) -> subprocess.Popen[str]:
-    """Start the process of `tests.train.arithmetic.saver`."""
-    command = [sys.executable, "-m", "tests.train.arithmetic.saver", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+class Saver(subprocess.Popen[str]):
+    """The process of `tests.train.arithmetic.saver`, which forks those that save."""
+
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "tests.train.arithmetic.saver", *map(str, arguments)]
+        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def fork(self) -> tuple[int, Iterator[str]]:
+        """Return a new process's id, and the lines that it prints."""
+        assert self.stdin is not None
+        assert self.stdout is not None
+        self.stdin.write("\n")
+        self.stdin.flush()
+        pid = int(self.stdout.readline().removeprefix("pid "))
+        return pid, takewhile("ended\n".__ne__, self.stdout)
 
 
 def require_whole(path: Path, least: int) -> int:
@@ -256,26 +270,24 @@ def test_kill_9_at_any_moment_loses_no_checkpoint(tmp_path: Path) -> None:
     The moments are drawn over the time that two saves take, so some fall in every part of one.
     """
     path, moments = tmp_path / "c", random.Random(0)
-    for _ in range(NUM_KILLS):
-        with saver(path, NUM_FLOATS) as process:
-            assert process.stdout is not None
-            lines = iter(process.stdout)
+    with Saver(path, NUM_FLOATS) as saver:
+        for _ in range(NUM_KILLS):
+            pid, lines = saver.fork()
             assert next(lines) == "saving 1\n"
             began = time.monotonic()
             assert next(lines) == "saved 1\n"
             took_s = time.monotonic() - began
             time.sleep(moments.uniform(0, 2 * took_s))  # a moment, not a wait for anything
-            process.kill()
+            os.kill(pid, signal.SIGKILL)
             saved = [1] + [int(line.split()[1]) for line in lines if line.startswith("saved")]
-        require_whole(path, max(saved))
+            require_whole(path, max(saved))
 
 
 def test_a_full_disk_loses_no_checkpoint(tmp_path: Path) -> None:
     """A save that does not fit fails with its reason, and only the checkpoint before remains."""
     path = tmp_path / "c"
-    with saver(path, NUM_FLOATS, 2 * NUM_FLOATS) as process:
-        assert process.stdout is not None
-        said = process.stdout.read().splitlines()
+    with Saver(path, NUM_FLOATS, 2 * NUM_FLOATS) as saver:
+        said = [line.strip() for line in saver.fork()[1]]
     assert said[-2:] == ["saving 3", f"failed 3 {errno.EFBIG}"]
     assert require_whole(path, 2) == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]

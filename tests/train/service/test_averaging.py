@@ -34,9 +34,9 @@ MIB = 2**20
 
 
 class Coordinator:
-    """A folder with a configuration, and the process that serves it."""
+    """A folder with a configuration, and the process that serves it, forked or started `anew`."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
+    def __init__(self, folder: Path, *, anew: bool = False, **changes: Any) -> None:
         usual: dict[str, Any] = {"num_samples": 10, "num_steps": 3, "world_size": 2}
         record = {
             **usual,
@@ -48,7 +48,7 @@ class Coordinator:
         self.folder = folder
         (folder / "run.yaml").write_text(json.dumps(record))
         told = ["coordinator", folder / "run.yaml", "--wire", "v2"]
-        self.process = Process(told, anew=True)
+        self.process = Process(told, anew=anew)
         self.port = int(self.process.until(r"listens at 127\.0\.0\.1:(\d+)")[1])
         self._workers: list[OriginalWorker] = []
 
@@ -164,7 +164,7 @@ def test_sigterm_lets_the_step_finish(coordinate: Any) -> None:
 
 def test_attacks_take_little_memory(coordinate: Any) -> None:
     """Hundreds of strangers, claims of 2^62, and long frames that never come: less than 32 MiB."""
-    run = coordinate(num_steps=1)
+    run = coordinate(anew=True, num_steps=1)
     before = run.peak_bytes()
     for _ in range(300):
         run.worker(joins=False).say(struct.pack(">I", 2000) + b"\x01" + bytes(1000))
@@ -194,7 +194,7 @@ def test_attacks_take_little_memory(coordinate: Any) -> None:
 def test_memory_is_that_of_the_shards(coordinate: Any) -> None:
     """A gradient a shard and the averages of two steps are held, and little more."""
     count, num_workers = 5 * MIB, 2
-    run = coordinate(num_steps=4, world_size=num_workers)
+    run = coordinate(anew=True, num_steps=4, world_size=num_workers)
     before = run.peak_bytes()
     workers = [run.worker() for _ in range(num_workers)]
     values = np.ones(count, "<f4")

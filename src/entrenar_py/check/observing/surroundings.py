@@ -163,7 +163,10 @@ def _parts_of(schedule: LRScheduler) -> list[LRScheduler]:
 
 
 def _alive(kind: type[_Object]) -> list[_Object]:
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+    things = gc.get_objects()
+    # Each type is asked once: there are a hundred objects of each, and some kinds ask in Python.
+    kinds = {each for each in {*map(type, things)} if issubclass(each, kind)}
+    return [thing for thing in things if type(thing) in kinds] if kinds else []
 
 
 # --- the arrangement of the ranks
