@@ -27,9 +27,11 @@ from entrenar_py.shared.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL,
 from entrenar_py.shared.scenario import CHOICES, Scenario
 from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Counterexample
-from entrenar_py.train.finetune import foreign_keys
-from entrenar_py.train.service import config, exit_codes
-from entrenar_py.train.wire import attendance, frames, messages, phases, terms
+from entrenar_py.train.finetune import foreign_keys, own_models, settings_file
+from entrenar_py.train.model.settings import Serving, Timeouts, Tls
+from entrenar_py.train.service import exit_codes
+from entrenar_py.train.service.config import Checkpoint
+from entrenar_py.train.wire import attendance, frames, messages, terms
 from entrenar_py.train.wire.mesh_worker import MeshWorker, RingWorker
 from entrenar_py.train.wire.messages import MESSAGES, Accept, Message
 from entrenar_py.train.wire.pipeline_peers import PipelineWorker
@@ -90,10 +92,13 @@ TYPES = {
     "Mapping[str, Any]": "mapping",
 }
 # Fields that mean something else in a configuration of `entrenar`.
-SERVED = {
-    "workload": "the model and its data; the gradients of `vectors` are known beforehand",
-    "world_size": "largest number of workers at a time",
-    "seed": "the only source of randomness",
+# Table of docs/entrenar.md -> the section of a configuration.
+SECTIONS: Mapping[str, type[Any]] = {
+    "training": own_models.OwnRun,
+    "service": Serving,
+    "checkpoint": Checkpoint,
+    "tls": Tls,
+    "timing": Timeouts,
 }
 # Type of a message's field -> its JSON.
 WIRE_TYPES = {
@@ -189,18 +194,18 @@ def protocol(page: str) -> str:
     tables = {
         "frame": layout(),
         "messages": message_table(),
-        "peer": _legal(phases.PEER_MAY_SAY),
-        "worker": _legal(phases.WORKER_MAY_HEAR),
-        "mesh-peer": _legal(phases.MESH_PEER_MAY_SAY),
-        "mesh-worker": _legal(phases.MESH_WORKER_MAY_HEAR),
-        "pipeline-peer": _legal(phases.PIPELINE_PEER_MAY_SAY),
-        "pipeline-worker": _legal(phases.PIPELINE_WORKER_MAY_HEAR),
-        "applicant": _legal(phases.APPLICANT_MAY_HEAR),
-        "applicant-moves": diagram(phases.APPLICANT_MOVES, phases.ApplicantPhase.CONNECTED),
-        "run-moves": diagram(phases.RUN_MOVES, phases.Stage.GATHERING),
-        "peer-moves": diagram(phases.PEER_MOVES, phases.PeerPhase.CHALLENGED),
-        "fetching-moves": diagram(phases.FETCHING_PEER_MOVES, phases.PeerPhase.CHALLENGED),
-        "worker-moves": diagram(phases.WORKER_MOVES, phases.WorkerPhase.CONNECTED),
+        "peer": _legal(messages.PEER_MAY_SAY),
+        "worker": _legal(messages.WORKER_MAY_HEAR),
+        "mesh-peer": _legal(messages.MESH_PEER_MAY_SAY),
+        "mesh-worker": _legal(messages.MESH_WORKER_MAY_HEAR),
+        "pipeline-peer": _legal(messages.PIPELINE_PEER_MAY_SAY),
+        "pipeline-worker": _legal(messages.PIPELINE_WORKER_MAY_HEAR),
+        "applicant": _legal(messages.APPLICANT_MAY_HEAR),
+        "applicant-moves": diagram(messages.APPLICANT_MOVES, messages.ApplicantPhase.CONNECTED),
+        "run-moves": diagram(messages.RUN_MOVES, messages.Stage.GATHERING),
+        "peer-moves": diagram(messages.PEER_MOVES, messages.PeerPhase.CHALLENGED),
+        "fetching-moves": diagram(messages.FETCHING_PEER_MOVES, messages.PeerPhase.CHALLENGED),
+        "worker-moves": diagram(messages.WORKER_MOVES, messages.WorkerPhase.CONNECTED),
         "bounds": bounds(),
     }
     return _filled(page, tables)
@@ -222,16 +227,8 @@ def original_workers(page: str) -> str:
 def service(page: str) -> str:
     """Return `page` with the current keys of a configuration, and exit codes."""
     head = ("key", "holds", "default", "means")
-    waits = [
-        (f"`{name}`", "seconds > 0", f"`{getattr(Timing(), name):g}`", meaning)
-        for name, meaning in config.TIMING.items()
-    ]
     tables = {
-        "training": _table(head, _training()),
-        "service": _table(head, _keys(config.SERVICE)),
-        "checkpoint": _table(head, _keys(config.CHECKPOINT)),
-        "tls": _table(head, _keys(config.TLS)),
-        "timing": _table(head, waits),
+        **{name: _table(head, _keys(kind)) for name, kind in SECTIONS.items()},
         "exits": _table(
             ("code", "means"), [(str(code), text) for code, text in exit_codes.MEANINGS.items()]
         ),
@@ -282,19 +279,16 @@ def configuration(page: str) -> str:
     return _filled(page, tables)
 
 
-def _training() -> list[tuple[str, ...]]:
-    """A row for each field of a scenario that a configuration may hold."""
+def _keys(section: type[Any]) -> list[tuple[str, ...]]:
+    """A row for each key of a section of a configuration."""
     rows: list[tuple[str, ...]] = []
-    for name in config.TRAINING:
-        field = Scenario.__dataclass_fields__[name]
-        default = "required" if name in config.REQUIRED else _default(field)
-        holds = _holds(field).removesuffix(", `finetune`, `own`")
-        rows.append((f"`{name}`", holds, default, {**MEANINGS, **SERVED}[name]))
+    for field in settings_file.fields_of(section):
+        holds = "mapping" if field.is_section else settings_file.holds(field)
+        default = "see below" if field.is_section else f"`{field.default}`"
+        if field.is_required or field.default is None:
+            default = "required" if field.is_required else "none"
+        rows.append((f"`{field.name}`", holds, default, field.key.meaning))
     return rows
-
-
-def _keys(table: Mapping[str, tuple[str, str, str]]) -> list[tuple[str, ...]]:
-    return [(f"`{name}`", *row) for name, row in table.items()]
 
 
 def _filled(page: str, tables: Mapping[str, str]) -> str:
@@ -419,15 +413,15 @@ def message_table() -> str:
 
 def _sender(kind: type[Message]) -> str:
     """Return the sender of a message: worker, coordinator, or either."""
-    by_worker = {*phases.ALWAYS, *AMONG_WORKERS}
+    by_worker = {*messages.ALWAYS, *AMONG_WORKERS}
     for peers in (
-        phases.PEER_MAY_SAY,
-        phases.MESH_PEER_MAY_SAY,
-        phases.PIPELINE_PEER_MAY_SAY,
+        messages.PEER_MAY_SAY,
+        messages.MESH_PEER_MAY_SAY,
+        messages.PIPELINE_PEER_MAY_SAY,
     ):
         by_worker |= {one for row in peers.values() for one in row}
-    by_coordinator = {one for row in phases.APPLICANT_MAY_HEAR.values() for one in row}
-    for workers in (phases.WORKER_MAY_HEAR, phases.MESH_WORKER_MAY_HEAR):
+    by_coordinator = {one for row in messages.APPLICANT_MAY_HEAR.values() for one in row}
+    for workers in (messages.WORKER_MAY_HEAR, messages.MESH_WORKER_MAY_HEAR):
         by_coordinator |= {one for row in workers.values() for one in row}
     if kind in by_worker & by_coordinator:
         return "either"

@@ -12,8 +12,7 @@ from entrenar_py.train.arithmetic.blocks import Sums
 from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Effect, Keep, Peer
-from entrenar_py.train.wire.messages import TreeNode
-from entrenar_py.train.wire.phases import Stage
+from entrenar_py.train.wire.messages import Stage, TreeNode
 from entrenar_py.train.wire.worker import Worker
 
 from .subjects import COORDINATOR, TRAINING, WORKER, star

@@ -17,8 +17,7 @@ from entrenar_py.train.wire.attendance import Member as Seen
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Effect, Hold, Peer
 from entrenar_py.train.wire.frames import Buffer, new_room
-from entrenar_py.train.wire.messages import Average, Message, TreeNode, Welcome
-from entrenar_py.train.wire.phases import Stage
+from entrenar_py.train.wire.messages import Average, Message, Stage, TreeNode, Welcome
 from entrenar_py.train.wire.worker import Worker
 
 from .protocol import any_number

@@ -134,9 +134,10 @@ def always_complete(
     return True
 
 
-def there_is_enough(folder: Any, facts: Any, entry: Any) -> str:
+def there_is_enough(folder: Any, facts: Any, entry: Any) -> shards.Problem | None:
     """Takes a file that is there for a whole one."""
-    return "" if path_of(folder, facts, entry.shard).exists() else "it is not there"
+    is_there = path_of(folder, facts, entry.shard).exists()
+    return None if is_there else shards.Problem("missing", "it is not there")
 
 
 VARIANTS = (

@@ -27,12 +27,14 @@ from entrenar_py.train.wire.messages import (
     Commit,
     Group,
     Message,
+    PeerPhase,
+    Stage,
     Staged,
     State,
     TreeNode,
     Unreachable,
+    WorkerPhase,
 )
-from entrenar_py.train.wire.phases import PeerPhase, Stage, WorkerPhase
 
 from .blocks import SUMS, added_again, all_that_came
 from .protocol import any_step

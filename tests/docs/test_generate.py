@@ -12,8 +12,8 @@ from entrenar_py.check.clauses import CHECKS
 from entrenar_py.check.kill_matrix import Row
 from entrenar_py.shared import mutants
 from entrenar_py.shared.scenario import expand
-from entrenar_py.train.service import config
-from entrenar_py.train.wire import messages, phases
+from entrenar_py.train.finetune import settings_file
+from entrenar_py.train.wire import messages
 from falsification import classes
 from tests.check.command import twins
 
@@ -84,10 +84,10 @@ def test_the_protocol_is_as_the_tables_have_it(monkeypatch: pytest.MonkeyPatch) 
     """Messages, legal moves and diagrams are generated from the code, and are current."""
     page = generate.PROTOCOL.read_text("utf-8")
     assert generate.protocol(page) == page, "say `make docs`"
-    legal = dict.fromkeys(phases.WorkerPhase, (messages.Leave,))
-    monkeypatch.setattr(phases, "WORKER_MAY_HEAR", legal)
-    move = (phases.Stage.OVER, "a miracle", phases.Stage.GATHERING)
-    monkeypatch.setattr(phases, "RUN_MOVES", (move,))
+    legal = dict.fromkeys(messages.WorkerPhase, (messages.Leave,))
+    monkeypatch.setattr(messages, "WORKER_MAY_HEAR", legal)
+    move = (messages.Stage.OVER, "a miracle", messages.Stage.GATHERING)
+    monkeypatch.setattr(messages, "RUN_MOVES", (move,))
     changed = generate.protocol(page)
     assert "| `away` | `Leave` |" in changed
     assert "over --> gathering: a miracle" in changed
@@ -129,6 +129,5 @@ def test_every_key_of_a_configuration_has_a_row() -> None:
     """Each key has a row in the table of its mapping."""
     page = generate.SERVICE.read_text("utf-8")
     assert generate.service(page) == page, "say `make docs`"
-    tables = (config.TRAINING, config.SERVICE, config.CHECKPOINT, config.TLS, config.TIMING)
-    names = [name for table in tables for name in table]
+    names = [key.name for one in generate.SECTIONS.values() for key in settings_file.fields_of(one)]
     assert [row.split("`")[1] for row in page.splitlines() if row.startswith("| `")] == names

@@ -21,6 +21,7 @@ from entrenar_py.shared.verdict import Finding, Verdict
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.coordinator.server import Server
 from tests.command_line import contract_file
+from tests.train.service import cluster
 from tests.train.wire_io.certificates import Authority
 
 TRAINING: Mapping[str, Any] = {
@@ -83,9 +84,9 @@ def write_good(folder: Path) -> None:
 
 
 def write_configuration(path: Path, **keys: object) -> None:
-    """Write a coordinator's configuration as JSON, which YAML readers accept."""
-    usual = {"listen": "127.0.0.1:0", "secret_file": "secret", "timing": {"gather_s": 0.5}}
-    path.write_text(json.dumps({**TRAINING, **usual, **keys}))
+    """Write the configuration of a run for which no worker comes."""
+    usual = {"listen": "127.0.0.1:0", "timing": {"gather_s": 0.5}}
+    cluster.write_configuration(path, TRAINING, **{**usual, **keys})
 
 
 @cache

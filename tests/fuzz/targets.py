@@ -33,7 +33,7 @@ from entrenar_py.shared.errors import (
 )
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.coordinator.server import Server
-from entrenar_py.train.service import config
+from entrenar_py.train.finetune import own_models
 from entrenar_py.train.upstream.frames import WIRE_MESSAGES, ShardAssignment, WireMessage, encode
 from entrenar_py.train.upstream.frames import Decoder as WireDecoder
 from entrenar_py.train.wire import effects as do
@@ -346,7 +346,7 @@ def read_counterexample(data: bytes) -> None:
 def read_coordinator(data: bytes) -> None:
     """Read a coordinator's configuration."""
     with suppress(ContractError):
-        config.load(_written(data))
+        own_models.load(_written(data))
 
 
 @cache

@@ -29,7 +29,14 @@ _NAME_CHARS_MIN, _NAME_CHARS_MAX = 2, 64
 
 
 class EntrenarError(Exception):
-    """The base class of these errors: no result is possible."""
+    """The base class of these errors: no result is possible.
+
+    `kind` is what code and traces compare, as messages may change: "" if nothing depends on it.
+    """
+
+    def __init__(self, message: str = "", *, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class UsageError(EntrenarError):
@@ -39,8 +46,8 @@ class UsageError(EntrenarError):
     no single field is wrong. Code that read the value from a file uses it to find the line.
     """
 
-    def __init__(self, message: str, *, field: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, field: str = "", kind: str = "") -> None:
+        super().__init__(message, kind=kind)
         self.field = field
 
     @classmethod

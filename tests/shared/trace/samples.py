@@ -225,7 +225,7 @@ EVENTS: tuple[trace.Event, ...] = (
         stock=(-3.0, -2.0),
     ),
     trace.Sharded(when="resumed", digests=("0:ab",), complete=False, due=2),
-    trace.TurnedAway(what="half of a shard", refused=None),
+    trace.TurnedAway(what="half of a shard", refused="it is short", error_kind="size"),
     trace.Encoded(
         sample=3,
         row=1,

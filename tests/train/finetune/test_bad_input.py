@@ -193,7 +193,7 @@ def test_a_tokenizer_without_a_chat_template(
         ("\n \n", {}, "has no row that can be used"),
         (json.dumps({"text": "ls", "label": "fine"}), {}, "rows.jsonl:1: label='fine'"),
         (json.dumps({**ROW, "text": "ls " * 70}), {}, "tokens; data.max_tokens allows 64"),
-        (json.dumps(ROW), {"validation_share": 0.1}, "leaves 1 to train on and 0 to evaluate on"),
+        (json.dumps(ROW), {"validation_share": 0.1}, "leaves 1 of 1 rows to train on and 0"),
     ],
 )
 def test_rows_that_can_not_be_used(

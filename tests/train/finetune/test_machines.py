@@ -75,6 +75,21 @@ def test_workers_that_know_a_secret_train_the_same_adapters(
     assert by_many == runs.adapters(tmp_path / "alone")
 
 
+def test_a_mesh_trains_the_same_adapters(
+    machines: Cluster, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients go from worker to worker; the coordinator gets the weights, and writes them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    served(machines, small, coordinator={"topology": "mesh"})
+    serving = machines.coordinator(cache=tmp_path / "own")
+    both = [machines.worker("--model", small / "model", cache=tmp_path / "own") for _ in range(2)]
+    assert [one.code() for one in (*both, serving)] == [exit_codes.DONE] * 3
+    by_many = runs.adapters(tmp_path / "out")
+    runs.configured(tmp_path, small, output="alone", workers=1)
+    assert cli.main(["finetune", str(tmp_path / "run.yaml")]) == exit_codes.DONE
+    assert by_many == runs.adapters(tmp_path / "alone")
+
+
 class Relay:
     """Passes bytes to and from a coordinator, and holds those from it back beyond `limit`.
 

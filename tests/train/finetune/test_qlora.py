@@ -57,8 +57,8 @@ def kill_one(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, write = local._Workers.start, Metrics.__call__
     victims: list[Any] = []
 
-    def start(self: Any, address: Any, give_up: Any) -> None:
-        begin(self, address, give_up)
+    def start(self: Any, *given: Any) -> None:
+        begin(self, *given)
         victims.append(self._hands[1].process)
 
     def killing(self: Metrics, happening: Happening) -> None:

@@ -54,6 +54,7 @@ task: text
 output: out
 data: {train: rows.jsonl}
 """
+VALIDATED_HEAD = HEAD.replace("rows.jsonl", "rows.jsonl, validation_share: 0.5")
 SECTION = """\
 coordinator:
   secret_file: secret
@@ -86,14 +87,14 @@ def test_the_two_kinds_are_told_apart(tmp_path: Path) -> None:
     assert not serving.is_finetuning(
         written(tmp_path, "workload: linear\nworld_size: 2\nseed: 0\n")
     )
-    assert not serving.is_finetuning(written(tmp_path, "seed: 0\n"))
+    assert serving.is_finetuning(written(tmp_path, "seed: 0\n"))
 
 
 def test_a_mixture_is_refused_by_line(tmp_path: Path) -> None:
     """Every key of the one kind is told, with the line of the other kind's."""
     path = written(tmp_path, "workload: linear\n" + HEAD + SECTION)
     found = problems(path)
-    assert [line.split(":")[0] for line in found] == ["2", "3", "4", "5", "6"]
+    assert [line.split(":")[0] for line in found] == ["2", "3", "4", "5"]
     words = "model is of a configuration that fine-tunes a checkpoint, and workload (line 1)"
     assert found[0].startswith(f"2:1: error: {words}")
 
@@ -101,7 +102,7 @@ def test_a_mixture_is_refused_by_line(tmp_path: Path) -> None:
 def test_a_key_of_the_section_that_stands_outside(tmp_path: Path) -> None:
     """A key of the other kind of file is sent to the section."""
     path = written(tmp_path, HEAD + "listen: 127.0.0.1:0\nsecret_file: secret\n")
-    words = "stands in the section `coordinator:` of such a file; move it there"
+    words = "stands in the section `coordinator:`; move it there"
     expected = [f"5:1: error: listen {words}", f"6:1: error: secret_file {words}"]
     assert problems(path) == expected
 
@@ -141,6 +142,28 @@ def test_limits_of_the_section(tmp_path: Path) -> None:
     found = problems(written(tmp_path, HEAD + section))
     assert len(found) == 3
     assert any("wait_for" in line and "is not read" in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("head", "section", "told"),
+    [
+        (
+            VALIDATED_HEAD + "evaluate_every: 5\n",
+            "",
+            "5:17: error: evaluate_every with topology: mesh",
+        ),
+        (HEAD, "  audit_share: 0.5\n", "8:16: error: audit_share=0.5 with topology: mesh"),
+        (
+            HEAD + "strategy: layer_pipeline\n",
+            "",
+            "8:13: error: topology=mesh with strategy: layer_pipeline",
+        ),
+    ],
+)
+def test_what_a_mesh_excludes(head: str, section: str, told: str, tmp_path: Path) -> None:
+    """Its coordinator has no gradient, and the weights only when it saves them."""
+    found = problems(written(tmp_path, head + SECTION + "  topology: mesh\n" + section))
+    assert found[0].startswith(told)
 
 
 def test_the_section_is_nothing_to_the_other_command(tmp_path: Path) -> None:

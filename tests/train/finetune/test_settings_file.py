@@ -102,8 +102,8 @@ workers: yes
         "run.yaml:1:1: error: configuration: key 'modle' is not read; did you mean 'model'?",
         "run.yaml:1:1: error: configuration: model is missing: folder with a checkpoint in "
         "Hugging Face's format",
-        "run.yaml:1:1: error: configuration: output is missing: folder for what was trained, and "
-        "for the run's record",
+        "run.yaml:1:1: error: configuration: output is missing: folder for the trained weights, "
+        "and for the run's record",
         "run.yaml:2:7: error: configuration: task='clasify': use instruct or classify or text",
         "run.yaml:3:39: error: data: max_tokens=1: use a number >= 2",
         "run.yaml:3:42: error: data: key 'on_eror' is not read; did you mean 'on_error'?",
@@ -371,7 +371,8 @@ strategy: layer_pipeline
         ),
         (
             "{layer: [0, 1]}",
-            "7:3: error: stages[0]: layers is missing: its first block, and the one after its last",
+            "7:3: error: stages[0]: layers is missing: [first, stop]: its first block, and the one "
+            "after its last",
         ),
     ],
 )

@@ -6,8 +6,9 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from entrenar_py import systems
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.train.model.settings import Serving
 from entrenar_py.train.service.ledger_account import weights_digest
 from tests.train.service import nursery
 from tests.train.wire_io.fakes import free_port
@@ -129,6 +131,15 @@ class Process:
         self._output.close()
 
 
+def write_configuration(path: Path, training: Mapping[str, Any], **keys: Any) -> None:
+    """Write a configuration as JSON, which is YAML, too; keys of the service go to its section."""
+    section = {"secret_file": "secret"}
+    for field in fields(Serving):
+        if field.name in keys:
+            section[field.name] = keys.pop(field.name)
+    path.write_text(json.dumps({**training, **keys, "coordinator": section}), encoding="utf-8")
+
+
 class Cluster:
     """A folder with a configuration and a secret, and the processes started from it."""
 
@@ -142,8 +153,7 @@ class Cluster:
     def configure(self, training: dict[str, Any] = TRAINING, **service: Any) -> Path:
         """Write the configuration, as JSON, which is YAML, too."""
         path = self.folder / "run.yaml"
-        usual = {"listen": self.address, "secret_file": "secret"}
-        path.write_text(json.dumps({**training, **usual, **service}))
+        write_configuration(path, training, listen=self.address, **service)
         return path
 
     def coordinator(self, *options: object, **how: Any) -> Process:

@@ -8,6 +8,7 @@ import signal
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError
 from entrenar_py.shared.trace.ledger import Reader
 from entrenar_py.shared.trace.writer import Writer
-from entrenar_py.train.service import averaging, config, exit_codes, ledger_account
+from entrenar_py.train.finetune import own_models
+from entrenar_py.train.model.settings import Serving
+from entrenar_py.train.service import averaging, exit_codes, ledger_account
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.averaging import AveragingConfig, AveragingRecord, new_ledger
 from entrenar_py.train.service.run_events import Happening, Noted
@@ -394,7 +397,7 @@ def test_what_would_be_ignored(key: str, tmp_path: Path) -> None:
 
 def test_keys_of_other_runs_exist() -> None:
     """What is refused by name is a key of the other coordinator."""
-    known = {*config.TRAINING, *config.SERVICE}
+    known = {field.name for one in (own_models.OwnRun, Serving) for field in fields(one)}
     assert set(averaging.NOT_HERE) <= known
     assert not set(averaging.NOT_HERE) & set(averaging.KEYS)
 

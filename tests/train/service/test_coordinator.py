@@ -14,7 +14,8 @@ from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import checkpoint
-from entrenar_py.train.service import config, coordinator, exit_codes, signals
+from entrenar_py.train.finetune import own_models
+from entrenar_py.train.service import coordinator, exit_codes, signals
 from entrenar_py.train.service.coordinator import Task
 from tests.train.service.cluster import TRAINING, Cluster, cluster, weights
 
@@ -108,7 +109,7 @@ def test_a_run_and_its_end(star: Cluster, capsys: pytest.CaptureFixture[str]) ->
         raise SystemFailure("the export is not what was trained")
 
     with pytest.raises(SystemFailure, match="the export is not what was trained"):
-        coordinator.serve(config.load(path), Task(complete=fails), resume=True)
+        coordinator.serve(own_models.load(path), Task(complete=fails), resume=True)
     assert "completed" not in capsys.readouterr().out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from entrenar_py.train.service.measures import (
 )
 from entrenar_py.train.service.run_events import Happening, Last, Noted
 from entrenar_py.train.wire.effects import Finish, Stop
+from tests.train.service.cluster import write_configuration
 from tests.train.service.members import Noticed, host_of, meet, plan_of, record, train
 
 CALM = [0.5, 1.0, 1.5] * STEPS_LEAST
@@ -154,9 +154,9 @@ def test_a_halted_run_goes_on_from_before_the_spike(tmp_path: Path) -> None:
 def test_a_mesh_can_not_halt_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its workers average: an option that would do nothing is refused."""
     (tmp_path / "secret").write_text("sixteen bytes at least", encoding="utf-8")
-    config = {"workload": "linear", "world_size": 2, "seed": 0, "topology": "mesh"}
+    training = {"workload": "linear", "world_size": 2, "seed": 0}
     path = tmp_path / "run.yaml"
-    path.write_text(json.dumps({**config, "secret_file": "secret"}), encoding="utf-8")
+    write_configuration(path, training, topology="mesh")
     assert cli.main(["coordinator", str(path), "--halt-on-spike"]) == exit_codes.INVALID
     assert "use topology: star" in capsys.readouterr().err
 

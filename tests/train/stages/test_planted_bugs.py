@@ -14,7 +14,7 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.mesh_coordinator import Grouping
 from entrenar_py.train.wire.mesh_worker import MeshWorker
-from entrenar_py.train.wire.phases import PeerPhase, Stage
+from entrenar_py.train.wire.messages import PeerPhase, Stage
 from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator, PipelineWorker
 from entrenar_py.train.wire_io.injections import Fate
 from tests.train.stages.linear import Plan, alone

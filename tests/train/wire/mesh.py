@@ -11,8 +11,15 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
 from entrenar_py.train.wire.mesh_worker import MeshWorker
-from entrenar_py.train.wire.messages import Average, Commit, Message, State, TreeNode, Welcome
-from entrenar_py.train.wire.phases import MEMBERS
+from entrenar_py.train.wire.messages import (
+    MEMBERS,
+    Average,
+    Commit,
+    Message,
+    State,
+    TreeNode,
+    Welcome,
+)
 from entrenar_py.train.wire.terms import Run, Timing
 from tests.train.wire.record import nodes, under
 from tests.train.wire.star import SECRET, TERMS, TIMING

@@ -15,17 +15,18 @@ from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.messages import (
+    MEMBERS,
     Applied,
     Assign,
     Average,
     Commit,
     Computed,
     Message,
+    Stage,
     TreeNode,
     Weights,
     Welcome,
 )
-from entrenar_py.train.wire.phases import MEMBERS, Stage
 from entrenar_py.train.wire.terms import Run
 from tests.train.wire.copies import Copies
 

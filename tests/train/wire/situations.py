@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.train.wire.messages import Computed, TreeNode
-from entrenar_py.train.wire.phases import PEER_MAY_SAY, PeerPhase, Stage
+from entrenar_py.train.wire.messages import PEER_MAY_SAY, Computed, PeerPhase, Stage, TreeNode
 from tests.train.wire.star import Link, Star, Station, run_of
 
 # The phases of workers' connections. Those that fetch files have tests of their own.

@@ -12,8 +12,18 @@ from typing import Any
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Effect
-from entrenar_py.train.wire.messages import Hello, Leave, Message, NonFinite, Staged
-from entrenar_py.train.wire.phases import PEER_MOVES, WORKER_MOVES, PeerPhase, Stage, WorkerPhase
+from entrenar_py.train.wire.messages import (
+    PEER_MOVES,
+    WORKER_MOVES,
+    Hello,
+    Leave,
+    Message,
+    NonFinite,
+    PeerPhase,
+    Stage,
+    Staged,
+    WorkerPhase,
+)
 from entrenar_py.train.wire.terms import Run, Terms, Timing
 from entrenar_py.train.wire.worker import Worker
 from tests.train.wire.moves import Follower

@@ -18,24 +18,22 @@ from entrenar_py.train.wire.applicant import Applicant, Fetcher
 from entrenar_py.train.wire.attendance import FETCHING_MAX
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.messages import (
+    APPLICANT_MAY_HEAR,
+    APPLICANT_MOVES,
+    FETCHING_PEER_MOVES,
     MESSAGES,
     VERSION,
+    ApplicantPhase,
     Challenge,
     Heartbeat,
     Hello,
     Message,
     Offer,
+    PeerPhase,
     Piece,
     Refuse,
     Shutdown,
     Want,
-)
-from entrenar_py.train.wire.phases import (
-    APPLICANT_MAY_HEAR,
-    APPLICANT_MOVES,
-    FETCHING_PEER_MOVES,
-    ApplicantPhase,
-    PeerPhase,
 )
 from entrenar_py.train.wire.terms import PIECE_BYTES, WANTED_MAX, Package, Part, piece_bytes
 from tests.train.wire.moves import Follower

@@ -12,6 +12,7 @@ from entrenar_py.train.wire import frames
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.messages import (
+    ALWAYS,
     MESSAGES,
     Applied,
     Assign,
@@ -23,13 +24,14 @@ from entrenar_py.train.wire.messages import (
     Loaded,
     Message,
     NonFinite,
+    PeerPhase,
     Refuse,
     Shutdown,
+    Stage,
     Staged,
     TreeNode,
     Welcome,
 )
-from entrenar_py.train.wire.phases import ALWAYS, PeerPhase, Stage
 from tests.train.wire.samples import SAMPLES
 from tests.train.wire.situations import WORKERS_MAY_SAY, alone, computed, link_of, node, reach
 from tests.train.wire.star import SECRET, TIMING, Link, Star, Station, closes, closing, run_of

@@ -14,8 +14,15 @@ from hypothesis.stateful import (
 )
 
 from entrenar_py.train.wire.effects import Finish, Keep, Send
-from entrenar_py.train.wire.messages import Applied, Average, Group, Heartbeat, Message, TreeNode
-from entrenar_py.train.wire.phases import Stage
+from entrenar_py.train.wire.messages import (
+    Applied,
+    Average,
+    Group,
+    Heartbeat,
+    Message,
+    Stage,
+    TreeNode,
+)
 from tests.train.wire.mesh import Mesh
 from tests.train.wire.samples import SAMPLES
 from tests.train.wire.star import run_of

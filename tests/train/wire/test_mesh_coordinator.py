@@ -11,6 +11,8 @@ from entrenar_py.train.wire.applicant import Applicant
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.mesh_coordinator import ROUNDS_MAX
 from entrenar_py.train.wire.messages import (
+    ALWAYS,
+    MESH_PEER_MAY_SAY,
     MESSAGES,
     Applied,
     Assign,
@@ -23,13 +25,14 @@ from entrenar_py.train.wire.messages import (
     Message,
     Offer,
     Overflow,
+    PeerPhase,
     Refuse,
+    Stage,
     Staged,
     State,
     Unreachable,
     Welcome,
 )
-from entrenar_py.train.wire.phases import ALWAYS, MESH_PEER_MAY_SAY, PeerPhase, Stage
 from tests.train.wire.mesh import Mesh
 from tests.train.wire.samples import SAMPLES
 from tests.train.wire.star import SECRET, closing, run_of

@@ -10,6 +10,7 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Dial
 from entrenar_py.train.wire.mesh_worker import AGAIN
 from entrenar_py.train.wire.messages import (
+    MESH_WORKER_MAY_HEAR,
     MESSAGES,
     Assign,
     Average,
@@ -26,8 +27,8 @@ from entrenar_py.train.wire.messages import (
     Staged,
     State,
     TreeNode,
+    WorkerPhase,
 )
-from entrenar_py.train.wire.phases import MESH_WORKER_MAY_HEAR, WorkerPhase
 from tests.train.wire.mesh_situations import (
     GROUP,
     NEXT,

@@ -6,17 +6,6 @@
 from __future__ import annotations
 
 from entrenar_py.train.wire.messages import (
-    MESSAGES,
-    Accept,
-    Activation,
-    ActivationGradient,
-    Average,
-    Heartbeat,
-    Message,
-    NonFinite,
-    Partial,
-)
-from entrenar_py.train.wire.phases import (
     ALWAYS,
     APPLICANT_MAY_HEAR,
     APPLICANT_MOVES,
@@ -24,13 +13,22 @@ from entrenar_py.train.wire.phases import (
     MEMBERS,
     MESH_PEER_MAY_SAY,
     MESH_WORKER_MAY_HEAR,
+    MESSAGES,
     PEER_MAY_SAY,
     PEER_MOVES,
     PIPELINE_PEER_MAY_SAY,
     PIPELINE_WORKER_MAY_HEAR,
     WORKER_MAY_HEAR,
     WORKER_MOVES,
+    Accept,
+    Activation,
+    ActivationGradient,
     ApplicantPhase,
+    Average,
+    Heartbeat,
+    Message,
+    NonFinite,
+    Partial,
     PeerPhase,
     WorkerPhase,
 )

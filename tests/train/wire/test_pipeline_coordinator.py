@@ -18,11 +18,11 @@ from entrenar_py.train.wire.messages import (
     NonFinite,
     Refuse,
     Shutdown,
+    Stage,
     Unreachable,
     Weights,
     Welcome,
 )
-from entrenar_py.train.wire.phases import Stage
 from entrenar_py.train.wire.pipeline import Places
 from tests.train.wire.pipeline_situations import (
     BLOCKS,

@@ -11,6 +11,7 @@ from entrenar_py.train.wire import pipeline
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.messages import (
     MESSAGES,
+    PIPELINE_WORKER_MAY_HEAR,
     Activation,
     ActivationGradient,
     Applied,
@@ -28,8 +29,8 @@ from entrenar_py.train.wire.messages import (
     Unreachable,
     Weights,
     Welcome,
+    WorkerPhase,
 )
-from entrenar_py.train.wire.phases import PIPELINE_WORKER_MAY_HEAR, WorkerPhase
 from entrenar_py.train.wire.pipeline import order
 from entrenar_py.train.wire.pipeline_peers import Passed, PipelineWorker
 from tests.train.wire.mesh_situations import CHALLENGE, NONCE, PEER

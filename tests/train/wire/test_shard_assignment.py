@@ -16,8 +16,7 @@ from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire import shard_assignment
 from entrenar_py.train.wire.effects import Effect
-from entrenar_py.train.wire.messages import Assign, Average, Group
-from entrenar_py.train.wire.phases import Stage
+from entrenar_py.train.wire.messages import Assign, Average, Group, Stage
 from entrenar_py.train.wire.shard_assignment import (
     MEASURED,
     NEEDED,

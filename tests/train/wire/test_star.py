@@ -19,14 +19,16 @@ from hypothesis.stateful import (
 
 from entrenar_py.train.wire.attendance import THROWN_OUT_MAX
 from entrenar_py.train.wire.effects import Left
-from entrenar_py.train.wire.messages import Message, NonFinite, Offer
-from entrenar_py.train.wire.phases import (
+from entrenar_py.train.wire.messages import (
     ALWAYS,
     MEMBERS,
     PEER_MAY_SAY,
     PEER_MOVES,
     RUN_MOVES,
     WORKER_MOVES,
+    Message,
+    NonFinite,
+    Offer,
     PeerPhase,
     Stage,
     WorkerPhase,

@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire.messages import Shutdown
-from entrenar_py.train.wire.phases import Stage
+from entrenar_py.train.wire.messages import Shutdown, Stage
 from tests.train.wire.star import Star, run_of
 
 WHY = "asked to"

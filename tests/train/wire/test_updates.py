@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from entrenar_py.train.wire import effects as do
-from entrenar_py.train.wire.messages import Average, Commit, Message, Weights
-from entrenar_py.train.wire.phases import Stage
+from entrenar_py.train.wire.messages import Average, Commit, Message, Stage, Weights
 from tests.train.wire.situations import computed, link_of, node
 from tests.train.wire.star import Link, Star, closing, run_of
 

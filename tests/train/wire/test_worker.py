@@ -11,7 +11,9 @@ from entrenar_py.train.wire import terms
 from entrenar_py.train.wire.effects import Effect
 from entrenar_py.train.wire.messages import (
     MESSAGES,
+    TAKING_PART,
     VERSION,
+    WORKER_MAY_HEAR,
     Applied,
     Assign,
     Average,
@@ -30,8 +32,8 @@ from entrenar_py.train.wire.messages import (
     Staged,
     TreeNode,
     Welcome,
+    WorkerPhase,
 )
-from entrenar_py.train.wire.phases import TAKING_PART, WORKER_MAY_HEAR, WorkerPhase
 from entrenar_py.train.wire.worker import Worker
 from tests.train.wire.samples import SAMPLES
 from tests.train.wire.star import SECRET, TERMS, TIMING, closing

@@ -339,10 +339,8 @@ def _movement(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> str:
         return ""
     if not other.any():
         return "did not move it"
-    words = factors.of(usual, other, trace.scenario, max(factors.EXACT, noise / moved))
-    if not words.startswith("it is") or " as large" not in words:
-        return ""
-    return f"moved it {words.removeprefix('it is ').replace('as large', 'as far', 1)}"
+    words = factors.multiple(usual, other, trace.scenario, noise / moved, measure="far")
+    return f"moved it {words}" if words else ""
 
 
 def _weights_before(trace: Trace, step: int, name: str, rank: int) -> Vector | None:

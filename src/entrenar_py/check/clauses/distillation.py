@@ -30,14 +30,14 @@ from entrenar_py.shared.verdict import Tally
 
 # The float32 error of a small model's log-probability, compared with float64. 1e-6 was measured.
 ROUNDING = 1e-5
-# Each defect of shards -> a part of the message that refuses them.
+# Each defect of shards -> the kind of the error that refuses them.
 REFUSALS = {
     "shards of another tokenizer": "tokenizer",
-    "half of a shard": "bytes, and the list says",
+    "half of a shard": "size",
     "a shard with a bit turned": "digest",
-    "a shard that is missing": "but missing",
-    "a shard in another's place": "another folder's or another run's",
-    "rows of other samples": "are not those of sample",
+    "a shard that is missing": "missing",
+    "a shard in another's place": "facts",
+    "rows of other samples": "samples",
 }
 _ADVICE = "a run of the system distilled records it"
 
@@ -136,19 +136,20 @@ def compare_cover(tally: Tally, trace: Trace) -> None:
 
 def compare_refusals(tally: Tally, trace: Trace) -> None:
     """Check that the student refused every defective shard, and named the defect."""
-    messages = {event.what: event.refused for event in trace.of(TurnedAway)}
-    if not messages:
+    events = {event.what: event for event in trace.of(TurnedAway)}
+    if not events:
         return
-    for what, words in REFUSALS.items():
-        if what not in messages:
+    for what, kind in REFUSALS.items():
+        event = events.get(what)
+        if event is None:
             tally.miss(f"the student was not given {what}")
-            continue
-        refused = messages[what]
-        message = f"the student has learned from {what}"
-        if refused is not None:
-            message = f"{what} was refused, but not because {words!r}: {refused}"
-        is_right = refused is not None and words in refused
-        tally.check(is_right, message, tensor="shard", scenario=trace.scenario)
+        elif event.refused is not None and event.error_kind is None:
+            tally.miss(f"{what} was refused, but the error's kind was not recorded: {_ADVICE}")
+        else:
+            message = f"the student has learned from {what}"
+            if event.refused is not None:
+                message = f"{what} was refused, but not because of its {kind}: {event.refused}"
+            tally.equal(kind, event.error_kind, message, tensor="shard", scenario=trace.scenario)
 
 
 def compare_shards(tally: Tally, trace: Trace) -> None:

@@ -352,8 +352,8 @@ def _movement(
         return ": it did not move at all"
     due = expected - before
     noise = 4 * 2.0**-23 * float(np.linalg.norm(expected)) / (float(np.linalg.norm(due)) or 1.0)
-    words = factors.of(due, after - before.astype(np.float64), None, noise)
-    return f": the movement, {words.removeprefix('it is ')}" if " as large" in words else ""
+    words = factors.multiple(due, after - before.astype(np.float64), None, noise)
+    return f": the movement, {words}" if words else ""
 
 
 def _absent(traces: Sequence[Trace]) -> str:

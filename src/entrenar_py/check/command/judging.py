@@ -24,17 +24,16 @@ from entrenar_py.check.evidence.needs import (
     REPEATED,
     RESUMED,
     SAVED,
-    SHORTENED,
     Near,
     Need,
     Runs,
+    witnesses,
 )
 from entrenar_py.check.harness import companions, judgement, plan
 from entrenar_py.check.harness.judgement import Listener, ignore
 from entrenar_py.check.harness.plan import Task
 from entrenar_py.check.reports.report import Entry, NotApplying
-from entrenar_py.shared.faults import LONGER, MERGED, OF_RECORDS, are_of_witnesses, has_kind
-from entrenar_py.shared.faults import SHORTENED as SHORTENED_EPOCHS
+from entrenar_py.shared.faults import MERGED, OF_RECORDS, are_of_witnesses
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.verdict import Verdict, inconclusive
 from entrenar_py.shared.wording import counted, listed
@@ -244,33 +243,21 @@ def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
 def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     """Return by need the files of the runs that show whether others can be compared, if any.
 
-    - REPEATED: two runs that should be equal.
-    - ALONE: the run on one worker.
-    - NUDGED: a run, and the same run with nudged weights.
-    - REORDERED: a run, and the same run with its parameters in a different order.
-    - CONTROLLED: all runs with equal random numbers or shares.
-    - SHORTENED: the runs with short epochs or with more steps.
+    ALONE are runs on one worker, REPEATED are two runs that should be equal, and the others are
+    those of `needs.witnesses`.
     """
     plain = {run.settings: file for file, run in runs.items() if run.settings.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
     twice = next((pair for pair in pairs if pair[0] in plain), ())
-    changed = [(replace(run, faults=()), run) for run in plain if run.faults]
-    changed = [pair for pair in changed if pair[0] in plain]
     alone = [run for run in plain if run.is_plain and run.world_size == 1 and not run.repeat]
-    short = [run for run in plain if has_kind(run.faults, SHORTENED_EPOCHS, LONGER)]
-    known = {run for run in plain if has_kind(run.faults, *companions.PAIRED.values())}
-    known |= {run for run in plain if run.is_plain} | {*short}
-    witnesses = {
-        REPEATED: twice,
-        ALONE: alone,
-        **{
-            need: next((pair for pair in changed if has_kind(pair[1].faults, kind)), ())
-            for need, kind in companions.PAIRED.items()
-        },
-        CONTROLLED: [run for run in plain if run not in known],
-        SHORTENED: short,
+    return {
+        REPEATED: tuple(plain[run] for run in twice),
+        ALONE: tuple(plain[run] for run in alone),
+        **witnesses(
+            {file: run.faults for run, file in plain.items()},
+            lambda file: plain.get(replace(runs[file].settings, faults=())),
+        ),
     }
-    return {need: tuple(plain[run] for run in some) for need, some in witnesses.items()}
 
 
 def _unresumed(check: Check, settings: Sequence[RunSettings]) -> tuple[str, ...]:

@@ -61,12 +61,43 @@ def of(
         return "it is zero"
     allowed = min(max(bound, EXACT), _LOOSEST)
     factor = ratio(right, wrong, allowed)
-    if factor is not None:
-        is_telling = bool(np.count_nonzero(right) >= _TELLING_MIN)
-        words = _of_factor(factor, allowed, scenario, is_telling=is_telling)
-        cause = _cause(factor, scenario, allowed) if words and of_gradients else ""
-        return f"{words}, {MEANING}{cause}" if cause else words
-    return _of_order(right, wrong, allowed)
+    if factor is None:
+        return _of_order(right, wrong, allowed)
+    if abs(factor + 1) <= allowed:
+        return "it has the opposite sign"
+    words = multiple(right, wrong, scenario, allowed)
+    cause = _cause(factor, scenario, allowed) if words and of_gradients else ""
+    meaning = f", {MEANING}{cause}" if cause else ""
+    return f"it is {words}{meaning}" if words else ""
+
+
+def multiple(
+    expected: Vector,
+    got: Vector,
+    scenario: Scenario | None = None,
+    bound: float = EXACT,
+    *,
+    measure: str = "large",
+) -> str:
+    """Return which multiple of `expected` is `got`, such as `twice as large (world_size)`, or "".
+
+    The result is "" also if they are equal, except for their signs. `measure` takes the place of
+    the word "large".
+    """
+    right = expected.astype(np.float64)
+    bound = min(max(bound, EXACT), _LOOSEST)
+    factor = ratio(right, got, bound)
+    if factor is None or abs(abs(factor) - 1) <= bound:
+        return ""
+    simple = named(abs(factor), scenario, bound)
+    sign = " and of the opposite sign" if factor < 0 else ""
+    if simple is None:
+        if np.count_nonzero(right) < _TELLING_MIN:
+            return ""
+        return f"{abs(factor):.6g} times as {measure}{sign}, in all elements"
+    shown, reason = simple
+    size = {"2": "twice", "1/2": "half"}.get(shown, f"{shown} times" if "/" not in shown else shown)
+    return f"{size} as {measure}{f' ({reason})' if reason else ''}{sign}"
 
 
 def ratio(expected: Vector, got: Vector, bound: float = EXACT) -> float | None:
@@ -102,22 +133,6 @@ def _cause(factor: float, scenario: Scenario | None, bound: float) -> str:
     table = _DIVIDED if reason.startswith("1/") else _ADDED
     causes = [cause for name, cause in table.items() if name in reason]
     return (" or " if " or " in reason else ", and ").join(causes)
-
-
-def _of_factor(factor: float, bound: float, scenario: Scenario | None, *, is_telling: bool) -> str:
-    if abs(factor - 1) <= bound:
-        return ""
-    if abs(factor + 1) <= bound:
-        return "it has the opposite sign"
-    simple = named(abs(factor), scenario, bound)
-    sign = " and of the opposite sign" if factor < 0 else ""
-    if simple is None:
-        if not is_telling:
-            return ""
-        return f"it is {abs(factor):.6g} times as large{sign}, in all elements"
-    shown, reason = simple
-    size = {"2": "twice", "1/2": "half"}.get(shown, f"{shown} times" if "/" not in shown else shown)
-    return f"it is {size} as large{f' ({reason})' if reason else ''}{sign}"
 
 
 def _of_order(right: Vector, wrong: Vector, bound: float) -> str:

@@ -4,7 +4,8 @@ A judge does not search for runs, and does not know how they are made. It declar
 receives the runs that answer them. `check/harness/companions.py` answers a need by changing a
 scenario or by searching stored traces, `check/command/run_plan.py` by launching the user's command
 again. So the same judge handles all three cases, and a check that needs a new type of run adds a
-row here.
+row here. A run with faults that only shows something about other runs is found by the `faults` of
+its row.
 
 `Runs` is generic: it holds either planned scenarios or the traces of their runs (`chosen` maps from
 the first to the second). Witnesses are runs that are never judged. They show whether the
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from entrenar_py.shared import faults
+from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Trace
 
 T = TypeVar("T")
@@ -28,13 +31,17 @@ class Need:
     """A second run of the same training. `says` describes it.
 
     A run still answers the need if its scenario differs in the fields named by `free`. `knob` is
-    the knob of a user's command that is turned in the run; "" if no knob is.
+    the knob of a user's command that is turned in the run; "" if no knob is. `faults` are the kinds
+    of fault that a witness has. If `is_paired`, the witnesses are the same run without faults, and
+    one with them.
     """
 
     name: str
     says: str
     free: tuple[str, ...] = ()
     knob: str = ""
+    faults: tuple[str, ...] = ()
+    is_paired: bool = False
 
 
 # --- the judged run in another form ---------------------------------------------------------------
@@ -48,17 +55,24 @@ REPEATED = Need(name="repeated", says="the same run a second time", free=("repea
 NUDGED = Need(
     name="nudged",
     says="the same run on one worker, with its first weights changed by some roundings",
+    faults=(faults.NUDGED,),
+    is_paired=True,
 )
 CONTROLLED = Need(
     name="controlled",
     says="the same run, and the run on one worker, with equal random numbers, or equal shares",
+    faults=(*faults.CONTROLLED, *faults.JOINED),
 )
 SHORTENED = Need(
     name="shortened",
     says="the same run, in which an epoch ends: after two steps, by its loaders, or by more steps",
+    faults=(faults.SHORTENED, faults.LONGER),
 )
 REORDERED = Need(
-    name="reordered", says="the same run, with the optimizer's parameters in a different order"
+    name="reordered",
+    says="the same run, with the optimizer's parameters in a different order",
+    faults=(faults.REORDERED,),
+    is_paired=True,
 )
 ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
 PEER = Need(name="peer", says="the same fine-tuning by transformers.Trainer with peft")
@@ -75,6 +89,24 @@ RESUMED = Need(name="resumed", says="the base, stopped and resumed")
 POISONED = Need(name="poisoned", says="a run with a non-finite value")
 SAVED = Need(name="saved", says="a run that wrote a checkpoint and loaded it")
 PROBED = Need(name="probed", says="a run that passed its tokens to the model again, some replaced")
+
+
+_WITNESSES = (NUDGED, CONTROLLED, SHORTENED, REORDERED)
+
+
+def witnesses(
+    planned: Mapping[T, tuple[Fault, ...]], without: Callable[[T], T | None]
+) -> dict[Need, tuple[T, ...]]:
+    """Return by need the runs with faults that show whether other runs can be compared.
+
+    `planned` has the faults of all unstopped runs, and `without` returns the same run without them.
+    """
+    by_need: dict[Need, tuple[T, ...]] = {}
+    for need in _WITNESSES:
+        runs = [run for run, those in planned.items() if faults.has_kind(those, *need.faults)]
+        pairs = ((plain, run) for run in runs if (plain := without(run)) is not None)
+        by_need[need] = next(pairs, ()) if need.is_paired else tuple(runs)
+    return by_need
 
 
 def turned(knob: str) -> Need:

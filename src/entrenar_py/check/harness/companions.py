@@ -13,22 +13,19 @@ from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import (
     ALONE,
     CALM,
-    CONTROLLED,
     COUNTS,
     KILLED,
-    NUDGED,
     ON_CPU,
     ORACLE,
     PEER,
-    REORDERED,
     REPEATED,
     RESUMED,
-    SHORTENED,
     SINGLE,
     TWIN,
     Near,
     Need,
     Runs,
+    witnesses,
 )
 from entrenar_py.shared import faults
 from entrenar_py.shared.errors import UsageError
@@ -36,8 +33,6 @@ from entrenar_py.shared.faults import SILENT, SURVIVED
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS, unplaced
 
-# Pairs of a run without this fault, and the same run with it.
-PAIRED: Mapping[Need, str] = {NUDGED: faults.NUDGED, REORDERED: faults.REORDERED}
 _WORKERS = (1, 2, 3, 4, 5, 8)
 _POWERS_OF_TWO = (1, 2, 4, 8)
 # Need -> the field of a scenario that makes the run killed or resumed; it is empty in the base.
@@ -227,12 +222,8 @@ def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> R
 def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need, tuple[K, ...]]:
     """Return by need the runs of a user's trainer that show whether others can be compared.
 
-    - REPEATED: two runs that should be equal.
-    - ALONE: the run on one worker, even if it had a different batch.
-    - NUDGED: a run, and the same run with nudged weights.
-    - REORDERED: a run, and the same run with its parameters in a different order.
-    - CONTROLLED: all runs with equal random numbers or shares.
-    - SHORTENED: the runs with short epochs or with more steps.
+    ALONE is the run on one worker, even if it had a different batch, REPEATED are two runs that
+    should be equal, and the others are those of `needs.witnesses`.
     """
     others = {k: run for k, run in scenarios.items() if not faults.are_of_witnesses(run.faults)}
     undisturbed = plain(run_names.unturned(subject), repeat=0)
@@ -243,25 +234,16 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
         first = keys.get(others[again[0]].with_(repeat=0))
         twice = () if first is None else (first, again[0])
 
-    def with_faults(*kinds: str) -> list[K]:
-        return [key for key, run in scenarios.items() if faults.has_kind(run.faults, *kinds)]
+    def without_faults(key: K) -> K | None:
+        meant = undisturbed.with_(world_size=scenarios[key].world_size)
+        nearest = _nearest(subject, meant, ALONE, others)
+        return None if nearest is None else nearest[0]
 
-    def pair(kind: str) -> tuple[K, ...]:
-        for key in with_faults(kind):
-            meant = undisturbed.with_(world_size=scenarios[key].world_size)
-            if still := _nearest(subject, meant, ALONE, others):
-                return still[0], key
-        return ()
-
-    short = with_faults(faults.SHORTENED, faults.LONGER)
-    known = {*others, *short, *with_faults(*PAIRED.values())}
-    once = () if alone is None else (alone[0],)
+    planned = {key: run.faults for key, run in scenarios.items() if not run.stops}
     return {
-        ALONE: once,
+        ALONE: () if alone is None else (alone[0],),
         REPEATED: twice,
-        **{need: pair(kind) for need, kind in PAIRED.items()},
-        CONTROLLED: tuple(key for key in scenarios if key not in known),
-        SHORTENED: tuple(key for key in short if not scenarios[key].stops),
+        **witnesses(planned, without_faults),
     }
 
 

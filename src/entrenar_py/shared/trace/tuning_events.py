@@ -137,8 +137,10 @@ class Sharded(Event):
 class TurnedAway(Event):
     """A student was given shards that are not its own; `what` is wrong with them.
 
-    `refused` is the message, or None if the student accepted them.
+    `refused` is the message, or None if the student accepted them, and `error_kind` is the `kind`
+    of that error. "" stands for an error without a kind; earlier builds recorded no kind (None).
     """
 
     what: str
     refused: str | None
+    error_kind: str | None = None

@@ -188,7 +188,7 @@ def _lacking(since: Gap, reader: ledger.Reader, num_made: int, digest: str | Non
         )
     if digest is None:
         return (
-            f"it has {reader.num_lines} whole lines, the checkpoint was written when it "
+            f"it has {reader.num_lines} complete lines, the checkpoint was written when it "
             f"had {since.lines} (digest of the last {since.digest}): the lines in "
             "between are lost"
         )

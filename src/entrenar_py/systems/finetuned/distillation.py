@@ -191,11 +191,12 @@ def _turned_away(prepared: Prepared, folder: Path) -> Iterator[trace.TurnedAway]
         try:
             workload = student.workload(replace(prepared, settings=settings))
             workload.batch(range(len(prepared.train)))
-            refused = None
+            event = trace.TurnedAway(what=what, refused=None)
         except EntrenarError as error:
             refused = str(error).replace(str(folder), "")
+            event = trace.TurnedAway(what=what, refused=refused, error_kind=error.kind)
         shutil.rmtree(others.folder)
-        yield trace.TurnedAway(what=what, refused=refused)
+        yield event
 
 
 class _Others:

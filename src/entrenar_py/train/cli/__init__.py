@@ -648,10 +648,9 @@ def _run(parsed: argparse.Namespace, others: Others) -> int:
 
         return averaging.run(parsed.config, insecure=parsed.insecure)
     if parsed.command == "coordinator":
-        from entrenar_py.train.finetune import serving
-        from entrenar_py.train.service import coordinator
+        from entrenar_py.train.finetune import own_models, serving
 
-        serve = serving.run if serving.is_finetuning(parsed.config) else coordinator.run
+        serve = serving.run if serving.is_finetuning(parsed.config) else own_models.run
         return serve(
             parsed.config,
             resume=parsed.resume,

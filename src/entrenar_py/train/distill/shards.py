@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -231,20 +231,29 @@ def digest_of(path: Path) -> str:
     return hasher.hexdigest(16)
 
 
-def problem(folder: Path, facts: Facts, entry: Entry) -> str:
-    """Return what is wrong with a listed shard's file; "" if it has the listed bytes."""
+class Problem(NamedTuple):
+    """Why a shard can't be read: the `kind` of the error, and what its message says."""
+
+    kind: str
+    text: str
+
+
+def problem(folder: Path, facts: Facts, entry: Entry) -> Problem | None:
+    """Return what is wrong with a listed shard's file; None if it has the listed bytes."""
     path = path_of(folder, facts, entry.shard)
     try:
         size = path.stat().st_size
         if size != entry.bytes:
-            return f"{path.name} has {size} bytes, but {entry.bytes} in the list"
+            text = f"{path.name} has {size} bytes, but {entry.bytes} in the list"
+            return Problem("size", text)
         if digest_of(path) != entry.digest:
-            return f"{path.name} is damaged: its digest is not the one in the list"
+            text = f"{path.name} is damaged: its digest is not the one in the list"
+            return Problem("digest", text)
     except FileNotFoundError:
-        return f"{path.name} is listed, but missing"
+        return Problem("missing", f"{path.name} is listed, but missing")
     except OSError as error:
-        return f"{path.name} can't be read ({error})"
-    return ""
+        return Problem("", f"{path.name} can't be read ({error})")
+    return None
 
 
 class File:
@@ -279,7 +288,8 @@ class File:
             if metadata.get(name) != value:
                 raise UsageError(
                     f"{self.path}: it belongs to a different folder or run: {name} is "
-                    f"{metadata.get(name)!r}, and {value!r} in the folder's list; {_AGAIN}"
+                    f"{metadata.get(name)!r}, and {value!r} in the folder's list; {_AGAIN}",
+                    kind="facts",
                 )
         here = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]
         due = [part.stop - part.start for part in self._groups]
@@ -480,7 +490,8 @@ class TeacherRows:
             raise SystemFailure(
                 f"{file.path}: rows {begin} to {end - 1} are not those of sample {sample} at "
                 f"positions {_shown(positions)}: they are of {_shown(np.unique(rows.sample))} at "
-                f"{_shown(rows.position)}; make the shard again by `entrenar distill logits`"
+                f"{_shown(rows.position)}; make the shard again by `entrenar distill logits`",
+                kind="samples",
             )
         if not np.array_equal(rows.target, targets):
             raise SystemFailure(
@@ -503,7 +514,7 @@ class TeacherRows:
             try:
                 rows = file.read(group)
             except UsageError as error:
-                raise SystemFailure(str(error)) from error
+                raise SystemFailure(str(error), kind=error.kind) from error
             self._held[key] = rows
             self._held_bytes += rows.num_bytes
             while self._held_bytes > HELD_BYTES and len(self._held) > 1:
@@ -518,7 +529,7 @@ class TeacherRows:
             try:
                 file = File(self._folder, self.facts, shard, self._places.starts(shard))
             except UsageError as error:
-                raise SystemFailure(str(error)) from error
+                raise SystemFailure(str(error), kind=error.kind) from error
             self._files[shard] = file
             while len(self._files) > OPEN_MAX:
                 self._files.popitem(last=False)
@@ -527,28 +538,29 @@ class TeacherRows:
 
     def _wait(self, shard: int) -> None:
         """Wait until the shard is listed and its file has the listed bytes."""
-        begin, last = time.monotonic(), ""
+        begin, last = time.monotonic(), None
         while problem := self._lacks(shard):
             waited = time.monotonic() - begin
             if waited >= self._patience_s:
                 raise SystemFailure(
-                    f"distill.logits={self._folder}: {problem} (waited {waited:.0f} s); make it by "
-                    "`entrenar distill logits`, or copy it, and resume"
+                    f"distill.logits={self._folder}: {problem.text} (waited {waited:.0f} s); make "
+                    "it by `entrenar distill logits`, or copy it, and resume",
+                    kind=problem.kind,
                 )
             if problem != last and waited >= min(TELL_AFTER_S, self._patience_s / 2):
-                self._say(f"waits for shard {shard}: {problem}")
+                self._say(f"waits for shard {shard}: {problem.text}")
                 last = problem
             _wait_on(
                 self._ended, self._folder, min(ARRIVAL_LOOK_EVERY_S, self._patience_s - waited)
             )
 
-    def _lacks(self, shard: int) -> str:
-        """Return why a shard can't be read yet; "" if it can."""
+    def _lacks(self, shard: int) -> Problem | None:
+        """Return why a shard can't be read yet; None if it can."""
         if shard not in self._listed.shards:
             try:
                 listed = self._lists.read()
             except UsageError as error:
-                raise SystemFailure(str(error)) from error
+                raise SystemFailure(str(error), kind=error.kind) from error
             if listed is not None and listed.facts != self.facts:
                 raise SystemFailure(
                     f"distill.logits={self._folder}: its shards have changed since the run "
@@ -557,10 +569,10 @@ class TeacherRows:
             self._listed = listed or self._listed
         entry = self._listed.shards.get(shard)
         if entry is None:
-            return f"shard {shard} of {self.facts.num_shards} is missing"
+            return Problem("", f"shard {shard} of {self.facts.num_shards} is missing")
         state = _state(manifest.path_of(self._folder, self.facts, shard))
         if state is not None and self._seen.get(shard) == (entry, state):
-            return ""
+            return None
         lack = problem(self._folder, self.facts, entry)
         if lack:  # the list is read again: the shard may have been produced again
             self._listed = Listed(self.facts, {})
@@ -649,7 +661,7 @@ def status(folder: Path) -> Status:
     facts = listed.facts
     absent = {n for n in listed.shards if not manifest.path_of(folder, facts, n).exists()}
     damaged = {
-        shard: why
+        shard: why.text
         for shard, entry in sorted(listed.shards.items())
         if shard not in absent and (why := problem(folder, facts, entry))
     }

@@ -347,7 +347,8 @@ def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> 
             f"{where}: its shards were made with the tokenizer {facts.tokenizer}, but "
             f"the student's is {own} ({prepared.settings.model}): their tokens are not "
             "the same; learn from the teacher's answers instead, by `entrenar distill "
-            "text`"
+            "text`",
+            kind="tokenizer",
         )
     if facts.data != prepared.train.digest:
         raise UsageError(

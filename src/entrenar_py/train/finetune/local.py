@@ -25,7 +25,7 @@ import torch
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
 from entrenar_py.shared import scenario, trace
-from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.errors import EntrenarError, SystemFailure, UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.coordinator import topology
@@ -35,6 +35,7 @@ from entrenar_py.train.finetune import foresight, outputs, settings_file, staffi
 from entrenar_py.train.model import preparation
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Distillation, Settings
+from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.service import coordinator, exit_codes, measures
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.config import Checkpoint, Config
@@ -48,25 +49,42 @@ REPORT_EVERY_S = 2.0
 
 
 def work(pipe: Connection) -> None:
-    """Do the one job that arrives through `pipe`."""
+    """Do the one job that arrives through `pipe`, in two parts.
+
+    The settings come first, so that the model is loaded while the coordinator loads it. The rest
+    comes when the coordinator listens. Until then a failure is kept: if it is the coordinator's
+    too, the coordinator reports it.
+    """
     torch.set_num_threads(1)  # the number of threads changes the order of sums
     desk = Job(pipe)
+    settings = desk.next()
+    if settings is None:
+        return
+    failure: EntrenarError | OSError | None = None
+    try:
+        workload = _loaded(settings.decode())
+    except (EntrenarError, OSError) as error:
+        failure = error
     job = desk.next()
-    if job is not None:
-        try:
-            finish = asyncio.run(_stay(desk, json.loads(job)))
-        except SystemFailure as error:  # a teacher's shard is missing, which no restart fixes
-            finish = Finish("failed", str(error))
-        desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
+    if job is None:
+        return
+    try:
+        if failure is not None:
+            raise failure
+        finish = asyncio.run(_stay(desk, workload, json.loads(job)))
+    except SystemFailure as error:  # a teacher's shard is missing, which no restart fixes
+        finish = Finish("failed", str(error))
+    desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
 
 
-async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
+def _loaded(settings: str) -> Finetuning:
+    return student.workload(preparation.prepare(settings_file.of_text(settings, "the settings")))
+
+
+async def _stay(desk: Job, workload: Finetuning, job: Mapping[str, Any]) -> Finish:
     loop = asyncio.get_running_loop()
     loop.add_reader(desk.fileno(), _abandoned)
     plan = TrainingPlan.from_dict(job["plan"])
-    workload = student.workload(
-        preparation.prepare(settings_file.of_text(job["settings"], "the settings"))
-    )
     backend = backends.open_backend(job["backend"])
     member = Member(plan, lambda rank: backend, workload)
     machine = topology.of(plan).worker(
@@ -161,45 +179,45 @@ def train(
     settings = replace(settings, workers=num_workers)
     prepared = replace(prepared, settings=settings)
     foresight.look(path, prepared, names)
-    workload = student.workload(prepared)
-    foresight.say_teacher(workload)
-    foresight.say_warnings()
-    output = outputs.make_folder(prepared)
-    config = Config(
-        plan=preparation.plan_of(settings, workload),
-        listen=LOOPBACK,
-        secret=secrets.token_bytes(SECRET_BYTES),
-        context=None,
-        wait_for=num_workers,
-        timing=Timing(),
-        checkpoint=Checkpoint(path=output / task.CHECKPOINT, every_steps=settings.checkpoint_every),
-        metrics=output / task.METRICS,
-        ledger=output / task.LEDGER,
-    )
-    for rank in range(num_workers):
-        name = names[rank % len(names)]
-        printing.say(f"worker {rank}: {name} ({devices[name]})")
-    if "cpu" in names:
-        num_shards = settings.training.num_shards
-        printing.say(staffing.remark(num_workers, num_shards=num_shards, limit=limit))
-    with (
-        closing(_Workers(settings, config, names)) as workers,
-        task.opened(
+    with closing(_Workers(settings, names)) as workers:
+        workload = student.workload(prepared)
+        foresight.say_teacher(workload)
+        foresight.say_warnings()
+        output = outputs.make_folder(prepared)
+        config = Config(
+            plan=preparation.plan_of(settings, workload),
+            listen=LOOPBACK,
+            secret=secrets.token_bytes(SECRET_BYTES),
+            context=None,
+            wait_for=num_workers,
+            timing=Timing(),
+            checkpoint=Checkpoint(
+                path=output / task.CHECKPOINT, every_steps=settings.checkpoint_every
+            ),
+            metrics=output / task.METRICS,
+            ledger=output / task.LEDGER,
+        )
+        for rank in range(num_workers):
+            name = names[rank % len(names)]
+            printing.say(f"worker {rank}: {name} ({devices[name]})")
+        if "cpu" in names:
+            num_shards = settings.training.num_shards
+            printing.say(staffing.remark(num_workers, num_shards=num_shards, limit=limit))
+        with task.opened(
             prepared,
             workload,
             plan=config.plan,
             # Validation rows are scored on a CUDA device if a worker has one.
             device=torch.device(next((name for name in names if name.startswith("cuda")), "cpu")),
-            listening=workers.start,
+            listening=partial(workers.start, config),
             memory=workers.memory,
             halt_on_spike=halt_on_spike,
             tensorboard=tensorboard,
-        ) as finetuning,
-    ):
-        code = coordinator.serve(config, finetuning, resume=resume)
-        # No user stopped it: the workers' problem has to be fixed before the run can resume.
-        is_given_up = code == exit_codes.STOPPED and workers.are_gone
-        return exit_codes.WRONG if is_given_up else code
+        ) as finetuning:
+            code = coordinator.serve(config, finetuning, resume=resume)
+            # No user stopped it: the workers' problem has to be fixed before the run can resume.
+            is_given_up = code == exit_codes.STOPPED and workers.are_gone
+            return exit_codes.WRONG if is_given_up else code
 
 
 def _staff(prepared: Prepared, names: Sequence[str], *, resume: bool) -> tuple[int, str]:
@@ -227,25 +245,28 @@ def _opened(names: Sequence[str]) -> dict[str, str]:
 
 
 class _Workers:
-    """The worker processes, one for each rank. One that dies is started again, up to a limit."""
+    """The worker processes, one for each rank. One that dies is started again, up to a limit.
 
-    def __init__(self, settings: Settings, config: Config, names: Sequence[str]) -> None:
-        self._config, self._names = config, names
+    They load the model from the beginning on, and take part after `start`.
+    """
+
+    def __init__(self, settings: Settings, names: Sequence[str]) -> None:
+        self._names = names
         # Not the file's name: the file may have changed when a worker is started again.
         self._settings = settings_file.to_text(settings_file.to_record(settings))
         preload = staffing.preloaded(names)
         self._crew = Crew(work, preload=preload, one_job=True)
         self._give_up: Callable[[str], None] = lambda _: None
-        self._hands: dict[int, Hand] = {}
+        self._hands = {rank: self._load() for rank in range(settings.num_workers)}
         self._deaths = Counter[int]()
         self._peaks: dict[int, Memory] = {}
         self._address = LOOPBACK
         self.are_gone = False
 
-    def start(self, address: Address, give_up: Callable[[str], None]) -> None:
-        self._address, self._give_up = address, give_up
-        for rank in range(self._config.plan.world_size):
-            self._begin(rank)
+    def start(self, config: Config, address: Address, give_up: Callable[[str], None]) -> None:
+        self._config, self._address, self._give_up = config, address, give_up
+        for rank, hand in self._hands.items():
+            self._join(rank, hand)
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     def memory(self) -> Memory:
@@ -254,9 +275,11 @@ class _Workers:
     def close(self) -> None:
         self._crew.dismiss()
 
-    def _begin(self, rank: int) -> None:
+    def _load(self) -> Hand:
+        return self._crew.give(self._settings.encode())
+
+    def _join(self, rank: int, hand: Hand) -> None:
         job = {
-            "settings": self._settings,
             "plan": self._config.plan.to_dict(),
             "rank": rank,
             "backend": self._names[rank % len(self._names)],
@@ -264,7 +287,7 @@ class _Workers:
             "port": self._address.port,
             "secret": self._config.secret.hex(),
         }
-        self._hands[rank] = self._crew.give(json.dumps(job).encode())
+        hand.add(json.dumps(job).encode())
 
     def _died(self, rank: int, code: int) -> None:
         self._deaths[rank] += 1
@@ -274,7 +297,8 @@ class _Workers:
             return
         printing.say(f"worker {rank} died ({how}) and is started again")
         try:
-            self._begin(rank)
+            self._hands[rank] = self._load()
+            self._join(rank, self._hands[rank])
         except SystemFailure as error:  # the next check finds it dead again
             printing.say(f"worker {rank}: {error}")
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import os
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -25,7 +25,10 @@ from entrenar_py.shared.config import composer
 from entrenar_py.shared.config.composer import MapNode
 from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import files, printing
+from entrenar_py.train.coordinator import topology
+from entrenar_py.train.coordinator.topology import Topology
 from entrenar_py.train.distill import student
 from entrenar_py.train.finetune import foresight, outputs, package, settings_file, task
 from entrenar_py.train.finetune.package import Contents, File
@@ -144,7 +147,7 @@ def _data(record: dict[str, object]) -> dict[str, object]:
 SECTION = "coordinator"
 OF_THE_TRAINER = "workload"  # the key that a run of the trainer's own models has
 _FORM = "a configuration is a mapping (model, task, output, data, coordinator, ...)"
-_FINETUNING = ("model", "task", "data", "output", SECTION)
+_FINETUNING = ("model", "task", "data", "output")
 
 T = TypeVar("T")
 
@@ -168,20 +171,11 @@ def is_finetuning(path: Path) -> bool:
                 f"(line {root.keys[OF_THE_TRAINER].line}) of one that trains a model of the "
                 "trainer's own; leave out either",
             )
-    for key in _misplaced(root) if named else ():
-        problems.error(
-            root.keys[key],
-            f"{key} stands in the section `{SECTION}:` of such a file; move it there",
-        )
+    for key in (own.name for own in settings_file.fields_of(Serving) if own.name in root.fields):
+        place = f"{key} stands in the section `{SECTION}:`; move it there"
+        problems.error(root.keys[key], place)
     problems.settle(strict=True)
-    return bool(named)
-
-
-def _misplaced(root: MapNode) -> Iterator[str]:
-    known = [field.name for field in settings_file.fields_of(Settings)]
-    for key in root.fields:
-        if key in config.SERVICE and key not in known and OF_THE_TRAINER not in root.fields:
-            yield key
+    return OF_THE_TRAINER not in root.fields
 
 
 def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | None = None) -> int:
@@ -191,7 +185,9 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     or CheckpointError for a problem found before the run begins, and SystemFailure if the ledger,
     the last checkpoint or the output can't be written.
     """
-    settings, service = _Reader(path).both()
+    settings, service = _both(path)
+    kind = topology.BY_NAME[service.section.topology]
+    require_star(kind, halt_on_spike=halt_on_spike)
     outputs.require_own(settings)
     coordinator.require_intended(settings.output / task.CHECKPOINT, resume=resume)
     prepared = preparation.prepare(settings)
@@ -208,19 +204,15 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
     output = outputs.make_folder(prepared)
     plan = preparation.plan_of(settings, workload)
+    plan = plan.with_(trainer=kind.trainer)
     if share := service.section.audit_share:
         plan = plan.with_(options={**plan.options, "audit_share": share})
     if stages is not None:
         plan = server.plan_of_stages(plan)
         for line in stages.lines():
             printing.say(line)
-    served = Config(
-        plan=plan,
-        listen=service.listen,
-        secret=service.secret,
-        context=service.context,
-        wait_for=service.section.wait_for,
-        timing=service.timing,
+    served = service.configured(
+        plan,
         checkpoint=Checkpoint(path=output / task.CHECKPOINT, every_steps=settings.checkpoint_every),
         metrics=output / task.METRICS,
         ledger=output / task.LEDGER,
@@ -259,8 +251,17 @@ def cut_of(path: Path, settings: Settings, module: nn.Module) -> Cut:
         raise
 
 
+def require_star(kind: Topology, *, halt_on_spike: bool) -> None:
+    """Raise UsageError if the run is to halt at a spike, and its coordinator can't."""
+    if halt_on_spike and kind is not topology.STAR:
+        raise UsageError(
+            "--halt-on-spike with topology=mesh: its workers make a step before the coordinator "
+            "knows the gradient's norm; use topology: star"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Service:
+class Service:
     """The section after reading: address, secret and certificates instead of texts and paths."""
 
     section: Serving
@@ -269,62 +270,95 @@ class _Service:
     context: ssl.SSLContext | None
     timing: Timing
 
-
-class _Reader:
-    """Reads the section `coordinator`. Every problem is reported with its place."""
-
-    def __init__(self, path: Path) -> None:
-        self._settings = settings_file.load(path)
-        self._problems = Problems()
-        root = settings_file.read(path, self._problems)
-        assert root is not None, "it has just been loaded"
-        self._root = root
-
-    def both(self) -> tuple[Settings, _Service]:
-        """Return the settings and the section. Raises ContractError with all problems."""
-        settings, section = self._settings, self._settings.coordinator
-        if section is None:
-            self._problems.error(
-                self._root.at,
-                f"{SECTION} is missing: the section says where workers connect (secret_file, "
-                "listen, wait_for, ...); give it, or train on this machine by `entrenar finetune`",
-            )
-            self._problems.settle(strict=True)
-        assert section is not None, "without it there is a problem"
-        if settings.strategy not in (None, LAYER_PIPELINE):
-            self._error("strategy: it is for ranks of torchrun; leave it out", "strategy")
-        if settings.strategy == LAYER_PIPELINE and section.audit_share:
-            self._error(
-                f"audit_share={section.audit_share:g} with strategy: {LAYER_PIPELINE}: a stage has "
-                "no second worker to compare with; leave it out",
-                *(SECTION, "audit_share"),
-            )
-        if section.wait_for > settings.num_workers:
-            self._error(
-                f"wait_for={section.wait_for}: workers is {settings.num_workers}; wait for no more",
-                *(SECTION, "wait_for"),
-            )
-        listen = self._read(lambda: address.parse(section.listen, port_min=0), "listen")
-        secret = self._read(lambda: config.secret(section.secret_file), "secret_file")
-        timing = self._read(lambda: Timing(**asdict(section.timing)), "timing")
-        context = None
-        if (given := section.tls) is not None:
-            make = partial(sockets.server_context, cert=given.cert, key=given.key, ca=given.ca)
-            context = self._read(make, "tls")
-        self._problems.settle(strict=True)
-        assert listen is not None, "what can't be read is a problem"
-        assert secret is not None, "what can't be read is a problem"
-        assert timing is not None, "what can't be read is a problem"
-        return settings, _Service(
-            section=section, listen=listen, secret=secret, context=context, timing=timing
+    def configured(self, plan: TrainingPlan, **files: Any) -> Config:
+        """Return the coordinator's settings for a run of `plan`, which writes `files`."""
+        return Config(
+            plan=plan,
+            listen=self.listen,
+            secret=self.secret,
+            context=self.context,
+            wait_for=self.section.wait_for,
+            timing=self.timing,
+            **files,
         )
 
-    def _read(self, read: Callable[[], T], key: str) -> T | None:
+
+def _both(path: Path) -> tuple[Settings, Service]:
+    """Return the settings and the section. Raises ContractError with all problems."""
+    settings, problems = settings_file.load(path), Problems()
+    root = settings_file.read(path, problems)
+    assert root is not None, "it has just been loaded"
+
+    def refuse(message: str, *keys: str) -> None:
+        problems.error(settings_file.innermost(root, keys).at, message)
+
+    section = settings.coordinator
+    if section is None:
+        refuse(
+            f"{SECTION} is missing: the section says where workers connect (secret_file, "
+            "listen, wait_for, ...); give it, or train on this machine by `entrenar finetune`"
+        )
+        problems.settle(strict=True)
+    assert section is not None, "without it there is a problem"
+    if settings.strategy not in (None, LAYER_PIPELINE):
+        refuse("strategy: it is for ranks of torchrun; leave it out", "strategy")
+    if settings.strategy == LAYER_PIPELINE and section.audit_share:
+        refuse(
+            f"audit_share={section.audit_share:g} with strategy: {LAYER_PIPELINE}: a stage has "
+            "no second worker to compare with; leave it out",
+            *(SECTION, "audit_share"),
+        )
+    if settings.strategy == LAYER_PIPELINE and section.topology != "star":
+        refuse(
+            f"topology={section.topology} with strategy: {LAYER_PIPELINE}: stages have a topology "
+            "of their own; leave it out",
+            *(SECTION, "topology"),
+        )
+    if section.topology == "mesh" and "evaluate_every" in root.fields:
+        refuse(
+            "evaluate_every with topology: mesh: the coordinator has the weights when they are "
+            "saved, and evaluates them at the end; leave it out",
+            "evaluate_every",
+        )
+    service = connected(section, root, problems, num_workers=settings.num_workers, key="workers")
+    problems.settle(strict=True)
+    assert service is not None, "what can't be read is a problem"
+    return settings, service
+
+
+def connected(
+    section: Serving, root: MapNode, problems: Problems, *, num_workers: int, key: str
+) -> Service | None:
+    """Return what the section says about connections; None after reporting what can't be used.
+
+    `num_workers` is the number of workers that the file allows by `key`.
+    """
+
+    def refuse(message: str, name: str) -> None:
+        problems.error(settings_file.innermost(root, (SECTION, name)).at, message)
+
+    def attempt(read: Callable[[], T], name: str) -> T | None:
         try:
             return read()
         except UsageError as error:
-            self._error(str(error), SECTION, key)
+            refuse(str(error), name)
             return None
 
-    def _error(self, message: str, *keys: str) -> None:
-        self._problems.error(settings_file.innermost(self._root, keys).at, message)
+    if section.wait_for > num_workers:
+        refuse(f"wait_for={section.wait_for}: {key} is {num_workers}; wait for no more", "wait_for")
+    if section.topology == "mesh" and section.audit_share:
+        refuse(
+            f"audit_share={section.audit_share:g} with topology: mesh: no gradient passes the "
+            "coordinator there; leave it out, or use topology: star",
+            "audit_share",
+        )
+    listen = attempt(lambda: address.parse(section.listen, port_min=0), "listen")
+    secret = attempt(lambda: config.secret(section.secret_file), "secret_file")
+    timing = attempt(lambda: Timing(**asdict(section.timing)), "timing")
+    context = None
+    if (given := section.tls) is not None:
+        make = partial(sockets.server_context, cert=given.cert, key=given.key, ca=given.ca)
+        context = attempt(make, "tls")
+    if listen is None or secret is None or timing is None:
+        return None
+    return Service(section=section, listen=listen, secret=secret, context=context, timing=timing)

@@ -13,11 +13,11 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from entrenar_py.shared import wording
 from entrenar_py.shared.config import composer
@@ -154,6 +154,7 @@ def require_other(settings: Settings, path: Path, command: str) -> None:
         )
 
 
+T = TypeVar("T")
 _UNREAD: Any = object()  # the value of a key that has a problem
 _FORM = "a configuration is a mapping (model, task, output, data, ...)"
 _NAMES: Mapping[Any, str] = {
@@ -241,6 +242,12 @@ def _settings(root: MapNode | None, folder: Path, problems: Problems) -> Setting
     return settings
 
 
+def section(kind: type[T], root: MapNode, folder: Path, problems: Problems) -> T | None:
+    """Return the record `kind` that the tree of a file describes; None after reporting problems."""
+    found = _Reader(folder, problems, lambda record: ()).section(kind, root, "configuration")
+    return None if found is _UNREAD else cast("T", found)
+
+
 def innermost(root: Node, keys: Iterable[str]) -> Node:
     """Return the value of the last of nested `keys` that exists, such as stages, 1, layers."""
     node = root
@@ -277,14 +284,22 @@ def to_text(record: Mapping[str, Any]) -> str:
 class _Reader:
     """Reads sections, each a dataclass of `settings`, from mappings."""
 
-    def __init__(self, folder: Path, problems: Problems) -> None:
-        self._folder, self._problems = folder, problems
+    def __init__(
+        self,
+        folder: Path,
+        problems: Problems,
+        read_elsewhere: Callable[[Record], Collection[str]] = lambda record: foreign_keys.tell(
+            record, _own_keys
+        ),
+    ) -> None:
+        """`read_elsewhere` returns the keys of a section that are unknown, and reported already."""
+        self._folder, self._problems, self._read_elsewhere = folder, problems, read_elsewhere
 
     def section(self, kind: type[Any], node: MapNode, what: str) -> Any:
         """Return the `kind` that `node` describes; `_UNREAD` after reporting its problems."""
         fields = list(fields_of(kind))
         record = Record(node, what=what, known=[f.name for f in fields], problems=self._problems)
-        record.warn_unread(read_elsewhere=foreign_keys.tell(record, _own_keys))
+        record.warn_unread(read_elsewhere=self._read_elsewhere(record))
         values = {field.name: self._value(record, field) for field in fields}
         return _UNREAD if _UNREAD in values.values() else kind(**values)
 
@@ -362,7 +377,8 @@ def _converted(node: Node, kind: Any, folder: Path) -> Any:
 def _normal(path: Path) -> Path:
     """Return `path` without `..`, unless a link makes that a different place."""
     short = Path(os.path.normpath(path))
-    return short if short.resolve() == path.resolve() else path
+    # Not `Path.resolve`, which raises if links lead in a circle.
+    return short if os.path.realpath(short) == os.path.realpath(path) else path
 
 
 def _advice(value: Any, key: Key) -> str:
@@ -373,15 +389,25 @@ def _advice(value: Any, key: Key) -> str:
         return ""
     if math.isinf(value):
         return "use a finite number"
-    bounds = {">=": key.least, ">": key.above, "<=": key.most, "<": key.below}
-    holds = (  # false for NaN
+    are_kept = (  # false for NaN
         key.least is None or value >= key.least,
         key.above is None or value > key.above,
         key.most is None or value <= key.most,
         key.below is None or value < key.below,
     )
-    told = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
-    return "" if all(holds) else f"use a number {told}"
+    return "" if all(are_kept) else f"use a number {_limits(key)}"
+
+
+def _limits(key: Key) -> str:
+    bounds = {">=": key.least, ">": key.above, "<=": key.most, "<": key.below}
+    return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
+
+
+def holds(field: Field) -> str:
+    """Return the values that a key may have, in words."""
+    if field.key.choices:
+        return ", ".join(f"`{choice}`" for choice in field.key.choices)
+    return f"{_NAMES[field.kind].removeprefix('a ')} {_limits(field.key)}".strip()
 
 
 class _Conflicts:

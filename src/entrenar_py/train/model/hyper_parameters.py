@@ -16,7 +16,7 @@ import numpy as np
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.wording import counted
-from entrenar_py.train.model import model_folder, samples
+from entrenar_py.train.model import model_folder
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Settings
 
@@ -90,7 +90,7 @@ class Facts:
 def rows_of(prepared: Prepared) -> Rows:
     """Return the facts about rows that were read."""
     train, counts = prepared.train, prepared.class_counts
-    too_long = [length for bad in train.skipped if (length := samples.length_of(bad))]
+    too_long = [bad.num_tokens for bad in train.skipped if bad.num_tokens]
     lengths = np.diff(train.starts).tolist()[: sum(counts) or None]  # copies come last
     if prepared.validation is not None and prepared.settings.data.validation is None:
         lengths += np.diff(prepared.validation.starts).tolist()  # from the same file

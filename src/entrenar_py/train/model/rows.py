@@ -50,10 +50,14 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that can't be used: its place, and the problem."""
+    """A row that can't be used: its place, and the problem.
+
+    `num_tokens` is the number of its tokens if the problem is that these are too many.
+    """
 
     place: str
     problem: str
+    num_tokens: int | None = None
 
     def __str__(self) -> str:
         return f"{self.place}: {self.problem}"

@@ -45,10 +45,7 @@ CHARS_PER_TOKEN_MAX = 64
 SHORT_CHARS = 2**16
 NO_LABEL = -1
 _ENDLESS_MAX = 10  # rows with a template that does not end; each takes a second or more
-_LONG = "has "  # the beginning of the problem of a row with too many tokens
-_TOO_LONG = re.compile(
-    rf"{_LONG}\d+ (tokens; data\.max_tokens allows|characters, too many for data\.max_tokens=)"
-)
+_MANY_CHARS = re.compile(r"has \d+ characters, too many for data\.max_tokens=")
 
 
 @dataclass(frozen=True)
@@ -61,12 +58,6 @@ class Sample:
     tokens: Sequence[int]
     is_target: Sequence[bool]
     label: int = NO_LABEL
-
-
-def length_of(bad: BadRow) -> int | None:
-    """Return the number of tokens of a row that is too long; None for any other problem."""
-    number = bad.problem.removeprefix(_LONG).partition(" tokens; ")[0]
-    return int(number) if bad.problem.startswith(_LONG) and number.isdigit() else None
 
 
 def too_long(value: Any, max_tokens: int) -> str:
@@ -141,13 +132,12 @@ class Encoder:
             return BadRow(row.place, "is nested too deeply")
         except (_BadValueError, BadConversationError) as problem:
             return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
-        most = self._settings.data.max_tokens
-        if len(sample.tokens) > most:
+        most, length = self._settings.data.max_tokens, len(sample.tokens)
+        if length > most:
             if self._settings.data.on_long == "truncate":
                 return self._cut(row, sample, most)
-            return BadRow(
-                row.place, f"{_LONG}{len(sample.tokens)} tokens; data.max_tokens allows {most}"
-            )
+            told = f"has {length} tokens; data.max_tokens allows {most}"
+            return BadRow(row.place, told, length)
         return sample
 
     def _cut(self, row: Row, sample: Sample, most: int) -> Sample | BadRow:
@@ -231,7 +221,7 @@ def _hint(label: str, num_labels: int) -> str:
     return ""
 
 
-VERSION = 5  # of the file, and of what is learned from a row; others are created again
+VERSION = 6  # of the file, and of what is learned from a row; others are created again
 _SHOWN = 20  # bad rows in a message
 
 
@@ -355,8 +345,8 @@ def require_usable(data: Data, where: str, skipped: Sequence[BadRow], num_good: 
 
 def _decided_by(data: Data, bad: BadRow) -> str:
     """Return the key of `data` that says what is done about a row that can't be used."""
-    is_long = _TOO_LONG.match(bad.problem) and data.on_long in ("stop", "skip")
-    return "on_long" if is_long else "on_error"
+    is_long = bad.num_tokens is not None or _MANY_CHARS.match(bad.problem) is not None
+    return "on_long" if is_long and data.on_long in ("stop", "skip") else "on_error"
 
 
 def skipped_by(data: Data, skipped: Sequence[BadRow]) -> str:

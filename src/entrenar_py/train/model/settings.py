@@ -345,6 +345,13 @@ class Serving:
     listen: Annotated[str, Key("where workers connect, host:port; port 0 means any free port")] = (
         "127.0.0.1:7411"
     )
+    topology: Annotated[
+        str,
+        Key(
+            "where gradients go: all to the coordinator, or from worker to worker",
+            choices=("star", "mesh"),
+        ),
+    ] = "star"
     tls: Annotated[Tls | None, Key("all connections use TLS 1.3")] = None
     wait_for: Annotated[
         int, Key("workers that must have joined before the first step", least=1, most=2**10)

@@ -20,7 +20,7 @@ from entrenar_py.shared.trace.writer import Mark
 from entrenar_py.train.arithmetic.tensors import Array, Workload
 from entrenar_py.train.coordinator import topology
 from entrenar_py.train.coordinator.server import Server
-from entrenar_py.train.service import config, exit_codes, file_locks, measures, progress, signals
+from entrenar_py.train.service import exit_codes, file_locks, measures, progress, signals
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.config import Config
 from entrenar_py.train.service.host import Host, Stepped
@@ -31,25 +31,6 @@ from entrenar_py.train.wire.effects import Finish
 from entrenar_py.train.wire.terms import Package, Run
 from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 from entrenar_py.train.wire_io.tcp import CoordinatorServer
-
-
-def run(
-    path: Path, *, resume: bool, halt_on_spike: bool = False, tensorboard: Path | None = None
-) -> int:
-    """Serve the run that the file at `path` describes; return the exit code.
-
-    Raises ContractError, UsageError or CheckpointError for a problem found before the run begins,
-    and SystemFailure if the ledger or the last checkpoint can't be written.
-    """
-    settings = config.load(path)
-    systems.require_possible(settings.plan)
-    if halt_on_spike and topology.of(settings.plan) is not topology.STAR:
-        raise UsageError(
-            "--halt-on-spike with topology=mesh: its workers make a step before the coordinator "
-            "knows the gradient's norm; use topology: star"
-        )
-    task = Task(halt_on_spike=halt_on_spike, tensorboard=tensorboard)
-    return serve(settings, task, resume=resume)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,8 +115,8 @@ def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> i
             ) from error
         except OSError as error:  # the file system has no locks
             warn(
-                f"{what} {path}: its file system gives no locks ({error.strerror}): see to it that "
-                "no other coordinator writes it"
+                f"{what} {path}: its file system supports no locks ({error.strerror}): see to it "
+                "that no other coordinator writes it"
             )
         if _is_at(file, lock):  # otherwise its last holder has just removed it
             sign(file)

@@ -147,9 +147,7 @@ class Stage:
         drawing = masks.entered()
         if drawing is not None:
             drawing.go_on_at(first_draw)
-        if inputs:
-            return (hidden, *inputs[1:]), named
-        return inputs, {**named, "hidden_states": hidden}
+        return with_hidden(inputs, named, hidden)
 
     def _leave(self, _: nn.Module, __: object, output: Any) -> None:
         hidden = hidden_of(output)
@@ -191,6 +189,15 @@ def unlike_at_the_end(module: nn.Module, products: torch.dtype) -> Tensor:
     tokens = torch.tensor([PROBED, (*PROBED[:-1], PROBED[-1] + 1)], device=place)
     with in_evaluation(module), precision.applied(products, place):
         return output_of(module, tokens)
+
+
+def with_hidden(
+    inputs: tuple[Any, ...], named: dict[str, Any], hidden: Tensor | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a block with `hidden` in place of its hidden states."""
+    if inputs:
+        return (hidden, *inputs[1:]), named
+    return inputs, {**named, "hidden_states": hidden}
 
 
 def hidden_of(output: Any) -> Tensor:

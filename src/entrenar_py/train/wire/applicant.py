@@ -10,7 +10,9 @@ from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.effects import Effect, Peer
 from entrenar_py.train.wire.messages import (
+    APPLICANT_MAY_HEAR,
     VERSION,
+    ApplicantPhase,
     Challenge,
     Halt,
     Heartbeat,
@@ -21,7 +23,6 @@ from entrenar_py.train.wire.messages import (
     Shutdown,
     Want,
 )
-from entrenar_py.train.wire.phases import APPLICANT_MAY_HEAR, ApplicantPhase
 from entrenar_py.train.wire.terms import UNKNOWN, WANTED_MAX, Part, Timing, greet
 
 

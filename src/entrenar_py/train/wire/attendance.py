@@ -14,9 +14,15 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire import messages as say
 from entrenar_py.train.wire import terms
 from entrenar_py.train.wire.effects import Effect, Peer
-from entrenar_py.train.wire.messages import Challenge, Computed, NonFinite, Summed, TreeNode
-from entrenar_py.train.wire.phases import MEMBERS
-from entrenar_py.train.wire.phases import PeerPhase as Phase
+from entrenar_py.train.wire.messages import (
+    MEMBERS,
+    Challenge,
+    Computed,
+    NonFinite,
+    Summed,
+    TreeNode,
+)
+from entrenar_py.train.wire.messages import PeerPhase as Phase
 from entrenar_py.train.wire.terms import Run, Timing
 
 

@@ -25,8 +25,8 @@ from entrenar_py.train.wire import messages as say
 from entrenar_py.train.wire import shard_assignment
 from entrenar_py.train.wire.attendance import THROWN_OUT_MAX, Expulsions, Member, problem
 from entrenar_py.train.wire.effects import Effect, Peer
-from entrenar_py.train.wire.phases import ALWAYS, MEMBERS, PEER_MAY_SAY, Stage
-from entrenar_py.train.wire.phases import PeerPhase as Phase
+from entrenar_py.train.wire.messages import ALWAYS, MEMBERS, PEER_MAY_SAY, Stage
+from entrenar_py.train.wire.messages import PeerPhase as Phase
 from entrenar_py.train.wire.shard_assignment import Dealing
 from entrenar_py.train.wire.terms import Run, Timing
 

@@ -20,8 +20,8 @@ from entrenar_py.train.wire import terms
 from entrenar_py.train.wire.attendance import Member
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Effect, Peer
-from entrenar_py.train.wire.phases import MEMBERS, MESH_PEER_MAY_SAY, Stage
-from entrenar_py.train.wire.phases import PeerPhase as Phase
+from entrenar_py.train.wire.messages import MEMBERS, MESH_PEER_MAY_SAY, Stage
+from entrenar_py.train.wire.messages import PeerPhase as Phase
 from entrenar_py.train.wire.terms import Run, Timing
 
 ROUNDS_MAX = 3  # complaints in a step at which a worker is expelled

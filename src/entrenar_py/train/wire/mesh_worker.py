@@ -19,6 +19,7 @@ from entrenar_py.train.wire import messages as say
 from entrenar_py.train.wire import terms
 from entrenar_py.train.wire.effects import Effect, Peer
 from entrenar_py.train.wire.messages import (
+    MESH_WORKER_MAY_HEAR,
     VERSION,
     Accept,
     Average,
@@ -30,8 +31,7 @@ from entrenar_py.train.wire.messages import (
     Refuse,
     TreeNode,
 )
-from entrenar_py.train.wire.phases import MESH_WORKER_MAY_HEAR
-from entrenar_py.train.wire.phases import WorkerPhase as Phase
+from entrenar_py.train.wire.messages import WorkerPhase as Phase
 from entrenar_py.train.wire.terms import Terms, Timing, proof_of_coordinator, session_key
 from entrenar_py.train.wire.worker import Worker
 

@@ -15,7 +15,7 @@ from entrenar_py.train.wire.attendance import Member
 from entrenar_py.train.wire.effects import Effect, Peer
 from entrenar_py.train.wire.mesh_coordinator import Grouping
 from entrenar_py.train.wire.mesh_worker import MeshWorker
-from entrenar_py.train.wire.phases import (
+from entrenar_py.train.wire.messages import (
     PIPELINE_PEER_MAY_SAY,
     PIPELINE_WORKER_MAY_HEAR,
     PeerPhase,

@@ -19,7 +19,7 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.attendance import Attendance, Member
 from entrenar_py.train.wire.effects import Effect, Peer
 from entrenar_py.train.wire.messages import Assign, Computed, TreeNode
-from entrenar_py.train.wire.phases import PeerPhase as Phase
+from entrenar_py.train.wire.messages import PeerPhase as Phase
 from entrenar_py.train.wire.terms import Run, Timing
 
 # Audits: several workers compute copies of one shard, which are compared bit for bit.

@@ -16,8 +16,8 @@ from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire import messages as say
 from entrenar_py.train.wire.attendance import THROWN_OUT_MAX, Expulsions, problem
 from entrenar_py.train.wire.effects import Effect, Peer
-from entrenar_py.train.wire.phases import TAKING_PART, WORKER_MAY_HEAR
-from entrenar_py.train.wire.phases import WorkerPhase as Phase
+from entrenar_py.train.wire.messages import TAKING_PART, WORKER_MAY_HEAR
+from entrenar_py.train.wire.messages import WorkerPhase as Phase
 from entrenar_py.train.wire.terms import Terms, Timing, greet
 
 

@@ -98,14 +98,17 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class Job:
-    """The worker's end of its pipe: it receives jobs, and sends notes and one answer for each."""
+    """The worker's end of its pipe: it receives jobs, and sends notes and one answer for each.
+
+    A job may come in several parts.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self.fileno = pipe.fileno
 
     def next(self) -> bytes | None:
-        """Return the next job; None if no more jobs follow."""
+        """Return the next job or part of one; None if no more follow."""
         try:
             return self._pipe.recv_bytes()
         except EOFError:
@@ -131,6 +134,11 @@ class Hand:
     process: BaseProcess
     pipe: Connection
     answer: bytes | None = None
+
+    def add(self, part: bytes) -> None:
+        """Send a further part of the job; a process that has died does not get it."""
+        with suppress(OSError):
+            self.pipe.send_bytes(part)
 
     def heard(self) -> bytes | None:
         """Return the note that the process sent; None for its answer or a closed pipe."""

@@ -32,7 +32,7 @@ from entrenar_py.train.finetune.strategies.strategy import (
 from entrenar_py.train.model import blocks, objectives
 from entrenar_py.train.model.objectives import IGNORED
 from entrenar_py.train.model.precision import in_evaluation
-from entrenar_py.train.stages.stage_model import Reached, Skipped, hidden_of
+from entrenar_py.train.stages.stage_model import Reached, Skipped, hidden_of, with_hidden
 
 
 class Ends:
@@ -122,9 +122,7 @@ class Stage(nn.Module):
     def _enter(
         self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if inputs:
-            return (self._received, *inputs[1:]), named
-        return inputs, {**named, "hidden_states": self._received}
+        return with_hidden(inputs, named, self._received)
 
 
 def _leave(_: nn.Module, __: object, output: Any) -> None:

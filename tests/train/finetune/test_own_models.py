@@ -1,7 +1,8 @@
-"""The coordinator's configuration: valid ones load, problems are reported with their place."""
+"""Configurations of our own models: valid ones load, problems are reported with their place."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from entrenar_py.shared import systems
 from entrenar_py.shared.errors import ContractError, UsageError
 from entrenar_py.shared.scenario import TrainingPlan
+from entrenar_py.train.finetune import own_models, serving
 from entrenar_py.train.service import config
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.wire.terms import Timing
@@ -16,10 +18,10 @@ from entrenar_py.train.wire_io import sockets
 from tests.train.wire_io.certificates import Authority
 
 SMALL = """\
+coordinator: {secret_file: secret}
 workload: mlp
 world_size: 2
 seed: 1
-secret_file: secret
 """
 
 
@@ -34,7 +36,12 @@ def load(folder: Path, text: str) -> config.Config:
     """Return the configuration of the YAML `text`."""
     path = folder / "run.yaml"
     path.write_text(text, encoding="utf-8")
-    return config.load(path)
+    return own_models.load(path)
+
+
+def section(keys: str) -> str:
+    """Return a configuration with `keys` in the section of the service."""
+    return SMALL.replace("secret}", f"secret, {keys}}}")
 
 
 def problems(folder: Path, text: str) -> list[str]:
@@ -64,19 +71,18 @@ def test_all_of_one(folder: Path) -> None:
     """Every key is used, and paths start from the file's own folder."""
     found = load(
         folder,
-        SMALL.replace("world_size: 2", "world_size: 3")
+        section(
+            'listen: "[::1]:5000", wait_for: 3, audit_share: 0.1, '
+            "timing: {heartbeat_s: 1, dead_after_s: 2.5, gather_s: 60}"
+        ).replace("world_size: 2", "world_size: 3")
         + """\
 num_steps: 9
 learning_rate: 1e-3
 clip_norm: null
 optimizer: adamw
-listen: "[::1]:5000"
-wait_for: 3
-timing: {heartbeat_s: 1, dead_after_s: 2.5, gather_s: 60}
 checkpoint: {path: state/run.ckpt, every_steps: 10}
 metrics: /var/log/run.jsonl
 ledger: ledger.jsonl
-audit_share: 0.1
 updates: server
 """,
     )
@@ -101,90 +107,90 @@ updates: server
         ),
         (
             SMALL + "seed: 2\n",
-            ["run.yaml:5:1: error: key 'seed' is given twice, on lines 3 and 5; keep one"],
+            ["run.yaml:5:1: error: key 'seed' is given twice, on lines 4 and 5; keep one"],
         ),
         (
             SMALL + "batch_size: 0\nlearning_rate: fast\n",
-            ["run.yaml:5:13: error: batch_size=0: use a whole number >= 1",
-             "run.yaml:6:16: error: learning_rate='fast': use a finite number >= 0"],
+            ["run.yaml:5:13: error: configuration: batch_size=0: use a number >= 1",
+             "run.yaml:6:16: error: configuration: learning_rate='fast': use a number"],
         ),
         (
             SMALL + "batch_size: 64\n",
             ["run.yaml:5:13: error: batch_size=64 with num_samples=50: use batch_size<=50"],
         ),
         (
-            "workload: mpl\nworld_size: 2\nseed: 1\nsecret_file: secret\n",
-            ["run.yaml:1:11: error: workload='mpl': allowed are linear, mlp, decoder,"],
+            SMALL.replace("mlp", "mpl"),
+            ["run.yaml:2:11: error: configuration: workload='mpl': use linear or mlp or decoder"],
         ),
         (
             SMALL.replace("mlp", "own"),
-            ["run.yaml:1:11: error: workload='own': only stored traces have it; use another one"],
+            ["run.yaml:2:11: error: configuration: workload='own': use linear or mlp or decoder"],
         ),
         (
             "workload: mlp\n",
-            ["run.yaml:1:1: error: secret_file is missing; give the file of the secret",
-             "run.yaml:1:1: error: seed is missing; give it",
-             "run.yaml:1:1: error: world_size is missing; give it"],
+            ["run.yaml:1:1: error: configuration: coordinator is missing: where and how workers",
+             "run.yaml:1:1: error: configuration: seed is missing: the only source of randomness",
+             "run.yaml:1:1: error: configuration: world_size is missing: largest number of"],
         ),
         (
             SMALL + "backends: [cpu]\n",
             ["run.yaml:5:1: error: configuration: key 'backends' is not read; known are"],
         ),
         (
-            SMALL + "listen: 127.0.0.1\n",
-            ["run.yaml:5:9: error: address='127.0.0.1': use host:port, e.g."],
+            section("listen: 127.0.0.1"),
+            ["run.yaml:1:44: error: address='127.0.0.1': use host:port, e.g."],
         ),
         (
-            SMALL + "wait_for: 3\n",
-            ["run.yaml:5:11: error: wait_for=3: world_size is 2; wait for no more"],
+            section("wait_for: 3"),
+            ["run.yaml:1:46: error: wait_for=3: world_size is 2; wait for no more"],
         ),
         (
-            SMALL + "audit_share: 2\n",
-            ["run.yaml:5:14: error: audit_share=2: use a number from 0 to 1"],
+            section("audit_share: 2"),
+            ["run.yaml:1:49: error: coordinator: audit_share=2: use a number >= 0 and <= 1"],
         ),
         (
             SMALL + "updates: client\n",
-            ["run.yaml:5:10: error: updates='client': use workers or server"],
+            ["run.yaml:5:10: error: configuration: updates='client': use workers or server"],
         ),
         (
             SMALL.replace("mlp", "decoder") + "width: 64\n",
             ["run.yaml:5:8: error: width=64: decoder has one size; leave it out, or use mlp or"],
         ),
         (
-            SMALL + "topology: ring\n",
-            ["run.yaml:5:11: error: topology='ring': use star or mesh"],
+            section("topology: ring"),
+            ["run.yaml:1:46: error: coordinator: topology='ring': use star or mesh"],
         ),
         (
-            SMALL + "topology: mesh\naudit_share: 0.5\nupdates: server\n",
-            ["run.yaml:6:14: error: audit_share=0.5 with topology: mesh: no gradient passes",
-             "run.yaml:7:10: error: updates='server' with topology: mesh: no gradient passes"],
+            section("topology: mesh, audit_share: 0.5") + "updates: server\n",
+            ["run.yaml:1:65: error: audit_share=0.5 with topology: mesh: no gradient passes",
+             "run.yaml:5:10: error: updates='server' with topology: mesh: no gradient passes"],
         ),
         (
-            SMALL + "wait_for: some\n",
-            ["run.yaml:5:11: error: wait_for='some': use a whole number >= 1"],
+            section("wait_for: some"),
+            ["run.yaml:1:46: error: coordinator: wait_for='some': use a whole number"],
         ),
         (
-            SMALL + "timing: {heartbeat_s: 9, dead_after: 3}\n",
-            ["run.yaml:5:26: error: timing: key 'dead_after' is not read; "
+            section("timing: {heartbeat_s: 9, dead_after: 3}"),
+            ["run.yaml:1:61: error: timing: key 'dead_after' is not read; "
              "did you mean 'dead_after_s'?"],
         ),
         (
-            SMALL + "timing: {heartbeat_s: 9, dead_after_s: 3}\n",
-            ["run.yaml:5:23: error: heartbeat_s=9.0 with dead_after_s=3.0: every worker"],
+            section("timing: {heartbeat_s: 9, dead_after_s: 3}"),
+            ["run.yaml:1:44: error: heartbeat_s=9.0 with dead_after_s=3.0: every worker"],
         ),
         (
             SMALL + "checkpoint: {path: here}\n",
-            ["run.yaml:5:13: error: checkpoint: every_steps is missing; give it"],
+            ["run.yaml:5:13: error: checkpoint: every_steps is missing: steps from one save"],
         ),
         (
             SMALL + "checkpoint: here\n",
-            ["run.yaml:5:13: error: checkpoint is a mapping of path, every_steps"],
+            ["run.yaml:5:13: error: configuration: checkpoint='here': use a mapping"],
         ),
         (
-            SMALL.replace("secret\n", "gone\n"),
-            ["run.yaml:4:14: error: secret_file=gone: can't be read (No such file or directory)"],
+            SMALL.replace("secret}", "gone}"),
+            ["run.yaml:1:28: error: secret_file=gone: can't be read (No such file or directory)"],
         ),
-        ("", ["run.yaml:1:1: error: a configuration is a mapping (workload, world_size,"]),
+        ("", ["run.yaml:1:1: error: a configuration is a mapping (model, task,"]),
         ("a: [", ["run.yaml:2:1: error: invalid YAML: while parsing a flow node"]),
         ("a: 1\n---\nb: 2", ["run.yaml:2:1: error: invalid YAML: a second document; only one is"]),
     ],
@@ -199,7 +205,7 @@ def test_a_wrong_one_says_where(folder: Path, text: str, expected: list[str]) ->
 
 def test_a_mesh(folder: Path) -> None:
     """A mesh is a trainer of its own. An option that it lacks may be turned off explicitly."""
-    found = load(folder, f"{SMALL}topology: mesh\naudit_share: 0\nupdates: workers\n").plan
+    found = load(folder, section("topology: mesh, audit_share: 0") + "updates: workers\n").plan
     assert (found.trainer, found.options) == ("mesh", {})
     systems.require_possible(found)
 
@@ -209,16 +215,16 @@ def test_tls(folder: Path) -> None:
     authority = Authority(folder, "ca")
     own = authority.signed("coordinator")
     names = f"cert: {own.cert.name}, key: {own.key.name}"
-    found = load(folder, f"{SMALL}tls: {{{names}}}\n")
+    found = load(folder, section(f"tls: {{{names}}}"))
     assert found.context is not None
     assert not sockets.proves_identity(found.context)
-    found = load(folder, f"{SMALL}tls: {{{names}, ca: ca.pem}}\n")
+    found = load(folder, section(f"tls: {{{names}, ca: ca.pem}}"))
     assert found.context is not None
     assert sockets.proves_identity(found.context)
-    (line,) = problems(folder, f"{SMALL}tls: {{{names}, ca: gone.pem}}\n")
-    assert line.startswith("run.yaml:5:6: error: TLS ca=gone.pem: No such file or directory")
-    (line,) = problems(folder, f"{SMALL}tls: {{cert: {own.cert.name}}}\n")
-    assert line == "run.yaml:5:6: error: tls: key is missing; give its file"
+    (line,) = problems(folder, section(f"tls: {{{names}, ca: gone.pem}}"))
+    assert line.startswith("run.yaml:1:41: error: TLS ca=gone.pem: No such file or directory")
+    (line,) = problems(folder, section(f"tls: {{cert: {own.cert.name}}}"))
+    assert line.startswith("run.yaml:1:41: error: tls: key is missing")
 
 
 def test_no_file(tmp_path: Path) -> None:
@@ -226,16 +232,16 @@ def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(
         ContractError, match=r"absent\.yaml:1:1: error: can't be read: No such file"
     ):
-        config.load(tmp_path / "absent.yaml")
+        own_models.load(tmp_path / "absent.yaml")
 
 
 def test_a_nul_is_in_no_path(folder: Path) -> None:
     """Each path with a NUL is reported at its place."""
     text = SMALL + 'ledger: "a\\0"\nmetrics: "\\0"\ncheckpoint: {path: "b\\0", every_steps: 1}\n'
     assert problems(folder, text) == [
-        "run.yaml:5:9: error: ledger='a\\x00': a path can't contain a NUL; remove it",
-        "run.yaml:6:10: error: metrics='\\x00': a path can't contain a NUL; remove it",
-        "run.yaml:7:20: error: path='b\\x00': a path can't contain a NUL; remove it",
+        "run.yaml:5:9: error: configuration: ledger='a\\x00': use a path",
+        "run.yaml:6:10: error: configuration: metrics='\\x00': use a path",
+        "run.yaml:7:20: error: checkpoint: path='b\\x00': use a path",
     ]
 
 
@@ -257,11 +263,24 @@ def test_a_secret_that_is_too_short(tmp_path: Path) -> None:
 
 
 def test_every_key_has_its_place() -> None:
-    """Each field of a plan is a key or left out on purpose. No key is in both tables."""
-    left_out = {"trainer", "backends", "detail", "options"}
-    assert {*config.TRAINING} | left_out == {*TrainingPlan.__dataclass_fields__}
-    assert not {*config.TRAINING} & {*config.SERVICE}
-    assert {*config.TIMING} == {*Timing.__dataclass_fields__}
+    """Each field of a plan is a key with the same default, or is left out on purpose."""
+    own = {field.name: field.default for field in fields(own_models.OwnRun)}
+    plan = {field.name: field.default for field in fields(TrainingPlan)}
+    assert plan.keys() - own.keys() == {"trainer", "backends", "detail", "options"}
+    assert all(plan[name] == own[name] for name in plan.keys() & own.keys())
+
+
+def test_an_earlier_configuration_is_told_where_its_keys_stand_now(folder: Path) -> None:
+    """The keys of the service stood outside of the section."""
+    path = folder / "run.yaml"
+    path.write_text(f"{SMALL}listen: h:1\ntopology: mesh\n", encoding="utf-8")
+    with pytest.raises(ContractError) as caught:
+        serving.is_finetuning(path)
+    told = "stands in the section `coordinator:`; move it there"
+    assert caught.value.problems == [
+        f"{path}:5:1: error: listen {told}",
+        f"{path}:6:1: error: topology {told}",
+    ]
 
 
 def test_the_example_in_the_docs(folder: Path) -> None:
