@@ -41,6 +41,8 @@ def configured(folder: Path, small: Path, **changes: Any) -> Path:
     for key, value in changes.items():
         old = settings.get(key)
         settings[key] = {**old, **value} if isinstance(old, dict) else value
+    if settings["task"] != "classify":
+        del settings["classes"]
     path = folder / "run.yaml"
     path.write_text(json.dumps(settings), encoding="utf-8")
     return path

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure
+from entrenar_py.shared.untrusted import escaping
 from entrenar_py.train.finetune import outputs, settings_file
 from entrenar_py.train.model import model_folder, preparation, stock
 from entrenar_py.train.service import exit_codes
@@ -76,15 +78,92 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 @pytest.fixture(scope="module")
 def written(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint, and adapters in `out` as a run of no step writes them."""
-    folder = tmp_path_factory.mktemp("written")
+    return write(tmp_path_factory.mktemp("written"), small)
+
+
+def write(folder: Path, small: Path, **changes: Any) -> Path:
+    """Write a checkpoint to `folder`, and to `out` the adapters of a run of no step."""
     shutil.copytree(small / "model", folder / "model")
-    settings = settings_file.load(runs.configured(folder, small, model=str(folder / "model")))
+    config = runs.configured(folder, small, model=str(folder / "model"), **changes)
+    settings = settings_file.load(config)
     prepared = preparation.prepare(settings, folder / "cache")
     workload = prepared.workload()
-    tensors = workload.initial(np.random.default_rng(0))
+    draw = np.random.default_rng(0)
+    tensors = workload.initial(draw)
+    if settings.task == "text":  # so that adapters change what is said
+        tensors = {n: draw.normal(size=v.shape).astype(v.dtype) for n, v in tensors.items()}
     digest = preparation.model_digest(preparation.plan_of(settings, workload))
     outputs.write(prepared, workload, tensors, model_digest=digest)
     return folder
+
+
+@pytest.fixture(scope="module")
+def texts(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that has learned texts."""
+    folder = tmp_path_factory.mktemp("texts")
+    return write(folder, small, task="text") / "out"
+
+
+SAMPLED = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "3", "--new-tokens", "6")
+
+
+def test_a_file_of_prompts_is_answered_as_stock_libraries_sample(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt has the same answer alone, in a file, and by transformers from the same seed."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    path, told = tmp_path / "prompts.jsonl", ["ls", "sudo rm", "ls"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in told), "utf-8")
+    assert cli.main(["infer", str(texts), "--prompts", str(path), *SAMPLED]) == exit_codes.DONE
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["place"] for line in lines] == [f"{path}:{number}" for number in (1, 2, 3)]
+    assert cli.main(["infer", str(texts), "--prompt", "sudo rm", *SAMPLED]) == exit_codes.DONE
+    alone = capsys.readouterr().out.removesuffix("\n")
+    assert alone == escaping.text(lines[1]["answer"])
+    assert lines[0]["answer"] == lines[2]["answer"]
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(texts)
+    stock = peft.AutoPeftModelForCausalLM.from_pretrained(texts).eval()
+    sampled = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0}
+    for text, line in zip(told, lines, strict=True):
+        batch = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            tokens = stock.generate(**batch, max_new_tokens=6, pad_token_id=0, **sampled)
+        new = tokens[0, batch["input_ids"].shape[1] :]
+        assert line["answer"] == tokenizer.decode(new, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ((), "give either --prompt TEXT or --prompts FILE"),
+        (("--prompt", "ls", "--prompts", "rows.jsonl"), "give either --prompt TEXT or --prompts"),
+        (("--prompt", "ls", "--seed", "1"), "--seed 1: nothing is sampled; give --temperature"),
+        (("--prompt", "ls", "--temperature", "1e-9"), "or at least 0.001"),
+    ],
+)
+def test_options_of_sampling_that_make_no_sense(
+    options: tuple[str, ...], told: str, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["infer", str(texts), *options]) == exit_codes.INVALID
+    assert told in capsys.readouterr().err
+
+
+def test_a_model_is_merged_in_16_bits(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights are those of the merge in float32, rounded once."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    merged = {}
+    for name in ("float32", "bfloat16"):
+        command = ["merge", str(texts), str(tmp_path / name), "--precision", name]
+        assert cli.main(command) == exit_codes.DONE
+        merged[name] = safetensors.load_file(tmp_path / name / "model.safetensors")
+    assert "weights were rounded to bfloat16" in capsys.readouterr().out
+    assert merged["float32"].keys() == merged["bfloat16"].keys()
+    for name, weight in merged["float32"].items():
+        assert torch.equal(merged["bfloat16"][name], weight.bfloat16()), name
 
 
 @pytest.fixture
@@ -165,6 +244,18 @@ def test_adapters_are_not_used_with_what_they_were_not_trained_on(
     assert found != due
     assert found in problem.err
     assert due in problem.err
+
+
+def test_classes_of_a_file_of_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line of JSON for each row has the probability of each class."""
+    path = folder / "two.jsonl"
+    path.write_text('{"text": "ls"}\n{"text": "rm -rf /"}\n', "utf-8")
+    assert cli.main(["infer", str(folder / "out"), "--prompts", str(path)]) == exit_codes.DONE
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["place"] for line in lines] == [f"{path}:1", f"{path}:2"]
+    for line in lines:
+        assert set(line["classes"]) == {"safe", "unsafe"}
+        assert sum(line["classes"].values()) == pytest.approx(1)
 
 
 def test_the_run_s_own_model_may_be_moved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def step_of(
         task="text",
         output=folder / "out",
         data=Data(train=small / "test.jsonl", max_tokens=64),
-        lora=Lora(rank=4, alpha=8),
+        lora=Lora(rank=4, alpha=8, targets=("q_proj", "v_proj")),
         **changes,
     )
     workload = preparation.prepare(settings).workload()

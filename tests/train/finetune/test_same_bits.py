@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.train.service.cluster import Process
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 EPOCHS = 12  # 60 steps, so that a process that is killed after the first dies before the last
+STEPS = 12  # of the runs with options
 LONG = {"training": {"epochs": EPOCHS}, "checkpoint_every": 3}
 
 
@@ -98,6 +100,47 @@ def test_a_worker_that_is_killed(
     (left,) = runs.told(tmp_path / "out", "left")
     assert 0 <= left["step"] < 5 * EPOCHS - 1
     assert runs.adapters(tmp_path / "out") == alone
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all linear layers, rsLoRA": {"lora": {"targets": ["all-linear"], "rslora": True}},
+    "DoRA": {"lora": {"dora": True}},
+    "what is kept": {"keep": {"best": True, "last": 2}, "evaluate_every": 4},
+    "layers trained whole, rows cut": {
+        "lora": {"modules_to_save": ["embed_tokens", "norm"]},
+        "data": {"max_tokens": 8, "on_long": "truncate"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option(name: str, options: tuple[str, ...], small: Path, tmp_path: Path) -> None:
+    """One worker, and three of which one is killed, end after `max_steps` with the same bytes."""
+    outputs = dict[int, Path]()
+    for workers in (1, 3):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        changes = {"training": {"epochs": EPOCHS, "max_steps": STEPS}, **OPTIONS[name]}
+        config, over = runs.configured(folder, small, workers=workers, **changes), threading.Event()
+        outputs[workers] = folder / "out"
+        killer = threading.Thread(target=_kill_a_worker, args=(outputs[workers], over))
+        if workers > 1:
+            killer.start()
+        try:
+            assert cli.main(["finetune", str(config), *options]) == exit_codes.DONE
+        finally:
+            over.set()
+        if workers > 1:
+            killer.join()
+    assert len(runs.told(outputs[3], "left")) == 1
+    for output in outputs.values():
+        steps = {line["step"] for line in runs.told(output, "step")}
+        assert len(steps) == STEPS
+    one, three = (
+        {path.relative_to(output): path.read_bytes() for path in output.rglob("adapter_model.*")}
+        for output in outputs.values()
+    )
+    assert one == three
 
 
 def _kill_a_worker(output: Path, over: threading.Event) -> None:

@@ -239,6 +239,30 @@ workers: yes
             "5:17: error: targets is empty: name a layer to adapt, such as q_proj",
         ),
         (
+            SMALL + "strategy: fsdp\nlora: {dora: true}\n",
+            "6:14: error: dora: true with strategy: fsdp: the norms need a layer's whole weights; "
+            "use ddp, ddp_canonical, pipeline_parallel, or none",
+        ),
+        (
+            SMALL + "precision: bfloat16\nlora: {modules_to_save: [norm]}\n",
+            "6:25: error: modules_to_save with precision: bfloat16: they are trained in float32, "
+            "and stock peft would compute with fewer bits; use precision: float32",
+        ),
+        (
+            SMALL + "strategy: fsdp\nlora: {modules_to_save: [norm]}\n",
+            "6:25: error: modules_to_save with strategy: fsdp: a rank or stage needs them whole; "
+            "use ddp or ddp_canonical, or none",
+        ),
+        (
+            SMALL + "keep: {best: true}\n",
+            "5:7: error: keep without rows to evaluate on: give data.validation, too",
+        ),
+        (
+            SMALL + "lora: {targets: [all-linear, q_proj]}\n",
+            "5:17: error: targets=all-linear: use all-linear alone, or name the ends of layers' "
+            "names",
+        ),
+        (
             SMALL + "training: {learning_rate: .nan}\n",
             "5:27: error: training: learning_rate=nan: use a number > 0",
         ),
@@ -285,19 +309,19 @@ def test_keys_of_other_tools_are_told_with_ours(tmp_path: Path) -> None:
     """Each at its place, all at once; so are our own keys in another section."""
     text = SMALL + (
         "lr: 1e-4\ngradient_accumulation_steps: 8\nmax_steps: 10\nbf16: true\nthreads: 4\n"
-        "batch_size: 4\nlora: {r: 8, targets: all-linear, seed: 3}\noptim: adamw_torch\n"
+        "batch_size: 4\nlora: {r: 8, targets: all, seed: 3}\noptim: adamw_torch\n"
     )
     told = problems(tmp_path, text)
     parts = [
         ("5:1", "key 'lr' is not read; did you mean training.learning_rate?"),
         ("6:1", "did you mean training.batch_size? the rows of a step: their product"),
-        ("7:1", "did you mean training.epochs? steps are rows * epochs / batch_size"),
+        ("7:1", "did you mean training.max_steps? fewer steps than training.epochs has"),
         ("8:1", "did you mean precision? float32 or bfloat16"),
         ("9:1", "did you mean workers? a worker computes on one thread"),
         ("10:1", "key 'batch_size' is not read; did you mean training.batch_size?"),
         ("11:8", "lora: key 'r' is not read; did you mean lora.rank?"),
-        ("11:23", "targets=all-linear: name the ends of the layers' names; of most models"),
-        ("11:35", "did you mean seed outside of this section?"),
+        ("11:23", "targets=all: use all-linear alone, or name the ends of layers' names"),
+        ("11:28", "did you mean seed outside of this section?"),
         ("12:1", "leave it out: the optimizer is AdamW"),
     ]
     assert len(told) == len(parts)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from entrenar_py import entrenar as cli
-from entrenar_py.train.finetune import settings_file, task
+from entrenar_py.train.finetune import outputs, settings_file, task
 from entrenar_py.train.finetune.task import Evaluator
 from entrenar_py.train.model import evaluation, model, preparation
 from entrenar_py.train.model.evaluation import Scores
@@ -60,6 +60,40 @@ def test_every_second_step(small: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert with_scores == without
 
 
+def test_the_best_and_the_last_are_kept(small: Path, tmp_path: Path) -> None:
+    """Later commands take them, and a resumed run knows which is the best of its plan."""
+    changes: dict[str, Any] = {"training": {"learning_rate": 1.0}, "evaluate_every": 1}
+    config = runs.configured(tmp_path, small, keep={"best": True, "last": 2}, **changes)
+    assert cli.main(["finetune", str(config)]) == exit_codes.DONE
+    output = tmp_path / "out"
+    losses = {line["step"]: line["loss"] for line in runs.told(output, "evaluation")}
+    assert len(losses) == 5
+    kept = {path.name: outputs.Kept.of(path) for path in output.iterdir() if path.is_dir()}
+    best = min(losses, key=lambda step: losses[step])
+    assert {name: one.step for name, one in kept.items() if one} == {
+        "step-4": 4,
+        "step-5": 5,
+        "best": best,
+    }
+    assert best < 5, "the rate is so high that the last is not the best"
+    assert runs.adapters(output / "step-5") == runs.adapters(output)
+    assert runs.adapters(output / "best") != runs.adapters(output)
+    assert cli.main(["infer", str(output / "best"), "--prompt", "ls"]) == exit_codes.DONE
+    merge = ["merge", str(output / "step-4"), str(tmp_path / "merged")]
+    assert cli.main(merge) == exit_codes.DONE
+
+    prepared = preparation.prepare(settings_file.load(config))
+    workload = prepared.workload()
+    plan = preparation.plan_of(prepared.settings, workload)
+    before = runs.adapters(output / "best")
+    tensors = workload.initial(np.random.default_rng(0))
+    task._Keeper(prepared, workload.module, plan).keep(3, losses[best], tensors)
+    assert runs.adapters(output / "best") == before, "it is not better"
+    assert (output / "step-3").exists() is False, "it is older than the last two"
+    task._Keeper(prepared, workload.module, plan.with_(seed=9)).keep(3, 99.0, tensors)
+    assert runs.adapters(output / "best") != before, "another run's best does not count"
+
+
 def _keep_trained(folder: Path, config: Path) -> None:
     """Write the rows that the run with a validation share trains on, in its order."""
     settings = settings_file.load(folder / "with" / "run.yaml")
@@ -103,7 +137,9 @@ def evaluator(small: Path, tmp_path: Path, held: Held) -> Iterator[Evaluator]:
     """Score every second step of 100."""
     config = runs.configured(tmp_path, small, evaluate_every=2)
     ready = preparation.prepare(settings_file.load(config))
-    made = Evaluator(ready, ready.workload(), device=torch.device("cpu"), num_steps=100)
+    workload = ready.workload()
+    plan = preparation.plan_of(ready.settings, workload).with_(num_steps=100)
+    made = Evaluator(ready, workload, device=torch.device("cpu"), plan=plan)
     yield made
     made.close()
 

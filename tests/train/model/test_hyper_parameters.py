@@ -113,6 +113,9 @@ def test_few_steps() -> None:
     [found] = judged("C-HP-002", training(batch_size=128))
     assert "1,000 rows in 1 epoch make 8 steps" in found.message
     assert judged("C-HP-002", training(batch_size=128, epochs=2)) == []
+    assert judged("C-HP-002", training(batch_size=128, epochs=2, max_steps=3)) == []
+    steps = [Training(batch_size=8, epochs=2, max_steps=most).num_steps(20) for most in (3, 9)]
+    assert steps == [3, 6], "the smaller number counts"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,7 @@ def test_alpha_is_near_twice_the_rank(rank: int, alpha: float, *, warned: bool) 
     assert bool(found) == warned
     assert all(f"use alpha: {2 * rank} (twice the rank)" in one.message for one in found)
     assert judged("C-HP-003", replace(settings, method="full")) == []
+    assert judged("C-HP-003", replace(settings, lora=replace(settings.lora, rslora=True))) == []
 
 
 def test_rows_left_out_for_their_length() -> None:

@@ -46,13 +46,14 @@ def test_a_run_that_learns_something_else_has_another_scenario(settings: Setting
     changed = {
         "lora.alpha": replace(settings, lora=replace(USUAL, alpha=8)),
         "lora.dropout": replace(settings, lora=replace(USUAL, dropout=0.2)),
+        "lora.rslora": replace(settings, lora=replace(USUAL, rslora=True)),
         "lora.targets": replace(settings, lora=replace(USUAL, targets=("q_proj",))),
         "precision": replace(settings, precision="bfloat16"),
         "classes.weights": replace(settings, classes=replace(settings.classes, weights="inverse")),
     }
     for name, other in changed.items():
         told = options(other)
-        assert {key for key in usual if told[key] != usual[key]} == {name}
+        assert {key for key in told if told[key] != usual.get(key)} == {name}
     same = replace(settings, checkpoint_every=7, workers=2, recompute="blocks", compile=False)
     assert options(same) == usual
     assert options(replace(settings, method="full")).keys() < usual.keys()

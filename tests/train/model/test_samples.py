@@ -69,6 +69,49 @@ def test_of_a_text_all_but_the_first_token_are_predicted(small: Path, tmp_path: 
     assert found.num_targets.tolist() == [found.length(0) - 1]
 
 
+LONG_ROW = {"text": "ls " * 40}
+
+
+@pytest.mark.parametrize(
+    ("choices", "told"),
+    [
+        ({}, "2 of 3 rows can't be used; fix them, or set data.on_error: skip"),
+        ({"on_long": "skip"}, "1 of 3 rows can't be used; fix them, or set data.on_error: skip"),
+        ({"on_long": "stop", "on_error": "skip"}, "fix them, or set data.on_long: skip"),
+        ({"on_long": "stop"}, "2 of 3 rows .* set data.on_error: skip and data.on_long: skip"),
+    ],
+)
+def test_long_rows_have_a_key_of_their_own(
+    choices: dict[str, str], told: str, small: Path, tmp_path: Path
+) -> None:
+    """Without it they are treated as other rows that can't be used."""
+    rows = [{"text": "ls"}, LONG_ROW, {"text": ""}]
+    with pytest.raises(RowsError, match=told):
+        load(small, tmp_path, "text", rows, max_tokens=16, **choices)
+    both = {"on_long": "skip", "on_error": "skip"}
+    found = load(small, tmp_path, "text", rows, max_tokens=16, **both)
+    assert (len(found), len(found.skipped)) == (1, 2)
+
+
+def test_long_rows_are_cut_as_stock_tokenizers_cut_them(small: Path, tmp_path: Path) -> None:
+    """The first tokens stay, what is learned of them as well, and the number is kept."""
+    rows = [{"text": "ls"}, LONG_ROW]
+    for _ in range(2):  # the second time from the cache
+        found = load(small, tmp_path, "text", rows, max_tokens=16, on_long="truncate")
+        assert (len(found), found.length(1), found.num_cut, found.skipped) == (2, 16, 1, ())
+    tokenizer = model.tokenizer(settings(small, small, "text"))
+    theirs = tokenizer(LONG_ROW["text"], truncation=True, max_length=16)["input_ids"]
+    assert found.tokens[found.part(1)].tolist() == theirs
+    assert found.num_targets.tolist() == [found.length(0) - 1, 15]
+    chat = {"messages": [{"role": "user", "content": "ls " * 40}, *CHAT[1:2]]}
+    with pytest.raises(RowsError, match="has nothing to predict in 16 of its"):
+        load(small, tmp_path, "instruct", [chat], max_tokens=16, on_long="truncate")
+    row = {**LONG_ROW, "label": "safe"}
+    assert load(
+        small, tmp_path, "classify", [row], max_tokens=16, on_long="truncate"
+    ).labels.tolist() == [0]
+
+
 def test_a_text_that_was_rendered_already_begins_once(small: Path, tmp_path: Path) -> None:
     """What a chat template wrote begins with the first token, which the tokenizer adds as well."""
     from tokenizers.processors import TemplateProcessing

@@ -142,6 +142,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "classes": {},
     "classes, narrow and recomputed": {"precision": "bfloat16", "recompute": "blocks"},
     "texts": {"task": "text", "lora": Lora(rank=2, targets=("q_proj", "lm_head"))},
+    "texts, all linear layers": {"task": "text", "lora": Lora(rank=2)},
+    "texts, rsLoRA": {"task": "text", "lora": Lora(rank=9, rslora=True)},
+    "texts, a whole norm": {"task": "text", "lora": Lora(rank=2, modules_to_save=("model.norm",))},
+    "classes, DoRA": {"lora": Lora(rank=2, dora=True)},
+    "texts, DoRA, narrow": {"task": "text", "precision": "bfloat16", "lora": Lora(dora=True)},
     "all weights": {"task": "text", "method": "full"},
 }
 
@@ -155,12 +160,93 @@ def test_stock_libraries_read_what_is_exported(kind: str, checkpoint: Path) -> N
     agree(chosen, module, trained)
 
 
-def test_stock_peft_reads_adapters_of_a_quantised_model(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["classify", "text"])
+def test_by_default_the_layers_of_pefts_all_linear_are_adapted(task: str, checkpoint: Path) -> None:
+    """All that peft adapts, and nothing else; the head is not among them."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    chosen = settings(checkpoint, task=task, lora=Lora(rank=2))
+    kind = {
+        "classify": (transformers.AutoModelForSequenceClassification, "SEQ_CLS"),
+        "text": (transformers.AutoModelForCausalLM, "CAUSAL_LM"),
+    }
+    whole, of_task = kind[task]
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type=of_task)
+    theirs = peft.get_peft_model(whole.from_pretrained(checkpoint), config)
+    shapes = {name: tensor.shape for name, tensor in theirs.named_parameters() if ".lora_" in name}
+    ours = model.load(chosen, 0).named_parameters()
+    assert shapes == {name: tensor.shape for name, tensor in ours if ".lora_" in name}
+    assert any(".down_proj." in name for name in shapes)
+
+
+def test_a_head_and_a_table_are_trained_whole(small: Path, tmp_path: Path) -> None:
+    """Both are read back by stock peft, and a merge has them, too."""
+    transformers = pytest.importorskip("transformers")
+    config = checkpoints.qwen3()
+    config.tie_word_embeddings = False
+    whole = checkpoints.settings(small, tmp_path / "model", config)
+    saved = ("embed_tokens", "lm_head")
+    lora = Lora(rank=2, modules_to_save=saved)
+    chosen = replace(whole, method="lora", lora=lora)
+    module, trained = exported(chosen)
+    assert sum(name.split(".modules_to_save.")[0].endswith(saved) for name in trained) == 2
+    agree(chosen, module, trained)
+    module.eval()
+    with torch.no_grad():
+        due = module(input_ids=TOKENS[:1]).logits
+        stock.merge(module, model.tokenizer(chosen), tmp_path / "merged")
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(merged(input_ids=TOKENS[:1]).logits, due)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("lm_head", "model.embed_tokens has the same weights"),
+        ("embed_tokens", "lm_head has the same weights"),
+        ("head", "the model has no layer of that name with weights"),
+    ],
+)
+def test_what_cannot_be_trained_whole(name: str, told: str, small: Path, tmp_path: Path) -> None:
+    config = checkpoints.qwen3()
+    config.tie_word_embeddings = True
+    whole = checkpoints.settings(small, tmp_path / "model", config)
+    chosen = replace(whole, method="lora", lora=Lora(modules_to_save=(name,)))
+    with pytest.raises(UsageError, match=rf"lora\.modules_to_save='{name}': .*{told}"):
+        model.load(chosen, 0)
+
+
+def test_a_run_begins_with_the_adapters_of_another(checkpoint: Path) -> None:
+    """They have the values that stock peft reads there; other kinds of adapters are refused."""
+    lora = Lora(rank=2, targets=("q_proj", "v_proj"))
+    trained = exported(settings(checkpoint, lora=lora))[1]
+    start = checkpoint.parent / "out"
+    chosen = settings(checkpoint, output=start.parent / "next")
+    chosen = replace(chosen, lora=replace(lora, start_from=start), seed=7)
+    begun = dict(model.load(chosen, 0).named_parameters())
+    for name, array in trained.items():
+        assert torch.equal(begun[name], torch.from_numpy(array)), name
+    for change, told in {
+        "rank": r"its adapters have rank: 2, and lora\.rank is 4",
+        "dora": r"its adapters have dora: False, and lora\.dora is True",
+        "targets": r"k_proj\.lora_A\.weight has shape none there, and \(2, 64\) in this run",
+    }.items():
+        given: dict[str, Any] = {"rank": 4, "dora": True, "targets": ("q_proj", "k_proj")}
+        other = replace(chosen.lora, **{change: given[change]})
+        with pytest.raises(UsageError, match=rf"lora\.start_from={start}: .*{told}"):
+            model.load(replace(chosen, lora=other), 0)
+    with pytest.raises(UsageError, match=r"adapter_config\.json"):
+        model.load(replace(chosen, lora=replace(lora, start_from=checkpoint)), 0)
+
+
+@pytest.mark.parametrize("lora", [Lora(rank=2, targets=("q_proj", "v_proj")), Lora(dora=True)])
+def test_stock_peft_reads_adapters_of_a_quantised_model(
+    lora: Lora, small: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("bitsandbytes")
     config = checkpoints.llama()
     config.update({"hidden_size": 64, "intermediate_size": 64, "pad_token_id": 0})
     whole = checkpoints.settings(small, tmp_path / "model", config)
-    chosen = settings(whole.model, method="qlora")
+    chosen = settings(whole.model, method="qlora", lora=lora)
     module, trained = exported(chosen)
     agree(chosen, module, trained)
     change(chosen.output / "adapter_config.json", lora_alpha=1)

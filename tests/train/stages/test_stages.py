@@ -15,7 +15,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic.engine import Dropout
 from entrenar_py.train.model import model, preparation
 from entrenar_py.train.model.preparation import Prepared
-from entrenar_py.train.model.settings import Classes, Lora, StagePlan
+from entrenar_py.train.model.settings import ALL_LINEAR, Classes, Lora, StagePlan
 from entrenar_py.train.stages import cut as cutting
 from entrenar_py.train.stages import stage_model
 from entrenar_py.train.stages.stage_model import Received
@@ -75,6 +75,7 @@ MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "llama": (partial(config, "Llama"), ("q_proj", "down_proj")),
     "llama-untied": (partial(config, "Llama", tie_word_embeddings=False), ("v_proj",)),
     "qwen3": (partial(config, "Qwen3", head_dim=8), ("q_proj", "v_proj")),
+    "qwen3, all linear": (partial(config, "Qwen3", head_dim=8), (ALL_LINEAR,)),
     "gemma2": (partial(config, "Gemma2", head_dim=8, sliding_window=8), ("q_proj", "o_proj")),
     "gemma3": (
         partial(config, "Gemma3Text", head_dim=8, sliding_window=8, sliding_window_pattern=2),

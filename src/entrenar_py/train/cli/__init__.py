@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import re
 import sys
 import textwrap
@@ -28,6 +29,7 @@ from entrenar_py.shared.errors import (
 from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.finetune import NEW_TOKENS
+from entrenar_py.train.model.settings import PRECISIONS
 from entrenar_py.train.service import address, exit_codes, metrics, signals
 
 PROG = "entrenar"
@@ -93,6 +95,17 @@ def _part(text: str) -> tuple[int, int]:
     if match is None or int(match[1]) > int(match[2]):
         raise argparse.ArgumentTypeError(f"{text!r}: use K/N with K from 1 to N, such as 2/3")
     return int(match[1]), int(match[2])
+
+
+def _number(text: str, *, least: float, most: float) -> float:
+    """Return a number in the given range."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r}: use a number from {least:g} to {most:g}")
+    return number
 
 
 _positive = functools.partial(arguments.natural, least=1)
@@ -294,16 +307,39 @@ FINETUNE = (
         what="answer a prompt with a model that `finetune` trained",
         arguments={
             **_TRAINED,
-            "--prompt": _value("TEXT", "the text to answer", required=True),
+            "--prompt": _value("TEXT", "the text to answer"),
+            "--prompts": _path(
+                "FILE", "rows to answer instead; a line of JSON is printed for each"
+            ),
             "--new-tokens": _value(
                 "N", f"the most tokens of an answer (default {NEW_TOKENS})", type=_positive
             ),
+            "--temperature": _value(
+                "T",
+                "of sampling; 0 takes the most likely token (default 0)",
+                type=functools.partial(_number, least=0, most=10),
+            ),
+            "--top-p": _value(
+                "P",
+                "sample from the most likely tokens with this probability together (default 1)",
+                type=functools.partial(_number, least=0, most=1),
+            ),
+            "--seed": _value("N", "of sampling (default 0)", type=arguments.natural),
         },
     ),
     Command(
         name="merge",
         what="write a model with the adapters added to its weights",
-        arguments={**_TRAINED, "merged": _path("MERGED", "a new folder")},
+        arguments={
+            **_TRAINED,
+            "merged": _path("MERGED", "a new folder"),
+            "--precision": _value(
+                "TYPE",
+                "of the weights: float32 (default), or bfloat16, which rounds them",
+                choices=PRECISIONS,
+                default="float32",
+            ),
+        },
     ),
     Command(
         name="eval",

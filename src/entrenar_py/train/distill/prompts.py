@@ -101,7 +101,7 @@ def read(settings: Settings, path: Path) -> Prompts:
 
 def _prompt(row: Row, settings: Settings) -> Prompt | BadRow:
     """Return the prompt of a row, or why nothing could be learned from an answer to it."""
-    prompt = _of_row(row, settings)
+    prompt = of_row(row, settings)
     if isinstance(prompt, BadRow):
         return prompt
     asked = prompt.asked
@@ -110,7 +110,8 @@ def _prompt(row: Row, settings: Settings) -> Prompt | BadRow:
     return BadRow(row.place, problem) if problem else prompt
 
 
-def _of_row(row: Row, settings: Settings) -> Prompt | BadRow:
+def of_row(row: Row, settings: Settings) -> Prompt | BadRow:
+    """Return the prompt of a row, or why it has none."""
     name = settings.data.text_field
     if settings.task == "instruct":
         try:

@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.command == "plan":
         settings_file.load(arguments.config)
+    if arguments.command == "infer" and (arguments.prompt is None) == (arguments.prompts is None):
+        raise UsageError("infer: give either --prompt TEXT or --prompts FILE")
     _tell_loading()
     if arguments.command == "plan":
         return _plan(arguments)
@@ -53,15 +55,25 @@ def run(arguments: argparse.Namespace) -> int:
 
     output = outputs.load(arguments.output, trusts=arguments.trust_remote_code)
     if arguments.command == "infer":
-        for line in outputs.answer(output, arguments.prompt, new_tokens=arguments.new_tokens):
+        sampling = outputs.sampling_of(output, arguments)
+        if arguments.prompts is None:
+            lines = outputs.answer(output, arguments.prompt, sampling)
+        else:
+            lines = outputs.answers(output, arguments.prompts, sampling)
+        for line in lines:
             printing.say_lines(line)
     elif arguments.command == "eval":
         for line in outputs.evaluate(output, arguments.data).lines():
             printing.say(line)
     else:
-        outputs.merge(output, arguments.merged)
+        outputs.merge(output, arguments.merged, dtype=arguments.precision)
         narrow = {"qlora": "NF4"}.get(output.settings.method, output.settings.precision)
-        if narrow != "float32":
+        if arguments.precision != "float32":
+            printing.say(
+                f"weights were rounded to {arguments.precision}, which may undo small changes: "
+                "compare scores with those of `entrenar eval`"
+            )
+        elif narrow != "float32":
             printing.say(
                 f"{narrow} weights became float32, of the same values: the model is larger"
             )

@@ -238,7 +238,7 @@ def text(arguments: argparse.Namespace) -> int:
     settings, section = settings_of(arguments.config)
     asking = Asking(settings, section, url=arguments.endpoint, backend=arguments.backend)
     with closing(asking.journal):
-        _say_what_is_there(asking)
+        _say_what_is_there(asking, settings)
         show = _Shown(_line_of_answers)
         notice = "stops: requests in progress are cancelled"
         with stopped_by_signals(notice) as stopping:
@@ -253,12 +253,13 @@ def text(arguments: argparse.Namespace) -> int:
         return _say_end(asking, progress, asking.write())
 
 
-def _say_what_is_there(asking: Asking) -> None:
+def _say_what_is_there(asking: Asking, settings: Settings) -> None:
     prompts, text, journal = asking.prompts, asking.text, asking.journal
     repeated = f" ({prompts.repeated:,} more ask the same)" if prompts.repeated else ""
     printing.say(f"{counted(len(prompts.distinct), 'prompt')} in {text.prompts}{repeated}")
     if prompts.skipped:
-        printing.say(f"skipped: {counted(len(prompts.skipped), 'row')} (data.on_error: skip)")
+        by = samples.skipped_by(settings.data, prompts.skipped)
+        printing.say(f"skipped: {counted(len(prompts.skipped), 'row')} ({by})")
         printing.say_lines("\n".join(samples.listed(prompts.skipped)))
     if journal.others:
         printing.say(

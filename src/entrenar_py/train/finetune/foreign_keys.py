@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from entrenar_py.shared.config.fields import Record
+from entrenar_py.train.model.settings import ALL_LINEAR
 
 TOOLS = ("axolotl", "TRL", "LLaMA-Factory")
-_ALL_LINEAR = ("all-linear", "all")  # values of lora.targets in TRL and in LLaMA-Factory
-_LINEAR = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ ROWS = (
         trl=("max_length", "max_seq_length"),
         llama_factory=("cutoff_len",),
         ours="data.max_tokens",
-        note="a longer row is refused, or skipped with data.on_error, but never truncated",
+        note="data.on_long says what is done about a longer row",
     ),
     Row(
         axolotl=("sample_packing",),
@@ -111,11 +110,34 @@ ROWS = (
     _same("lora_alpha", ours="lora.alpha"),
     _same("lora_dropout", ours="lora.dropout"),
     Row(
+        axolotl=("peft_use_rslora",),
+        trl=("use_rslora",),
+        llama_factory=("use_rslora",),
+        ours="lora.rslora",
+    ),
+    Row(
+        axolotl=("peft_use_dora",),
+        trl=("use_dora",),
+        llama_factory=("use_dora",),
+        ours="lora.dora",
+    ),
+    Row(
         axolotl=("lora_target_modules", "lora_target_linear"),
         trl=("lora_target_modules", "target_modules"),
         llama_factory=("lora_target",),
         ours="lora.targets",
-        note=f"for all-linear, name all of them: {_LINEAR}",
+        note=f"{ALL_LINEAR} is the default",
+    ),
+    Row(
+        axolotl=("lora_modules_to_save",),
+        trl=("modules_to_save",),
+        llama_factory=("additional_target",),
+        ours="lora.modules_to_save",
+    ),
+    Row(
+        axolotl=("lora_model_dir",),
+        llama_factory=("adapter_name_or_path",),
+        ours="lora.start_from",
     ),
     Row(
         axolotl=("rl_beta",),
@@ -136,7 +158,7 @@ ROWS = (
         llama_factory=("num_train_epochs",),
         ours="training.epochs",
     ),
-    _same("max_steps", ours="training.epochs", note="steps are rows * epochs / batch_size"),
+    _same("max_steps", ours="training.max_steps", note="fewer steps than training.epochs has"),
     Row(
         axolotl=("micro_batch_size",),
         trl=_BATCH,
@@ -243,13 +265,13 @@ def _elsewhere(key: str, own: Mapping[str, Collection[str]]) -> str:
 
 
 def of_targets(targets: Collection[str]) -> Iterator[str]:
-    """Yield problems of `lora.targets`: values that stand for all layers in other tools."""
+    """Yield problems of `lora.targets`: a name for all layers that is another tool's, or not alone.
+
+    `all` is LLaMA-Factory's name.
+    """
     for target in targets:
-        if target in _ALL_LINEAR:
-            yield (
-                f"targets={target}: name the ends of the layers' names; of most models all linear "
-                f"layers are {_LINEAR}"
-            )
+        if target == "all" or (target == ALL_LINEAR and len(targets) > 1):
+            yield f"targets={target}: use {ALL_LINEAR} alone, or name the ends of layers' names"
 
 
 def table() -> Iterator[tuple[str, ...]]:

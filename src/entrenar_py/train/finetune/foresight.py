@@ -26,10 +26,11 @@ SKIPPED = "skipped.txt"  # in the output folder
 
 def say_rows(prepared: Prepared) -> None:
     """Print the numbers of samples, and the first rows that were skipped."""
-    for what, found in (("train", prepared.train), ("validation", prepared.validation)):
-        if found is not None:
-            printing.say(f"{what}: {counted(len(found), 'sample')}")
-    say_skipped(_skipped(prepared))
+    for what, rows in (("train", prepared.train), ("validation", prepared.validation)):
+        if rows is not None:
+            cut = f", {rows.num_cut:,} rows cut (data.on_long: truncate)" if rows.num_cut else ""
+            printing.say(f"{what}: {counted(len(rows), 'sample')}{cut}")
+    say_skipped(prepared.settings, _skipped(prepared))
 
 
 def say_teacher(workload: object) -> None:
@@ -51,10 +52,11 @@ def say_warnings() -> None:
         printing.warn(f"entrenar: warning: {text}")
 
 
-def say_skipped(skipped: Sequence[BadRow]) -> None:
+def say_skipped(settings: Settings, skipped: Sequence[BadRow]) -> None:
     """Print the number of skipped rows, and the first of them with the reason."""
     if skipped:
-        printing.say(f"skipped: {counted(len(skipped), 'row')} (data.on_error: skip)")
+        by = samples.skipped_by(settings.data, skipped)
+        printing.say(f"skipped: {counted(len(skipped), 'row')} ({by})")
         printing.say_lines("\n".join(samples.listed(skipped)))
 
 

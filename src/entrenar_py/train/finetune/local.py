@@ -24,7 +24,7 @@ import torch
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
-from entrenar_py.shared import trace
+from entrenar_py.shared import scenario, trace
 from entrenar_py.shared.errors import EntrenarError, SystemFailure, UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
@@ -165,6 +165,11 @@ def train(
             f"--backend={','.join(names)}: {path} has training.num_shards="
             f"{settings.training.num_shards}, so a worker would have no shard; use num_shards >= "
             f"{len(names)}, or fewer backends"
+        )
+    if settings.lora.dora and any(scenario.backend_kind(name) == "wgpu" for name in names):
+        raise UsageError(
+            f"--backend={','.join(names)}: {path} has lora.dora: true, and backend wgpu has no "
+            "kernel for its norms; use cpu or cuda, or leave dora out"
         )
     devices = _opened(names)
     prepared = preparation.prepare(settings)

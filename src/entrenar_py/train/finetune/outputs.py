@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +20,8 @@ from torch import nn
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import escaping, files, printing
 from entrenar_py.train.arithmetic.tensors import Array
+from entrenar_py.train.distill import prompts
+from entrenar_py.train.distill.answers import LEAST_TEMPERATURE
 from entrenar_py.train.finetune import NEW_TOKENS, foresight, package, settings_file
 from entrenar_py.train.model import (
     evaluation,
@@ -25,6 +29,7 @@ from entrenar_py.train.model import (
     model_folder,
     precision,
     preparation,
+    rows,
     samples,
     stock,
 )
@@ -32,6 +37,7 @@ from entrenar_py.train.model.chat_template import ChatEncoder
 from entrenar_py.train.model.conversations import BadConversationError, Conversation
 from entrenar_py.train.model.evaluation import Scores
 from entrenar_py.train.model.preparation import Prepared
+from entrenar_py.train.model.rows import BadRow
 from entrenar_py.train.model.settings import CHATS, Settings
 from entrenar_py.train.model.workload import Tuned
 
@@ -108,6 +114,7 @@ MARKS = ("config.json", "adapter_config.json")  # without these, no library load
 _OWN = (SETTINGS, "state.checkpoint", "ledger.jsonl", "metrics.jsonl")  # files of a run
 _OTHERS = (*MARKS, "tokenizer.json")
 _WEIGHTS = (".safetensors", ".bin")
+_KEPT = "kept.json"
 _TEMPLATES = "additional_chat_templates"
 _ADVICE = "make room or give access, and export it with --resume"
 
@@ -130,17 +137,62 @@ def write(
     written; an earlier output is then unchanged. Also raises it if stock libraries read a different
     model than was trained; the files are then kept.
     """
-    record = settings_file.to_record(prepared.settings)
     output = prepared.settings.output
     with replacing(output, marks=(*MARKS, SETTINGS), advice=_ADVICE) as partial:
-        stock.save(workload.module, tensors, prepared.tokenizer, partial)
-        record[DIGESTS] = asdict(Digests(model_digest, tokenizer_digest(partial)))
-        text = settings_file.to_text(record)
-        (partial / SETTINGS).write_text(text + "\n", encoding="utf-8")
+        _fill(partial, prepared, workload.module, tensors, model_digest=model_digest)
     settings, pad_token = prepared.settings, prepared.pad_token
     stock.require_agreement(settings, workload.module, tensors, pad_token=pad_token, folder=output)
     foresight.say_warnings()
     return output
+
+
+def _fill(
+    folder: Path,
+    prepared: Prepared,
+    module: nn.Module,
+    tensors: Mapping[str, Array],
+    *,
+    model_digest: str,
+) -> None:
+    """Write everything to `folder` that later commands read."""
+    record = settings_file.to_record(prepared.settings)
+    stock.save(module, tensors, prepared.tokenizer, folder)
+    record[DIGESTS] = asdict(Digests(model_digest, tokenizer_digest(folder)))
+    text = settings_file.to_text(record)
+    (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is known of adapters that a run kept: its plan's digest, their step, and their loss."""
+
+    run: str
+    step: int
+    loss: float
+
+    @classmethod
+    def of(cls, folder: Path) -> Kept | None:
+        """Return what `keep` noted in `folder`; None if it wrote nothing there."""
+        try:
+            record = model_folder.record(folder / _KEPT, str(folder))
+            return cls(str(record["run"]), int(record["step"]), float(record["loss"]))
+        except (UsageError, LookupError, TypeError, ValueError):
+            return None
+
+
+def keep(
+    folder: Path,
+    prepared: Prepared,
+    module: nn.Module,
+    tensors: Mapping[str, Array],
+    kept: Kept,
+    *,
+    model_digest: str,
+) -> None:
+    """Write an evaluated state to `folder`, for later commands. Raises SystemFailure."""
+    with replacing(folder, marks=(*MARKS, SETTINGS), advice="make room or give access") as partial:
+        _fill(partial, prepared, module, tensors, model_digest=model_digest)
+        (partial / _KEPT).write_text(json.dumps(asdict(kept)) + "\n", encoding="utf-8")
 
 
 def read_settings(output: Path) -> tuple[Settings, Digests | None]:
@@ -271,11 +323,46 @@ def _require_same(path: Path, settings: Settings, digests: Digests | None) -> No
         )
 
 
-def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[str]:
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How an answer is generated. A `temperature` of 0 takes the most likely token each time.
+
+    Otherwise tokens are drawn from `seed`, among the most likely ones with a total probability of
+    `top_p`. A prompt has the same answer alone and in a file.
+    """
+
+    new_tokens: int = NEW_TOKENS
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def sampling_of(output: Output, arguments: argparse.Namespace) -> Sampling:
+    """Return what the command line says. Raises UsageError for options without an effect."""
+    values = {field.name: getattr(arguments, field.name) for field in fields(Sampling)}
+    chosen = {name: value for name, value in values.items() if value is not None}
+    sampling = Sampling(**chosen)
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise UsageError(
+            f"--temperature {sampling.temperature:g}: use 0, which takes the most likely token, or "
+            f"at least {LEAST_TEMPERATURE:g}"
+        )
+    for name in chosen:
+        option = f"--{name.replace('_', '-')} {chosen[name]:g}"
+        if output.settings.task == "classify":
+            raise UsageError(
+                f"{option}: {output.folder} answers with classes (task: classify), not with a "
+                "text; leave it out"
+            )
+        if name in ("top_p", "seed") and not sampling.temperature:
+            raise UsageError(f"{option}: nothing is sampled; give --temperature, or leave it out")
+    return sampling
+
+
+def answer(output: Output, prompt: str, sampling: Sampling) -> Iterator[str]:
     """Yield the lines of the answer to `prompt`: classes with their probabilities, or a text.
 
-    A text has at most `new_tokens` tokens, by default NEW_TOKENS. Raises UsageError for a prompt
-    that can't be answered.
+    Raises UsageError for a prompt that can't be answered.
     """
     if not prompt.strip():
         raise UsageError("--prompt is empty; give a text")
@@ -283,45 +370,84 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UsageError("--prompt is not UTF-8; give a text in UTF-8") from error
-    settings, tokenizer = output.settings, output.tokenizer
-    if new_tokens is not None and settings.task == "classify":
-        raise UsageError(
-            f"--new-tokens {new_tokens}: {output.folder} answers with classes (task: classify), "
-            "not with a text; leave it out"
-        )
-    new_tokens = new_tokens or NEW_TOKENS
-    if settings.task in CHATS and getattr(tokenizer, "chat_template", None):
-        question = _asked(tokenizer, prompt, settings.data.date)
+    question: Conversation | str = prompt
+    is_chat = getattr(output.tokenizer, "chat_template", None) is not None
+    if output.settings.task in CHATS and is_chat:
+        turn = {"role": "user", "content": prompt}
+        question = Conversation(messages=[turn], tools=None, learned=())
+    reply = _answer(output, question, sampling)
+    if isinstance(reply, str):
+        yield reply
     else:
+        yield from (f"{label} {share:.4f}" for label, share in reply.items())
+
+
+def answers(output: Output, path: Path, sampling: Sampling) -> Iterator[str]:
+    """Yield a line of JSON for each row at `path`: its place, and its answer or classes.
+
+    A conversation is answered up to its last answer. Raises RowsError for rows that can't be used,
+    unless the run's `data.on_error` skips them, and UsageError for one that can't be answered.
+    """
+    questions = [
+        row if isinstance(row, BadRow) else prompts.of_row(row, output.settings)
+        for row in rows.read(path)
+    ]
+    bad = [question for question in questions if isinstance(question, BadRow)]
+    num_good = len(questions) - len(bad)
+    samples.require_usable(output.settings.data, f"--prompts {path}", bad, num_good)
+    for question in questions:
+        if isinstance(question, BadRow):
+            continue
+        try:
+            reply = _answer(output, question.asked, sampling)
+        except UsageError as error:
+            raise UsageError(f"{question.place}: {error}") from error
+        key = "answer" if isinstance(reply, str) else "classes"
+        yield json.dumps({"place": question.place, key: reply})
+
+
+def _answer(
+    output: Output, prompt: Conversation | str, sampling: Sampling
+) -> str | dict[str, float]:
+    """Return a text, or the probability of each class, the most likely one first."""
+    settings, tokenizer = output.settings, output.tokenizer
+    if isinstance(prompt, str):
         question = samples.tokens_of(tokenizer, prompt)
+    else:
+        question = _asked(tokenizer, prompt, settings.data.date)
     module = cast("Any", output.module)
-    _require_room(output, question, new_tokens)
+    _require_room(output, question, sampling.new_tokens)
     tokens = torch.tensor([question])
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     products = precision.of_products(settings)
-    with torch.no_grad(), precision.applied(products, module.device):
+    with (
+        torch.no_grad(),
+        precision.applied(products, module.device),
+        torch.random.fork_rng(devices=[]),
+    ):
         if settings.task == "classify":
             shares = module(**batch).logits[0].softmax(-1).tolist()
             labelled = zip(settings.classes.labels, shares, strict=True)
-            for label, share in sorted(labelled, key=lambda pair: -pair[1]):
-                yield f"{label} {share:.4f}"
-            return
+            return dict(sorted(labelled, key=lambda pair: -pair[1]))
+        torch.manual_seed(sampling.seed)
+        drawing: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature:
+            drawing = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
+            drawing["top_p"] = sampling.top_p
         generated = module.generate(
             **batch,
-            max_new_tokens=new_tokens,
-            do_sample=False,
+            max_new_tokens=sampling.new_tokens,
             pad_token_id=model.padding(tokenizer),
+            **drawing,
         )
-    yield tokenizer.decode(generated[0, len(question) :], skip_special_tokens=True)
+    text: str = tokenizer.decode(generated[0, len(question) :], skip_special_tokens=True)
+    return text
 
 
-def _asked(tokenizer: Any, prompt: str, day: str | None) -> list[int]:
+def _asked(tokenizer: Any, prompt: Conversation, day: str | None) -> list[int]:
     """Return the tokens of a question in the chat template. Raises UsageError if it is refused."""
-    turn = {"role": "user", "content": prompt}
     try:
-        return ChatEncoder(tokenizer, day).prompt(
-            Conversation(messages=[turn], tools=None, learned=())
-        )
+        return ChatEncoder(tokenizer, day).prompt(prompt)
     except BadConversationError as error:
         raise UsageError(f"--prompt: {error}") from error
 
@@ -346,20 +472,20 @@ def evaluate(output: Output, path: Path) -> Scores:
     """
     settings, tokenizer = output.settings, output.tokenizer
     rows = samples.load(settings, path, tokenizer, cache=preparation.cache())
-    foresight.say_skipped(rows.skipped)
+    foresight.say_skipped(settings, rows.skipped)
     model_folder.require_samples(settings, output.module, [rows], model.padding(tokenizer))
     return evaluation.scores(
         output.module, rows, settings=settings, pad_token=model.padding(tokenizer)
     )
 
 
-def merge(output: Output, merged: Path) -> None:
+def merge(output: Output, merged: Path, *, dtype: str = "float32") -> None:
     """Write a checkpoint to `merged` in which the adapters are added to their layers' weights.
 
-    The weights are float32: narrower ones would round away most of what was learned. Weights in NF4
-    or 16 bits are decoded to the same values as in training. Raises UsageError if there are no
-    adapters or if `merged` is not empty, and SystemFailure if it can't be written or if stock
-    transformers read a different model from it.
+    Sums are computed in float32, and rounded to `dtype`: 16 bits may round away most of what was
+    learned. Weights in NF4 or 16 bits are decoded to the same values as in training. Raises
+    UsageError if there are no adapters or if `merged` is not empty, and SystemFailure if it can't
+    be written or if stock transformers read a different model from it.
     """
     if not output.settings.adapts:
         raise UsageError(f"{output.folder}: method: full has no adapters; it is a model already")
@@ -370,5 +496,5 @@ def merge(output: Output, merged: Path) -> None:
         module = model.decoded(output.settings, output.folder, pad_token)
     advice = "make room or give access, and merge again"
     with replacing(merged, marks=MARKS, advice=advice) as partial:
-        merged_module = stock.merge(module.float(), output.tokenizer, partial)
+        merged_module = stock.merge(module.float(), output.tokenizer, partial, dtype)
     stock.require_merged(output.settings, merged_module, pad_token=pad_token, folder=merged)

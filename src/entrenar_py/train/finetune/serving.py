@@ -34,7 +34,7 @@ from entrenar_py.train.finetune import foresight, outputs, package, settings_fil
 from entrenar_py.train.finetune.package import Contents, File
 from entrenar_py.train.model import model_folder, preparation, samples
 from entrenar_py.train.model.preparation import Prepared
-from entrenar_py.train.model.settings import LAYER_PIPELINE, Serving, Settings
+from entrenar_py.train.model.settings import LAYER_PIPELINE, Keep, Serving, Settings
 from entrenar_py.train.service import address, config, coordinator
 from entrenar_py.train.service.config import Checkpoint, Config
 from entrenar_py.train.stages import cut, server
@@ -126,14 +126,19 @@ def shared_settings(settings: Settings) -> dict[str, object]:
     Settings for the coordinator alone have their defaults: a worker has no rows to evaluate on.
     """
     plain = replace(
-        settings, coordinator=None, workers=Settings.workers, evaluate_every=Settings.evaluate_every
+        settings,
+        coordinator=None,
+        workers=Settings.workers,
+        evaluate_every=Settings.evaluate_every,
+        keep=Keep(),
+        lora=replace(settings.lora, start_from=None),  # it gets the values with the run's state
     )
     record = settings_file.to_record(plain)
     return {**record, "model": "model", "output": "output", "data": _data(record["data"])}
 
 
 def _data(record: dict[str, object]) -> dict[str, object]:
-    left_out = ("validation", "validation_share", "on_error")
+    left_out = ("validation", "validation_share", "on_error", "on_long")
     return {key: value for key, value in record.items() if key not in left_out} | {
         "train": "rows.jsonl"
     }

@@ -30,6 +30,8 @@ from entrenar_py.train.model.settings import (
     BY_SHARDS,
     LAYER_PIPELINE,
     WHOLE_LAYERS,
+    WHOLE_MODELS,
+    Keep,
     Key,
     Settings,
     StagePlan,
@@ -426,6 +428,14 @@ class _Conflicts:
                 "data.validation_share",
                 "evaluate_every",
             )
+        if settings.keep != Keep() and not data.validates:
+            self._error("keep without rows to evaluate on: give data.validation, too", "keep")
+        if settings.keep != Keep() and settings.strategy is not None:
+            self._error(
+                f"strategy: {settings.strategy} does not read keep: ranks write the end's result "
+                "alone; leave it out",
+                "keep",
+            )
         if settings.adapts and not settings.lora.targets:
             self._error(
                 "targets is empty: name a layer to adapt, such as q_proj", "lora", "targets"
@@ -457,6 +467,7 @@ class _Conflicts:
             )
         self._of_preference()
         self._of_distillation()
+        self._of_adapters()
         self._of_strategy()
         is_pipeline = settings.strategy == LAYER_PIPELINE
         if settings.num_workers > training.num_shards and not is_pipeline:
@@ -485,6 +496,24 @@ class _Conflicts:
             self._error(
                 "packing with task: preference: a pair is two rows of its own; leave packing out",
                 *("data", "packing"),
+            )
+        if settings.data.on_long == "truncate":
+            self._error(
+                "on_long: truncate with task: preference: a pair would lose the ends of its "
+                "answers; use stop or skip",
+                *("data", "on_long"),
+            )
+        if settings.lora.modules_to_save:
+            self._error(
+                "modules_to_save with task: preference: the reference is the model without its "
+                "adapters, and these layers would be trained in it, too; leave modules_to_save out",
+                *("lora", "modules_to_save"),
+            )
+        if settings.lora.start_from is not None:
+            self._error(
+                "start_from with task: preference: the reference would be the model without these "
+                "adapters; merge them (entrenar merge), and give the merged model as model",
+                *("lora", "start_from"),
             )
         if settings.strategy not in (None, *BY_SHARDS):
             self._error(
@@ -515,6 +544,28 @@ class _Conflicts:
                 f"distill with strategy: {settings.strategy}: a student's loss needs the whole "
                 f"model's logits on one device; use {', '.join(BY_SHARDS)}, or none",
                 "strategy",
+            )
+
+    def _of_adapters(self) -> None:
+        """Report adapters that the strategy or the method can't train."""
+        strategy, lora = self._settings.strategy, self._settings.lora
+        if lora.modules_to_save and strategy not in (None, *WHOLE_MODELS):
+            self._error(
+                f"modules_to_save with strategy: {strategy}: a rank or stage needs them whole; use "
+                f"{' or '.join(WHOLE_MODELS)}, or none",
+                *("lora", "modules_to_save"),
+            )
+        if lora.modules_to_save and self._settings.precision != "float32":
+            self._error(
+                f"modules_to_save with precision: {self._settings.precision}: they are trained in "
+                "float32, and stock peft would compute with fewer bits; use precision: float32",
+                *("lora", "modules_to_save"),
+            )
+        if lora.dora and strategy not in (None, *WHOLE_LAYERS):
+            self._error(
+                f"dora: true with strategy: {strategy}: the norms need a layer's whole weights; "
+                f"use {', '.join(WHOLE_LAYERS)}, or none",
+                *("lora", "dora"),
             )
 
     def _of_strategy(self) -> None:
@@ -605,7 +656,7 @@ _JSON: Mapping[Any, Mapping[str, Any]] = {
     bool: {"type": "boolean"},
     str: {"type": "string"},
     Path: {"type": "string"},
-    tuple[str, ...]: {"type": "array", "items": {"type": "string"}},
+    tuple[str, ...]: {"type": ["array", "string"], "items": {"type": "string"}},
     tuple[int, int]: {
         "type": "array",
         "items": {"type": "integer"},

@@ -7,6 +7,7 @@ gets copies of a step's tensors, and its results are reported with a later step,
 from __future__ import annotations
 
 import math
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +38,7 @@ from entrenar_py.train.service.run_events import ClassScored, Listener, Noted, S
 # allowed.
 WAITING_BYTES = 2**30
 # What torch raises if memory runs out (also on the CPU), or if a device fails.
-_FAILED = (RuntimeError, MemoryError)
+_FAILED = (RuntimeError, MemoryError, SystemFailure)  # the last one if nothing can be written
 
 
 class Evaluator:
@@ -48,11 +49,11 @@ class Evaluator:
     """
 
     def __init__(
-        self, prepared: Prepared, workload: Tuned, *, device: torch.device, num_steps: int
+        self, prepared: Prepared, workload: Tuned, *, device: torch.device, plan: TrainingPlan
     ) -> None:
-        """Evaluate on `device`; the run has `num_steps` steps."""
+        """Evaluate on `device`; the run has the given plan."""
         self._prepared, self._module, self._device = prepared, workload.module, device
-        self._num_steps = num_steps
+        self._num_steps, self._keeper = plan.num_steps, _Keeper(prepared, workload.module, plan)
         self._every = prepared.settings.evaluate_every
         self._thread = ThreadPoolExecutor(1, "evaluation")
         self._waiting: deque[tuple[int, int, Future[Scores]]] = deque()  # step, bytes, scores
@@ -77,7 +78,7 @@ class Evaluator:
             tell(Noted(what="not_scored", step=step, text=f"{text}; raise evaluate_every"))
             return
         copies = {name: array.copy() for name, array in tensors.items()}
-        self._waiting.append((step, size, self._thread.submit(self._scores, rows, copies)))
+        self._waiting.append((step, size, self._thread.submit(self._kept, step, rows, copies)))
 
     def settle(self, tell: Listener) -> None:
         """Wait until everything is scored, and report it to `tell`. Then the module is free."""
@@ -94,6 +95,7 @@ class Evaluator:
             return None
         try:
             scores = self._scores_somewhere(rows, tensors)
+            self._keeper.keep(step, scores.loss, tensors)
         except _FAILED as error:
             tell(_left_out(step, error))
             return None
@@ -115,6 +117,11 @@ class Evaluator:
                 tell(_left_out(step, error))
             else:
                 tell(event(scores, step))
+
+    def _kept(self, step: int, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
+        scores = self._scores(rows, tensors)
+        self._keeper.keep(step, scores.loss, tensors)
+        return scores
 
     def _scores(self, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
         return evaluation.scores(
@@ -143,6 +150,42 @@ class Evaluator:
     def _require_running(self) -> None:
         if self._is_stopped:
             raise SystemFailure("the evaluation was cancelled")
+
+
+class _Keeper:
+    """Keeps the best adapters, and the last ones, as the settings say.
+
+    A resumed run goes on with the best loss of its plan that is noted there. If it evaluates a step
+    again, that step has the same bits.
+    """
+
+    def __init__(self, prepared: Prepared, module: nn.Module, plan: TrainingPlan) -> None:
+        self._prepared, self._module, self._plan = prepared, module, plan
+        self._output = prepared.settings.output
+        best = outputs.Kept.of(self._output / BEST)
+        is_own = best is not None and best.run == plan.digest
+        self._least = best.loss if best is not None and is_own else math.inf
+
+    def keep(self, step: int, loss: float, tensors: Mapping[str, Array]) -> None:
+        """Keep the state after `step`, and remove one for which there is no room any more.
+
+        Raises SystemFailure if it can't be written.
+        """
+        chosen = self._prepared.settings.keep
+        if chosen.last:
+            self._write(self._output / f"step-{step}", step, loss, tensors)
+            kept = [(outputs.Kept.of(path), path) for path in self._output.glob("step-*")]
+            own = [(one.step, path) for one, path in kept if one and one.run == self._plan.digest]
+            for _, path in sorted(own)[: -chosen.last]:
+                shutil.rmtree(path, ignore_errors=True)
+        if chosen.best and loss < self._least:
+            self._write(self._output / BEST, step, loss, tensors)
+            self._least = loss
+
+    def _write(self, folder: Path, step: int, loss: float, tensors: Mapping[str, Array]) -> None:
+        kept = outputs.Kept(self._plan.digest, step, loss)
+        digest = preparation.model_digest(self._plan)
+        outputs.keep(folder, self._prepared, self._module, tensors, kept, model_digest=digest)
 
 
 def _left_out(step: int, error: Exception) -> Noted:
@@ -178,6 +221,7 @@ def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+BEST = "best"  # a folder in the output folder
 CHECKPOINT, LEDGER, METRICS = (
     "state.checkpoint",
     preparation.LEDGER,
@@ -202,7 +246,7 @@ def opened(
 
     The other arguments are those of `Task`.
     """
-    evaluator = Evaluator(prepared, workload, device=device, num_steps=plan.num_steps)
+    evaluator = Evaluator(prepared, workload, device=device, plan=plan)
     with closing(evaluator):
         yield Task(
             workload=workload,

@@ -84,8 +84,7 @@ class Facts:
         """The number of steps of the whole run; None if the rows are not known."""
         if self.rows is None:
             return None
-        training = self.settings.training
-        return training.epochs * -(-self.rows.num_samples // training.batch_size)
+        return self.settings.training.num_steps(self.rows.num_samples)
 
 
 def rows_of(prepared: Prepared) -> Rows:
@@ -160,8 +159,8 @@ def _batch(facts: Facts) -> Iterator[Remark]:
             f"batch_size={size}: adapters lose more than full fine-tuning in large "
             f"batches; use {_BATCH_MAX} rows or fewer",
         )
-    steps = facts.num_steps
-    if steps is not None and steps < _STEPS_MIN and facts.rows is not None:
+    steps, most = facts.num_steps, facts.settings.training.max_steps
+    if steps is not None and steps < _STEPS_MIN and steps != most and facts.rows is not None:
         yield Remark(
             "training.batch_size",
             f"batch_size={size}: {counted(facts.rows.num_samples, 'row')} in "
@@ -175,7 +174,7 @@ def _alpha(facts: Facts) -> Iterator[Remark]:
     lora = facts.settings.lora
     share = lora.alpha / lora.rank
     least, most = _ALPHA_SHARES
-    if facts.settings.adapts and not least <= share <= most:
+    if facts.settings.adapts and not lora.rslora and not least <= share <= most:
         yield Remark(
             "lora.alpha",
             f"alpha={lora.alpha:g} with rank={lora.rank}: an adapter's output is "
@@ -277,7 +276,9 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
     rarest = int(np.argmin(counts))
     share, name = counts[rarest] / sum(counts), labels[rarest]
     copies = max(counts) / counts[rarest] if settings.classes.oversample else 1.0
-    seen = settings.training.epochs * copies
+    training = settings.training
+    epochs = training.num_steps(rows.num_samples) / -(-rows.num_samples // training.batch_size)
+    seen = epochs * copies
     if settings.classes.weights == "none" and not settings.classes.oversample and share < _RARE:
         yield Remark(
             "classes.weights",

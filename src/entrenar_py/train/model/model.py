@@ -81,6 +81,7 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
         stock.freeze_beside(module)
         if settings.adapts:
             module = stock.adapted(settings, module, new)
+            stock.start(settings, module)
     precision.prepare(module, settings)
     if settings.task != "classify":
         _require_causal(settings, module)
@@ -168,6 +169,7 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
         stock.set_padding(module, pad_token)
         stock.freeze_beside(module)
         module = stock.adapted(settings, module, new)
+        stock.start(settings, module)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

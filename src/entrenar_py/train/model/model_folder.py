@@ -37,7 +37,7 @@ _OWN = frozenset(
     {
         *("base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"),
         *("lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "peft_version", "r"),
-        *("target_modules", "task_type"),
+        *("target_modules", "task_type", "use_dora", "use_rslora"),
     }
 )
 
@@ -105,6 +105,11 @@ def require_adapters(folder: Path) -> None:
         raise UsageError(
             f"{folder}: no {ADAPTER_WEIGHTS} there; give the output folder as the run wrote it"
         )
+
+
+def adapters_digest(folder: Path) -> str:
+    """Return 32 hex digits over the adapters' weights in `folder`."""
+    return blake3().update_mmap(folder / ADAPTER_WEIGHTS).hexdigest(16)
 
 
 def _refuse(folder: Path, name: str, key: str, value: object, advice: str) -> None:

@@ -46,9 +46,11 @@ def prepare(module: nn.Module, settings: Settings) -> None:
     for tensor in module.parameters():
         if tensor.requires_grad:
             tensor.data = tensor.data.float()
+    # peft would copy activations. DoRA rounds its norms as its input, so it needs peft's float32.
+    casts = settings.precision == "float32" or settings.lora.dora
     for layer in module.modules():
-        if hasattr(layer, "cast_input_dtype_enabled"):  # peft would copy activations
-            cast("Any", layer).cast_input_dtype_enabled = settings.precision == "float32"
+        if hasattr(layer, "cast_input_dtype_enabled"):
+            cast("Any", layer).cast_input_dtype_enabled = casts
 
 
 def applied(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -23,13 +23,14 @@ from entrenar_py.shared.untrusted import files, json_text
 from entrenar_py.train.model import model, model_folder, precision, rendering, samples
 from entrenar_py.train.model.preference import DirectPreference
 from entrenar_py.train.model.samples import Samples
-from entrenar_py.train.model.settings import CHATS, Settings
+from entrenar_py.train.model.settings import CHATS, Lora, Settings
 from entrenar_py.train.model.workload import Finetuning, Tuned
 
 TRAINER = "parameter_server"
 LEDGER = "ledger.jsonl"  # in the output folder; its first line has the run's plan
 _FIRST_LINE_BYTES = 2**20
 _MODEL = "model"
+_ALWAYS = ("rank", "alpha", "dropout")  # of adapters; older checkpoints have no other keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,7 @@ def plan_of(settings: Settings, workload: Tuned) -> TrainingPlan:
     """Return the plan of the reference trainer for `settings`."""
     training = settings.training
     batch_size = min(training.batch_size, workload.num_samples)
-    num_steps = training.epochs * -(-workload.num_samples // batch_size)
+    num_steps = training.num_steps(workload.num_samples)
     return seeds(settings.seed).with_(
         world_size=settings.num_workers,
         num_samples=workload.num_samples,
@@ -217,8 +218,14 @@ def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
     if data.date is not None:
         decisive["data.date"] = data.date
     if settings.adapts:
-        decisive |= {f"lora.{name}": value for name, value in asdict(lora).items()}
+        decisive |= {
+            f"lora.{name}": value
+            for name, value in asdict(lora).items()
+            if name in _ALWAYS or value != getattr(Lora, name)
+        }
         decisive["lora.targets"] = list(lora.targets)
+        if lora.start_from is not None:
+            decisive["lora.start_from"] = model_folder.adapters_digest(lora.start_from)
     return decisive
 
 

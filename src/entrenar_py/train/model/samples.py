@@ -15,6 +15,7 @@ more memory than their tokens, and other processes and machines read them direct
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ CHARS_PER_TOKEN_MAX = 64
 SHORT_CHARS = 2**16
 NO_LABEL = -1
 _ENDLESS_MAX = 10  # rows with a template that does not end; each takes a second or more
+_MANY_CHARS = re.compile(r"has \d+ characters, too many for data\.max_tokens=")
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Encoder:
                 "needs; use the checkpoint of a chat model, or task: text"
             )
         self._num_endless = 0
+        self.num_cut = 0  # samples so far that were cut after data.max_tokens
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -141,9 +144,20 @@ class Encoder:
             return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
         most, length = self._settings.data.max_tokens, sample.num_tokens
         if length > most:
+            if self._settings.data.on_long == "truncate":
+                return self._cut(row, sample, most)
             told = f"has {length} tokens; data.max_tokens allows {most}"
             return BadRow(row.place, told, length)
         return sample
+
+    def _cut(self, row: Row, sample: Sample, most: int) -> Sample | BadRow:
+        """Return the first `most` tokens of a sample, unless nothing of them is learned."""
+        targets = sample.is_target[:most]
+        if sample.label == NO_LABEL and not any(targets):
+            total = len(sample.tokens)
+            return BadRow(row.place, f"has nothing to predict in {most} of its {total} tokens")
+        self.num_cut += 1
+        return replace(sample, tokens=sample.tokens[:most], is_target=targets)
 
     def _plain(self, fields: Mapping[str, Any]) -> Sample:
         tokens = self._tokens(self._text(fields))
@@ -248,7 +262,7 @@ class Samples:
 
     `tokens` is int32 and `is_target` bool, both [all tokens]; `starts` is int64 [n + 1]; `labels`
     is int32 [n]. `cuts` is int32 [n] for pairs, the number of tokens of each chosen side; otherwise
-    it is empty. `skipped` has the rows that could not be used.
+    it is empty. `skipped` has the rows that could not be used. `num_cut` of all rows were cut.
     """
 
     tokens: NDArray[np.int32]
@@ -257,6 +271,7 @@ class Samples:
     labels: NDArray[np.int32]
     cuts: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     skipped: tuple[BadRow, ...] = ()
+    num_cut: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -347,6 +362,7 @@ class Samples:
             labels=self.labels[list(indices)],
             cuts=self.cuts[list(indices)] if self.are_pairs else self.cuts,
             skipped=self.skipped,
+            num_cut=self.num_cut,
         )
 
 
@@ -390,11 +406,25 @@ def listed(skipped: Sequence[BadRow]) -> list[str]:
 
 def require_usable(data: Data, where: str, skipped: Sequence[BadRow], num_good: int) -> None:
     """Raise RowsError if there are rows that can't be used, unless the settings skip them."""
-    if skipped and data.on_error == "stop":
+    kinds = [(bad, _decided_by(data, bad)) for bad in skipped]
+    stopping = [(bad, key) for bad, key in kinds if getattr(data, key) == "stop"]
+    if stopping:
         total = counted(len(skipped) + num_good, "row")
-        problem = f"{where}: {len(skipped)} of {total} can't be used"
-        lines = [f"{problem}; fix them, or set data.on_error: skip", *listed(skipped)]
+        problem = f"{where}: {len(stopping)} of {total} can't be used"
+        keys = " and ".join(f"data.{key}: skip" for key in sorted({key for _, key in stopping}))
+        lines = [f"{problem}; fix them, or set {keys}", *listed([bad for bad, _ in stopping])]
         raise RowsError("\n".join(lines))
+
+
+def _decided_by(data: Data, bad: BadRow) -> str:
+    """Return the key of `data` that says what is done about a row that can't be used."""
+    is_long = bad.num_tokens is not None or _MANY_CHARS.match(bad.problem) is not None
+    return "on_long" if is_long and data.on_long in ("stop", "skip") else "on_error"
+
+
+def skipped_by(data: Data, skipped: Sequence[BadRow]) -> str:
+    """Return the settings by which the rows are skipped, such as `data.on_error: skip`."""
+    return ", ".join(sorted({f"data.{_decided_by(data, bad)}: skip" for bad in skipped}))
 
 
 def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
@@ -411,6 +441,8 @@ def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
         "date": data.date,
         "labels": list(settings.classes.labels),
     }
+    if data.on_long == "truncate":
+        facts["cut"] = True
     return blake3(json.dumps(facts).encode()).hexdigest(16)
 
 
@@ -446,8 +478,9 @@ def read_kept(path: Path) -> Samples | None:
             labels=arrays["labels"],
             cuts=arrays.get("cuts", np.zeros(0, np.int32)),
             skipped=tuple(BadRow(**one) for one in facts["skipped"]),
+            num_cut=int(facts.get("num_cut", 0)),
         )
-    except (CheckpointError, KeyError, TypeError):
+    except (CheckpointError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -460,7 +493,8 @@ def _keep(path: Path, samples: Samples) -> None:
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(own, arrays, {"skipped": [asdict(one) for one in samples.skipped]})
+        facts = {"skipped": [asdict(one) for one in samples.skipped], "num_cut": samples.num_cut}
+        checkpoint.save(own, arrays, facts)
         own.replace(path)
     except OSError as error:
         raise UsageError(
@@ -485,6 +519,7 @@ def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
         labels=np.array([sample.label for sample in encoded], np.int32),
         cuts=np.array([sample.cut for sample in encoded if sample.cut], np.int32),
         skipped=tuple(skipped),
+        num_cut=encoder.num_cut,
     )
 
 

@@ -37,9 +37,11 @@ STRATEGIES = (
 )
 LAYER_PIPELINE = "layer_pipeline"  # its stages are workers of `entrenar coordinator`
 BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # each shard is computed by one rank
+WHOLE_MODELS = ("ddp", "ddp_canonical")  # strategies with a whole model on each rank
 WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
 KINDS = ("cpu", "cuda", "wgpu")  # of backends
 TEACHER_PRECISIONS = ("float32", "bfloat16", "int8")
+ALL_LINEAR = "all-linear"  # of lora.targets, as in peft
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 
@@ -96,6 +98,14 @@ class Data:
             choices=("stop", "skip"),
         ),
     ] = "stop"
+    on_long: Annotated[
+        str | None,
+        Key(
+            "what happens if a row has more than `max_tokens`; truncate keeps its first tokens; "
+            "by default `on_error` decides",
+            choices=("stop", "truncate", "skip"),
+        ),
+    ] = None
 
     @property
     def validates(self) -> bool:
@@ -144,8 +154,25 @@ class Lora:
         float, Key("dropout probability of an adapter's inputs", least=0, below=1)
     ] = 0.0
     targets: Annotated[
-        tuple[str, ...], Key("layers that get an adapter, by the ends of their names")
-    ] = ("q_proj", "v_proj")
+        tuple[str, ...],
+        Key(
+            "layers that get an adapter, by the ends of their names; all-linear is every linear "
+            "layer except the head"
+        ),
+    ] = (ALL_LINEAR,)
+    rslora: Annotated[
+        bool, Key("multiply by alpha / sqrt(rank) instead, which suits high ranks (rsLoRA)")
+    ] = False
+    dora: Annotated[
+        bool, Key("train the norm of each output's weights apart from their direction (DoRA)")
+    ] = False
+    modules_to_save: Annotated[
+        tuple[str, ...],
+        Key("layers that are trained as a whole, by the ends of their names"),
+    ] = ()
+    start_from: Annotated[
+        Path | None, Key("folder with adapters of the same kind that the run begins with")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +180,10 @@ class Training:
     """The optimizer (AdamW), its schedule, and how batches are made up."""
 
     epochs: Annotated[int, Key("passes over all rows", least=1, most=10**6)] = 1
+    max_steps: Annotated[
+        int | None,
+        Key("the run and its schedule end after this step, if the epochs have more", least=1),
+    ] = None
     batch_size: Annotated[int, Key("rows per step, over all workers", least=1)] = 16
     num_shards: Annotated[
         int, Key("parts of a batch; workers share these parts", least=1, most=2**16)
@@ -173,6 +204,23 @@ class Training:
     clip_norm: Annotated[
         float | None, Key("a step's gradient is clipped to this L2 norm", above=0)
     ] = 1.0
+
+    def num_steps(self, num_samples: int) -> int:
+        """Return the number of steps of a run on `num_samples` samples."""
+        num_steps = self.epochs * -(-num_samples // self.batch_size)
+        return num_steps if self.max_steps is None else min(num_steps, self.max_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """The evaluated states that are kept, each in a folder that `entrenar infer` reads."""
+
+    best: Annotated[
+        bool, Key("keep the state with the lowest validation loss, in `output`/best")
+    ] = False
+    last: Annotated[
+        int, Key("keep the states of this many last evaluations, in `output`/step-N", least=0)
+    ] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,6 +463,7 @@ class Settings:
         int, Key("steps from one evaluation on the validation rows to the next", least=1)
     ] = 50
     checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50
+    keep: Annotated[Keep, Key("states that are kept after an evaluation")] = Keep()
     compile: Annotated[
         bool,
         Key(

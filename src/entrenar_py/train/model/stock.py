@@ -24,10 +24,11 @@ from entrenar_py.shared.untrusted import escaping
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.model import model_folder, precision
 from entrenar_py.train.model.precision import in_evaluation
-from entrenar_py.train.model.settings import LAYER_PIPELINE, Settings
+from entrenar_py.train.model.settings import ALL_LINEAR, LAYER_PIPELINE, Settings
 
 HEADS = ("classifier", "score")  # peft trains these as a whole by default
 _LAYERS_SHOWN = 12  # layers in a message
+_KINDS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
 _TOLD_CHARS = 300
 
 
@@ -36,14 +37,22 @@ def adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
     import peft
 
     lora, aside = settings.lora, _within(model_folder.beside_text(module))
-    _require_targets(lora.targets, module, new, aside)
+    saved = _saved(lora.modules_to_save, module, new)
+    is_all = lora.targets == (ALL_LINEAR,)
+    if whole := saved if is_all else lora.modules_to_save:
+        ends = "|".join(map(re.escape, whole))
+        aside = "|".join(filter(None, (aside, rf"(.*\.)?({ends})(\..*)?")))
+    if not is_all:
+        _require_targets(lora.targets, module, new, aside)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=cast("Any", lora.alpha),  # peft's type says int, but a float works, too
         lora_dropout=lora.dropout,
-        target_modules=list(lora.targets),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        target_modules=ALL_LINEAR if is_all else list(lora.targets),
         exclude_modules=aside,
-        modules_to_save=[name for name in new if name not in HEADS],
+        modules_to_save=saved,
         task_type="SEQ_CLS" if settings.task == "classify" else "CAUSAL_LM",
     )
     try:
@@ -75,6 +84,60 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def start(settings: Settings, module: Any) -> None:
+    """Give the adapters of `module` the values in the folder `lora.start_from`, if that is given.
+
+    Raises UsageError unless its adapters are of the same kind, on the same layers.
+    """
+    folder = settings.lora.start_from
+    if folder is None:
+        return
+    import peft
+    from peft.utils import save_and_load
+
+    where = f"lora.start_from={folder}"
+    model_folder.require_adapters(folder)
+    with model_folder.reading(folder, "adapters"):
+        theirs = cast("Any", peft.PeftConfig.from_pretrained(str(folder)))
+        values = save_and_load.load_peft_weights(str(folder), device="cpu")
+    for key, name in _KINDS.items():
+        if (found := getattr(theirs, name)) != (due := getattr(settings.lora, key)):
+            raise UsageError(f"{where}: its adapters have {key}: {found}, and lora.{key} is {due}")
+    due = peft.get_peft_model_state_dict(module, save_embedding_layers=False)
+    for name in sorted(due.keys() | values.keys()):
+        shapes = [tuple(one[name].shape) if name in one else "none" for one in (values, due)]
+        if shapes[0] != shapes[1]:
+            raise UsageError(
+                f"{where}: {name} has shape {shapes[0]} there, and {shapes[1]} in this run; use "
+                "the same model, lora.targets and lora.modules_to_save"
+            )
+    with quiet():
+        peft.set_peft_model_state_dict(module, values)
+
+
+def _saved(names: Sequence[str], module: nn.Module, new: Sequence[str]) -> list[str]:
+    """Return the names of the parts that are trained whole: `new` ones, and those of `names`.
+
+    Raises UsageError for a name that no part has, and for weights that another part shares.
+    """
+    for name in names:
+        named = [part for path, part in module.named_modules() if f".{path}".endswith(f".{name}")]
+        inside = {id(part) for above in named for part in above.modules()}
+        weights = {id(weight) for part in named for weight in part.parameters()}
+        if not weights:
+            raise UsageError(
+                f"lora.modules_to_save={name!r}: the model has no layer of that name with weights"
+            )
+        for path, part in module.named_modules():
+            own = part.parameters(recurse=False)
+            if id(part) not in inside and any(id(weight) in weights for weight in own):
+                raise UsageError(
+                    f"lora.modules_to_save={name!r}: {path} has the same weights "
+                    "(tie_word_embeddings), and adapters can't keep both equal; use method: full"
+                )
+    return [*(name for name in new if name not in HEADS), *names]
 
 
 def _require_targets(
@@ -117,6 +180,14 @@ def _is_matrix(layer: nn.Module) -> bool:
 
 def has_target(module: nn.Module, target: str) -> bool:
     """Return whether a layer with a name that ends in `target` can have an adapter."""
+    if target == ALL_LINEAR:
+        from transformers.pytorch_utils import Conv1D
+
+        head = cast("Any", module).get_output_embeddings()
+        return any(
+            isinstance(layer, nn.Linear | Conv1D) and layer is not head and name not in HEADS
+            for name, layer in module.named_modules()
+        )
     return any(
         (name == target or name.endswith(f".{target}")) and _is_matrix(layer)
         for name, layer in module.named_modules()
@@ -153,14 +224,18 @@ def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder
     tokenizer.save_pretrained(folder)
 
 
-def merge(module: nn.Module, tokenizer: Any, folder: Path) -> nn.Module:
+def merge(module: nn.Module, tokenizer: Any, folder: Path, dtype: str = "float32") -> nn.Module:
     """Add the adapters of `module` to their layers' weights; write and return that model.
+
+    It is rounded to `dtype` if that is not float32.
 
     Also writes the tokenizer. `module` is changed. A head with adapters no longer shares its
     weights with the embeddings.
     """
     _untie(cast("Any", module).get_base_model())
     merged = cast("Any", module).merge_and_unload()
+    if dtype != "float32":
+        merged.to(getattr(torch, dtype))
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return cast("nn.Module", merged)
@@ -240,9 +315,9 @@ def require_merged(settings: Settings, merged: nn.Module, *, pad_token: int, fol
     """Raise SystemFailure unless stock transformers read the model `merged` from `folder`."""
     with _at_read_back(folder):
         read = _whole(settings, folder)
-    _require_same(
-        merged, read, tensors={}, pad_token=pad_token, products=torch.float32, folder=folder
-    )
+    dtype = next(merged.parameters()).dtype
+    read.to(dtype)
+    _require_same(merged, read, tensors={}, pad_token=pad_token, products=dtype, folder=folder)
 
 
 @contextmanager

@@ -251,8 +251,10 @@ def test_blocks_that_return_tuples(case: Case) -> None:
     assert losses == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", [{"method": "qlora"}], indirect=True)
-def test_stages_keep_quantised_weights(case: Case) -> None:
+@pytest.mark.parametrize(
+    "case", [{"method": "qlora"}, {"lora": {"dora": True, "rslora": True}}], indirect=True
+)
+def test_stages_keep_quantised_weights_and_norms(case: Case) -> None:
     codes, told = ranks.torchrun(case.write("out", "pipeline_parallel"), 2)
     assert codes == [exit_codes.DONE] * 2, told
     steps, _ = case.alone()
@@ -333,6 +335,7 @@ def test_neither_blocks_that_are_computed_again_nor_scores_change_a_bit(
         {"lora": DROPOUT},
         {"method": "full", "data": {"packing": True}},
         {"method": "qlora"},
+        {"lora": {"dora": True, "modules_to_save": ["model.norm"]}},
     ],
     indirect=True,
 )
