@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from entrenar_py.train.finetune import settings_file
+from entrenar_py.train.finetune import settings_forms
 
 NAME = "finetune-schema-v1.json"
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -14,7 +14,7 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 def text() -> str:
     """Return the schema as it stands in docs/."""
     head = {"$schema": _DRAFT, "title": "A configuration of `entrenar finetune`"}
-    return json.dumps(head | settings_file.schema(), indent=2) + "\n"
+    return json.dumps(head | settings_forms.schema(), indent=2) + "\n"
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ class Model(Protocol):
         """True if `loss_of` runs the same operations on all batches of the same shapes."""
 
     @property
+    def may_wait(self) -> bool:
+        """True if `batch` may wait for data that are still being made."""
+
+    @property
     def constants(self) -> Tensors:
         """Tensors that never change and belong to no replica; `loss_of` has access to them.
 
@@ -83,9 +87,9 @@ class Stepping(Protocol):
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
         """Return a function that computes the loss and the gradients of `workload` at `tensors`.
 
-        The caller may change all tensors except frozen ones between steps; if the function has a
-        method `changed`, the caller calls it then. If the device fails, the function raises
-        BackendUnavailable with the device library's message.
+        The caller may change all tensors except frozen ones between steps; `on_torch.ResidentStep`
+        has to be told then (`changed`). If the device fails, the function raises BackendUnavailable
+        with the device library's message.
         """
         ...
 

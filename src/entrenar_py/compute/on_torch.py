@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +95,13 @@ class CudaBackend:
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Convert a RuntimeError of torch into BackendUnavailable with the same message."""
+        """Use this GPU, and convert a RuntimeError of torch into BackendUnavailable.
+
+        The message stays the same. Streams, recordings and pinned memory belong to the GPU in use.
+        """
         try:
-            yield
+            with torch.cuda.device(self.index):
+                yield
         except RuntimeError as error:  # includes OutOfMemoryError and AcceleratorError
             raise BackendUnavailable(f"backend {self.name} on {self.device}: {error}") from error
 
@@ -142,7 +146,7 @@ class ResidentStep:
             self._scale = torch.tensor(scale, device=backend.place)
             self._fetching = torch.cuda.Stream(backend.place)  # type: ignore[no-untyped-call]
         self._buffers = [self._copies[name] for name in buffers]
-        self._is_current = False  # the copies have the values of the host
+        self._is_current = self._has_buffers = False  # the copies have the values of the host
 
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> Result:
         batch = self._workload.batch(ids)
@@ -153,10 +157,12 @@ class ResidentStep:
     def begin(self, ids: Sequence[int]) -> Callable[[], Result] | None:
         """Start the step of `ids` without dropout; return a function that waits for its result.
 
-        Returns None, and starts nothing, unless the operations are recorded: launching them one by
-        one would take as long as waiting.
+        Returns None, and starts nothing, if this would take time: unless the operations are
+        recorded, they are launched one by one; a large result is not copied while the GPU computes;
+        and samples may have to be waited for.
         """
-        if not self._records:
+        is_large = 4 * (sum(self._sizes) + 1) > _PINNED_BYTES_MAX
+        if not self._records or is_large or self._workload.may_wait:
             return None
         batch = self._workload.batch(ids)
         if self._seen.get(_shapes(batch)) is None:
@@ -165,19 +171,28 @@ class ResidentStep:
             self.upload()
             return self._fetch(self._computed(batch, _same))
 
+    @property
+    def failures(self) -> Callable[[], AbstractContextManager[None]]:
+        """See `CudaBackend.failures`."""
+        return self._backend.failures
+
     def changed(self) -> None:
         """Upload the host's tensors before the next step."""
-        self._is_current = False
+        self._is_current = self._has_buffers = False
+
+    def changed_buffers(self) -> None:
+        """Upload the host's buffers before the next step."""
+        self._has_buffers = False
 
     def upload(self) -> None:
         """Copy the host's tensors to the GPU, unless its copies have the same values."""
-        if self._is_current:
-            return
         with torch.no_grad():
-            self.weights.copy_(_as_one(self._host))
-            for copy, tensor in zip(self._buffers, self._host_buffers, strict=True):
-                copy.copy_(tensor)
-        self._is_current = True
+            if not self._is_current:
+                self.weights.copy_(_as_one(self._host))
+            if not self._has_buffers:
+                for copy, tensor in zip(self._buffers, self._host_buffers, strict=True):
+                    copy.copy_(tensor)
+        self._is_current = self._has_buffers = True
 
     def _fetch(self, flat: Tensor) -> Callable[[], Result]:
         """Start to copy a result to the host; return a function that waits for the copy.

@@ -62,7 +62,7 @@ def of_pairs(folder: Path, small: Path, **changes: Any) -> Path:
     """Write chats in which a safe command is preferred, and a configuration."""
     config = configured(folder, small, **{**PAIRS, **changes})
     settings = json.loads(config.read_text())
-    del settings["classes"]
+    settings.pop("classes", None)
     config.write_text(json.dumps(settings), encoding="utf-8")
     rows = [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
     pairs = zip(rows[6 : 6 + NUM_PAIRS], 3 * rows[:6], strict=False)  # six of them are unsafe

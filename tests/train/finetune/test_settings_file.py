@@ -13,7 +13,7 @@ import yaml
 from docs import finetune_schema
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError, UsageError
-from entrenar_py.train.finetune import foreign_keys, serving, settings_file
+from entrenar_py.train.finetune import foreign_keys, serving, settings_file, settings_forms
 from entrenar_py.train.finetune.strategies import launch
 from entrenar_py.train.model import model
 from entrenar_py.train.model.settings import Settings
@@ -73,7 +73,7 @@ def test_a_way_up_from_a_link_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_template_is_a_configuration_at_its_defaults(tmp_path: Path) -> None:
-    settings = load(tmp_path, settings_file.template())
+    settings = load(tmp_path, settings_forms.template())
     plain = load(
         tmp_path,
         "model: path/to/checkpoint\ntask: instruct\noutput: out\ndata: {train: train.jsonl}\n",
@@ -82,7 +82,7 @@ def test_the_template_is_a_configuration_at_its_defaults(tmp_path: Path) -> None
 
 
 def test_every_key_of_the_template_can_be_uncommented(tmp_path: Path) -> None:
-    lines = settings_file.template().splitlines()
+    lines = settings_forms.template().splitlines()
     keys = {field.name for field in settings_file.fields_of(Settings)}
     shown = yaml.safe_load("\n".join(line.removeprefix("# ") for line in lines if _is_key(line)))
     assert set(shown) == keys
@@ -295,7 +295,7 @@ def test_the_schema_of_the_docs_is_current() -> None:
 
 
 def test_the_schema_takes_what_is_read(tmp_path: Path) -> None:
-    schema = settings_file.schema()
+    schema = settings_forms.schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     check = jsonschema.Draft202012Validator(schema)
     assert check.is_valid(yaml.safe_load(CLASSES))
@@ -332,7 +332,7 @@ def test_keys_of_other_tools_are_told_with_ours(tmp_path: Path) -> None:
 
 def test_what_other_tools_keys_lead_to_is_read() -> None:
     """Every key of ours in the table exists, and no name of another tool is one, at its place."""
-    known = set(_keys(settings_file.schema()))
+    known = set(_keys(settings_forms.schema()))
     for row in foreign_keys.ROWS:
         assert not row.ours or row.ours in known, row
         assert row.ours or row.note, row

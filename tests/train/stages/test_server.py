@@ -79,7 +79,7 @@ def test_other_weights_than_were_sent(server: PipelineServer, is_left_out: bool)
     last = start.trainable[-1]
     wrong = {last: replace(start.weights[last], digest="0" * 32)}
     kept = {name: one for name, one in start.weights.items() if name != last}
-    with pytest.raises(ProtocolError, match=f"rank 1 holds other weights.*{last}, step 0"):
+    with pytest.raises(ProtocolError, match=f"rank 1 holds different weights.*{last}, step 0"):
         server._require_own(replace(start, weights=kept if is_left_out else {**kept, **wrong}))
 
 

@@ -188,8 +188,8 @@ class Engine:
             running += np.float32(BUFFER_MOMENTUM) * (
                 average[part].reshape(running.shape) - running
             )
-        if self.layout.buffers:
-            self.changed()
+        if self.resident is not None:
+            self.resident.changed_buffers()
 
 
 def as_one(parts: Sequence[Array]) -> Array:

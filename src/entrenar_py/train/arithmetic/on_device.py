@@ -14,6 +14,8 @@ GPU computes the next shard.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -42,11 +44,18 @@ def fits(rule: Rule, num_trainable: int) -> bool:
 class DeviceOptimizer:
     """The optimizer of one replica; `weights` are on the device, float32 [num_trainable].
 
-    `state` has the moments on the host. It is copied, and `copy_back` writes to it.
+    `state` has the moments on the host. It is copied, and `copy_back` writes to it. `failures`
+    returns a context that uses the device and reports what fails there (`CudaBackend.failures`).
     """
 
-    def __init__(self, rule: Rule, weights: Tensor, state: State) -> None:
-        self.weights, self._state = weights, state
+    def __init__(
+        self,
+        rule: Rule,
+        weights: Tensor,
+        state: State,
+        failures: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.weights, self._state, self._failures = weights, state, failures
         place = weights.device
         self._moments = [torch.from_numpy(state[name]).to(place, copy=True) for name in _MOMENTS]
         self._weight_decay = rule.weight_decay if rule.decayed is not None else 0.0
@@ -55,36 +64,46 @@ class DeviceOptimizer:
             self._decayed = torch.from_numpy(rule.decayed).to(place)
         is_cuda = place.type == "cuda"
         self._copies = [
-            torch.empty(tensor.shape, pin_memory=is_cuda) for tensor in (weights, *self._moments)
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
+            for tensor in (weights, *self._moments)
         ]
         self._stream = torch.cuda.Stream(place) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def new_vector(self, num_elements: int) -> Vector:
         """Return memory for a vector on the host that `upload` copies fast, float32."""
         is_cuda = self.weights.device.type == "cuda"
-        vector: Vector = torch.empty(num_elements, pin_memory=is_cuda).numpy()
+        with self._failures():
+            memory = torch.empty(num_elements, dtype=torch.float32, pin_memory=is_cuda)
+        vector: Vector = memory.numpy()
         return vector
 
     def upload(self, vector: Vector) -> Tensor:
         """Return `vector`, float32 [num_trainable], on the device."""
-        return torch.from_numpy(vector).to(self.weights.device)
+        with self._failures():
+            return torch.from_numpy(vector).to(self.weights.device)
 
     def norm_l2(self, gradient: Tensor) -> float:
         """Return `optimizer.norm_l2` of `gradient`."""
-        squares = gradient.double().square_()
-        sums = _added_by_halves(F.pad(squares, (0, -len(squares) % SQUARES)).view(-1, SQUARES))
-        filled = F.pad(sums, (0, power_of_two(len(sums)) - len(sums)))
-        return math.sqrt(_added_by_halves(filled[None]).item())
+        with self._failures():
+            squares = gradient.double().square_()
+            sums = _added_by_halves(F.pad(squares, (0, -len(squares) % SQUARES)).view(-1, SQUARES))
+            filled = F.pad(sums, (0, power_of_two(len(sums)) - len(sums)))
+            return math.sqrt(_added_by_halves(filled[None]).item())
 
     def clip(self, gradient: Tensor, norm: float, clip_norm: float | None) -> Tensor:
         """Return `optimizer.clip` of `gradient`."""
         if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
             return gradient
-        return gradient * _single(clip_norm / (norm + 1e-6))
+        with self._failures():
+            return gradient * _single(clip_norm / (norm + 1e-6))
 
-    @torch.no_grad()
     def step(self, gradient: Tensor, rate: float) -> None:
         """Take the step of `optimizer.step`, and start to copy the results to the host."""
+        with self._failures(), torch.no_grad():
+            self._step(gradient, rate)
+            self._begin_copies()
+
+    def _step(self, gradient: Tensor, rate: float) -> None:
         self._state["count"] += 1
         count = float(self._state["count"][0])
         if self._decayed is not None:
@@ -96,15 +115,15 @@ class DeviceOptimizer:
         second.add_((gradient * gradient).mul_(_single(1 - BETA2)))
         # torch's root of a float32 is not IEEE's on every device; a float64's, rounded, is.
         root = second.double().sqrt_().float()
-        unbiased = torch.full((1,), math.sqrt(1 - BETA2**count), device=first.device)
+        unbiased = torch.full_like(first[:1], math.sqrt(1 - BETA2**count))
         divisor = root.div_(unbiased).add_(_single(EPSILON))
         self.weights.sub_((first / divisor).mul_(_single(rate / (1 - BETA1**count))))
-        self._begin_copies()
 
     def copy_back(self, weights: Vector) -> None:
         """Wait for the copies of the last step; write them to `weights` and to the state."""
         if self._stream is not None:
-            self._stream.synchronize()
+            with self._failures():
+                self._stream.synchronize()
         targets = [weights, *(self._state[name] for name in _MOMENTS)]
         for target, copy in zip(targets, self._copies, strict=True):
             np.copyto(target, copy.numpy())
@@ -133,5 +152,6 @@ def _added_by_halves(rows: Tensor) -> Tensor:
 
 
 def _single(number: float) -> float:
-    """Return `number` rounded to float32."""
-    return float(np.float32(number))
+    """Return `number` rounded to float32, or infinity."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(number))

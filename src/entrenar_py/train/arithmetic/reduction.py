@@ -77,6 +77,7 @@ def add(node: Node, sibling: Node) -> Node:
     """Return the parent of two siblings, left plus right, in place if one is writable."""
     left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
     writable = (child.vector for child in (left, right) if child.vector.flags.writeable)
+    assert left.vector.size == right.vector.size, "siblings are sums of the same elements"
     total = next(writable, None)
     if total is None:
         total = np.empty_like(left.vector)
@@ -90,12 +91,14 @@ def add(node: Node, sibling: Node) -> Node:
     return Node(left.level + 1, left.index // 2, total, loss, weight)
 
 
-PART = 2**20  # elements that a thread processes at a time
+_PART = 2**20  # elements that a thread processes at a time
+_ALONE = 2**22  # up to this many elements, one thread is as fast
 
 
 def cut(length: int) -> list[slice]:
-    """Return slices of at most PART elements that cover `length` elements, for `share_out`."""
-    return [slice(start, min(start + PART, length)) for start in range(0, length, PART)]
+    """Return slices that cover `length` elements, for `share_out`; one slice if they are few."""
+    size = _PART if length > _ALONE else max(length, 1)
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def root(nodes: Iterable[Node], num_shards: int) -> Node:

@@ -57,6 +57,11 @@ class Workload(ABC):
         return False
 
     @property
+    def may_wait(self) -> bool:
+        """True if `batch` may wait for data that are still being made."""
+        return False
+
+    @property
     def constants(self) -> Tensors:
         """Frozen tensors that the workload itself holds, by name; replicas have no copies."""
         return {}

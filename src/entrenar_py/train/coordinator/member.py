@@ -53,7 +53,7 @@ class Member:
             self._exchange = kind(self.held, self.nodes, num_shards=num_shards, scale=scale)
         self.shards: list[sharding.Ids] = []
         self.step = 0
-        self._first: int | None = None  # the first shard that was computed in the last step
+        self._first: int | None = None  # the first shard that was computed in this step
         self._comes: type[Average | Weights] = Weights if workers.by_server(plan) else Average
         self._sizes = self.sizes()
         self._applied: tuple[int, bytes] | None = None  # the last applied step, and its payload
@@ -128,6 +128,7 @@ class Member:
         self.recorder.drain()  # events of an earlier session
         self._applied = None
         self.replicas.workers = {self.rank: self.replicas.take_over(self.rank, payload)}
+        self._first = None
         if (device := self.worker.on_device) is not None:
             self.held.vector = device.new_vector(self.held.vector.size)
         self.nodes.clear()
@@ -157,9 +158,9 @@ class Member:
                 self.go_wrong(leaf, step, len(ids))
                 yield leaf
 
-        self._first = next(iter(shards), None)
+        if self._first is None:
+            self._first = next(iter(shards), None)
         nodes = reduction.fold(leaves(), self.plan.num_shards)
-        self.worker.begun.clear()
         return problems[0] if problems else self.named(step, nodes)
 
     def named(self, step: int, nodes: Sequence[reduction.Node]) -> list[TreeNode]:
@@ -221,9 +222,11 @@ class Member:
         average = self.replicas.averaged(mean, *self.held.total, device)
         self.replicas.move(self.worker, average)
         self._go_on(step + 1)
+        _ = average.applied_norm  # later the device would compute the next shard first
         # What a device computes from here on, it computes while the host records the step.
-        if self._first is not None and step + 1 < self.plan.num_steps:
-            self.replicas.begin(self.worker, self._first, self.shards[self._first])
+        first, self._first = self._first, None
+        if first is not None and step + 1 < self.plan.num_steps:
+            self.replicas.begin(self.worker, first, self.shards[first])
         self.recorder.emit(self.replicas.update(self.worker, step, average))
         if isinstance(workload, GivenVectors):
             self.recorder.emit(recorder.reduced(step, self.rank, mean, workload, ids))

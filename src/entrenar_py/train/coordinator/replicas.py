@@ -63,8 +63,11 @@ class Worker:
         """Take all further steps on the replica's device, if it keeps the weights."""
         resident, size = self.replica.resident, self.replica.layout.num_trainable
         if resident is not None and self.state and on_device.fits(rule, size):
-            resident.upload()
-            self.on_device = DeviceOptimizer(rule, resident.weights, self.state)
+            with resident.failures():
+                resident.upload()
+                self.on_device = DeviceOptimizer(
+                    rule, resident.weights, self.state, resident.failures
+                )
 
     def settle(self) -> None:
         """Wait until weights and state on the host are those after the last step."""
@@ -77,7 +80,8 @@ class Worker:
         return checkpoint.as_arrays(tensors=self.replica.arrays, optimizer=self.state)
 
     def follow(self, other: Worker) -> None:
-        """Copy all values that training changes from `other`."""
+        """Copy all values that training changes from `other`. Both take steps on the host."""
+        assert self.on_device is None, "its moments would stay as they are"
         self.replica.parameters[:] = other.replica.parameters
         for name, buffer in other.replica.buffers.items():
             self.replica.buffers[name][...] = buffer

@@ -449,7 +449,7 @@ class TeacherRows:
         """
         self.facts = facts
         self._folder, self._places = folder, places
-        self._num_tokens, self._patience_s, self._say = num_tokens, patience_s, say
+        self._num_tokens, self.patience_s, self._say = num_tokens, patience_s, say
         self._ended = ended
         self._lists, self._listed = Lists(folder), Listed(facts, {})
         self._files: OrderedDict[int, File] = OrderedDict()
@@ -541,18 +541,16 @@ class TeacherRows:
         begin, last = time.monotonic(), None
         while problem := self._lacks(shard):
             waited = time.monotonic() - begin
-            if waited >= self._patience_s:
+            if waited >= self.patience_s:
                 raise SystemFailure(
                     f"distill.logits={self._folder}: {problem.text} (waited {waited:.0f} s); make "
                     "it by `entrenar distill logits`, or copy it, and resume",
                     kind=problem.kind,
                 )
-            if problem != last and waited >= min(TELL_AFTER_S, self._patience_s / 2):
+            if problem != last and waited >= min(TELL_AFTER_S, self.patience_s / 2):
                 self._say(f"waits for shard {shard}: {problem.text}")
                 last = problem
-            _wait_on(
-                self._ended, self._folder, min(ARRIVAL_LOOK_EVERY_S, self._patience_s - waited)
-            )
+            _wait_on(self._ended, self._folder, min(ARRIVAL_LOOK_EVERY_S, self.patience_s - waited))
 
     def _lacks(self, shard: int) -> Problem | None:
         """Return why a shard can't be read yet; None if it can."""

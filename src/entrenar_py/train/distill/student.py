@@ -243,6 +243,11 @@ class Student(Finetuning):
             "distill.temperature": self.mix.temperature,
         }
 
+    @property
+    def may_wait(self) -> bool:
+        """See `Workload`."""
+        return self.teacher.patience_s > 0
+
     def interrupt(self) -> None:
         """See `Workload`."""
         self.teacher.interrupt()

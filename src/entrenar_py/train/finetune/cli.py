@@ -20,7 +20,7 @@ from entrenar_py.shared.errors import (
     UsageError,
 )
 from entrenar_py.shared.untrusted import printing
-from entrenar_py.train.finetune import settings_file, staffing
+from entrenar_py.train.finetune import settings_file, settings_forms, staffing
 from entrenar_py.train.service import exit_codes, metrics
 
 _LOADING = "loads torch and transformers, which takes some seconds"
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run one of these commands; return the exit code. Raises UsageError and ContractError."""
     if arguments.command == "finetune":
         if arguments.config == Path("init"):
-            printing.say_lines(settings_file.template().rstrip())
+            printing.say_lines(settings_forms.template().rstrip())
             return exit_codes.DONE
         settings_file.load(arguments.config)  # a mistake is reported before torch is loaded
         _tell_loading()

@@ -25,7 +25,7 @@ import torch
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
 from entrenar_py.shared import scenario, trace
-from entrenar_py.shared.errors import EntrenarError, SystemFailure, UsageError
+from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.coordinator import topology
@@ -60,10 +60,10 @@ def work(pipe: Connection) -> None:
     settings = desk.next()
     if settings is None:
         return
-    failure: EntrenarError | OSError | None = None
+    failure: Exception | None = None
     try:
         workload = _loaded(settings.decode())
-    except (EntrenarError, OSError) as error:
+    except Exception as error:  # noqa: BLE001  (raised below, unless the coordinator failed, too)
         failure = error
     job = desk.next()
     if job is None:
@@ -180,6 +180,8 @@ def train(
     prepared = replace(prepared, settings=settings)
     foresight.look(path, prepared, names)
     with closing(_Workers(settings, names)) as workers:
+        if settings.distill is None:  # a student may have to wait for its teacher
+            workers.load()
         workload = student.workload(prepared)
         foresight.say_teacher(workload)
         foresight.say_warnings()
@@ -247,7 +249,7 @@ def _opened(names: Sequence[str]) -> dict[str, str]:
 class _Workers:
     """The worker processes, one for each rank. One that dies is started again, up to a limit.
 
-    They load the model from the beginning on, and take part after `start`.
+    They load the model after `load`, and take part after `start`.
     """
 
     def __init__(self, settings: Settings, names: Sequence[str]) -> None:
@@ -257,7 +259,8 @@ class _Workers:
         preload = staffing.preloaded(names)
         self._crew = Crew(work, preload=preload, one_job=True)
         self._give_up: Callable[[str], None] = lambda _: None
-        self._hands = {rank: self._load() for rank in range(settings.num_workers)}
+        self._num_workers = settings.num_workers
+        self._hands: dict[int, Hand] = {}
         self._deaths = Counter[int]()
         self._peaks: dict[int, Memory] = {}
         self._address = LOOPBACK
@@ -265,6 +268,7 @@ class _Workers:
 
     def start(self, config: Config, address: Address, give_up: Callable[[str], None]) -> None:
         self._config, self._address, self._give_up = config, address, give_up
+        self.load()
         for rank, hand in self._hands.items():
             self._join(rank, hand)
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
@@ -275,7 +279,13 @@ class _Workers:
     def close(self) -> None:
         self._crew.dismiss()
 
-    def _load(self) -> Hand:
+    def load(self) -> None:
+        """Start the processes that don't run, which load the model."""
+        for rank in range(self._num_workers):
+            if rank not in self._hands:
+                self._hands[rank] = self._new()
+
+    def _new(self) -> Hand:
         return self._crew.give(self._settings.encode())
 
     def _join(self, rank: int, hand: Hand) -> None:
@@ -297,7 +307,7 @@ class _Workers:
             return
         printing.say(f"worker {rank} died ({how}) and is started again")
         try:
-            self._hands[rank] = self._load()
+            self._hands[rank] = self._new()
             self._join(rank, self._hands[rank])
         except SystemFailure as error:  # the next check finds it dead again
             printing.say(f"worker {rank}: {error}")

@@ -2,8 +2,8 @@
 
 All problems are reported at once, each as `file:line:column: error: ...`.
 
-Keys, types and limits come from the records in `train.model.settings`. So do the commented
-configuration and the JSON schema that are written here. `_Conflicts` and `of_pipeline` have the
+Keys, types and limits come from the records in `train.model.settings`; `settings_forms` writes what
+users see of them. `_Conflicts` and `of_pipeline` have the
 rules about several keys: they check the record, and report at a place in the tree.
 """
 
@@ -636,94 +636,3 @@ class _Conflicts:
 
     def _error(self, message: str, *keys: str) -> None:
         self._problems.error(innermost(self._root, keys).at, message)
-
-
-_HEAD = "# Every key of `entrenar finetune`. Relative paths start from this file's folder."
-_EXAMPLES = {
-    "model": "path/to/checkpoint",
-    "task": "instruct",
-    "output": "out",
-    "train": "train.jsonl",
-    "prompts": "prompts.jsonl",
-    "rows": "answers.jsonl",
-    "secret_file": "secret",
-    "cert": "coordinator.pem",
-    "key": "coordinator.key",
-}
-_JSON: Mapping[Any, Mapping[str, Any]] = {
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    bool: {"type": "boolean"},
-    str: {"type": "string"},
-    Path: {"type": "string"},
-    tuple[str, ...]: {"type": ["array", "string"], "items": {"type": "string"}},
-    tuple[int, int]: {
-        "type": "array",
-        "items": {"type": "integer"},
-        "minItems": 2,
-        "maxItems": 2,
-    },
-}
-
-
-def template() -> str:
-    """Return a configuration with example values for required keys; all others are comments."""
-    return "\n".join([_HEAD, *_lines(Settings, is_hidden=False)]) + "\n"
-
-
-def _lines(section: type[Any], *, is_hidden: bool) -> Iterator[str]:
-    """Yield the lines of a section. With `is_hidden`, the caller makes comments of all."""
-    for field in fields_of(section):
-        choices = f": {', '.join(field.key.choices)}" if field.key.choices else ""
-        yield f"# {field.key.meaning}{choices}"
-        mark = "" if field.is_required or is_hidden else "# "
-        if field.is_section:
-            yield f"{mark}{field.name}:"
-            inner = _lines(field.kind, is_hidden=not field.is_required)
-            yield from (f"{mark}  {line}" for line in inner)
-        else:
-            value = _EXAMPLES[field.name] if field.is_required else _yaml(field.default)
-            yield f"{mark}{field.name}: {value}"
-            if field.member is not None:
-                keys = ", ".join(
-                    f"{one.name} ({one.key.meaning})" for one in fields_of(field.member)
-                )
-                yield f"# each of them has {keys}"
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(value)}]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
-
-def schema(section: type[Any] = Settings) -> dict[str, Any]:
-    """Return the JSON schema of a configuration, or of one of its sections."""
-    fields = list(fields_of(section))
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {field.name: _schema_of(field) for field in fields},
-        "required": [field.name for field in fields if field.is_required],
-    }
-
-
-def _schema_of(field: Field) -> dict[str, Any]:
-    if field.member is not None:
-        form: dict[str, Any] = {"type": "array", "items": schema(field.member)}
-    else:
-        form = schema(field.kind) if field.is_section else dict(_JSON[field.kind])
-    if field.is_optional:
-        form["type"] = [form["type"], "null"]
-    choices = [*field.key.choices, *([None] if field.is_optional else [])]
-    bounds = {
-        "description": field.key.meaning,
-        "enum": choices if field.key.choices else None,
-        "minimum": field.key.least,
-        "maximum": field.key.most,
-        "exclusiveMinimum": field.key.above,
-        "exclusiveMaximum": field.key.below,
-    }
-    return form | {name: bound for name, bound in bounds.items() if bound is not None}

@@ -136,7 +136,7 @@ class _CrossEntropy(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         of_logits = _compiled_loss_of_logits if compiled else _loss_of_logits
         rows = max(1, LOGITS_MAX // len(weight))
-        if compiled:  # nothing is in float32 then; products prefer whole tiles
+        if compiled and hidden.element_size() == 2:  # nothing is in float32; prefer whole tiles
             rows = max(1, 2 * rows // _TILE * _TILE or rows)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.arithmetic.on_device import BYTES_MAX
 from entrenar_py.train.arithmetic.reduction import num_nodes
 from entrenar_py.train.plan.shape import FLOAT_BYTES, WHOLE, Counts, Cut, Rehearsal, Shape
 
@@ -21,6 +22,9 @@ MOMENTS = 2  # of AdamW, in float32
 # Vectors, each as long as all trained tensors, that an update of the reference trainer holds:
 # the average, its squares in float64, and AdamW's temporaries.
 _UPDATE_VECTORS = 5
+# The same for a worker that takes its steps on a GPU: the uploaded average, its squares in float64
+# twice, the clipped gradient, roots in float64, and three temporaries of AdamW.
+_DEVICE_UPDATE_VECTORS = 11
 _TORCH_UPDATE_VECTORS = 2  # the same for torch.optim.AdamW, which updates all tensors together
 
 
@@ -86,11 +90,15 @@ def _protocol(shape: Shape, load: Load) -> Memory:
     counts, step = shape.counts(), _rehearsed(shape, load)
     vector = FLOAT_BYTES * counts.trained
     on_host = load.kind == "cpu"
-    optimizer = MOMENTS * vector if on_host else 0
-    gradients = (load.shards + 1) * vector if on_host else vector
+    on_device = load.kind == "cuda" and vector <= BYTES_MAX
+    optimizer = MOMENTS * vector if on_host or on_device else 0
+    # A GPU computes a shard while the gradient of the last one is copied to the host.
+    gradients = (load.shards + 1 if on_host else 3 if on_device else 1) * vector
     base = counts.frozen_bytes + 2 * vector + optimizer  # the module's own tensors, and a replica's
     computing = step.peak + gradients
     updating = gradients + _UPDATE_VECTORS * vector if on_host else 0
+    if on_device:  # recorded operations keep their memory
+        computing += _DEVICE_UPDATE_VECTORS * vector
     return Memory(
         weights=counts.frozen_bytes,
         trained=2 * vector,

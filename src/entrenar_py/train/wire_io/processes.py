@@ -211,9 +211,12 @@ class Crew:
 
     def dismiss(self) -> None:
         """End every process."""
-        for hand in (*self._idle, *self._busy):
+        hands = (*self._idle, *self._busy)
+        for hand in hands:
             hand.pipe.close()
-            hand.process.join(ENDING_S)
+        deadline = time.monotonic() + ENDING_S
+        for hand in hands:
+            hand.process.join(max(0.0, deadline - time.monotonic()))
             if hand.process.is_alive():
                 hand.kill()
         self._idle.clear()
