@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.train.model.settings import Data, Settings, Training
+from entrenar_py.train.model.settings import Data, Lora, Settings, Training
 
 QWEN3_4B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -46,5 +46,6 @@ def settings(folder: Path, config: dict[str, Any], **changes: Any) -> Settings:
         "task": "instruct",
         "data": Data(train=folder / "rows.jsonl"),
         "training": Training(batch_size=16, num_shards=4),
+        "lora": Lora(targets=("q_proj", "v_proj")),
     }
     return Settings(model=model, output=folder / "out", **(given | changes))

@@ -23,6 +23,7 @@ model: .
 task: instruct
 output: out
 data: {{train: rows.jsonl}}
+lora: {{targets: [q_proj, v_proj]}}
 training: {{batch_size: 4, num_shards: 4}}
 {more}
 """
