@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from entrenar_py.compute import Stepping
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.coordinator.member import Member
@@ -31,19 +32,20 @@ class Hands:
     members: dict[int, Member]
 
 
-def met(scenario: Scenario) -> Hands:
-    """Return a server and members that all have the initial state."""
+def met(scenario: Scenario, backend: Stepping | None = None) -> Hands:
+    """Return a server and members on `backend` that all have the initial state."""
     hands = Hands(Server(scenario), {})
     for rank in range(scenario.world_size):
-        join(hands, rank, step=0)
+        join(hands, rank, step=0, backend=backend)
     return hands
 
 
-def join(hands: Hands, rank: int, step: int) -> None:
+def join(hands: Hands, rank: int, step: int, backend: Stepping | None = None) -> None:
     """Have worker `rank` take the server's state before `step`."""
     plan = hands.server.plan
     faults = plan.faults if isinstance(plan, Scenario) else ()
-    member = hands.members[rank] = Member(plan, faults=faults)
+    backend_of = None if backend is None else lambda _: backend
+    member = hands.members[rank] = Member(plan, backend_of, faults=faults)
     welcome = welcome_of(hands.server, rank, step)
     member.load(welcome, bytearray(hands.server.payload(welcome)))
     hands.server.joined(Joined(rank, step, late=step > 0))
