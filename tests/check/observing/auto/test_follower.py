@@ -22,7 +22,7 @@ def test_a_step_of_what_no_pass_knew_is_noted(folder: Path) -> None:
     (folder / notes.ASKED).touch()
     follower = Follower(Settings(steps=2))
     follower.before_step(torch.optim.Adagrad([torch.zeros(1)]), (None,), {})
-    assert "Adagrad stepped tensors that it got after the" in notes.why_nothing(folder)
+    assert "Adagrad stepped tensors that were added to it after the" in notes.why_nothing(folder)
 
 
 @pytest.mark.usefixtures("folder")
