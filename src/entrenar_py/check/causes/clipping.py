@@ -205,7 +205,7 @@ LIST = (in_pieces, _by_element, _in_groups, _twice, _before_the_sum)
 
 
 def is_multiple(applied: Vectors, whole: Vectors, bound: float) -> bool:
-    """Return whether `applied` is `whole` times one number, within `bound` of its norm."""
+    """Return whether `applied` is a multiple of `whole`, up to `bound` times its own norm."""
     mine = _flat(applied)
     other = _flat({name: whole.get(name, np.zeros_like(v)) for name, v in applied.items()})
     size = float(np.dot(other, other))

@@ -63,7 +63,7 @@ def plan_cover(invariant: Invariant) -> list[Scenario]:
 
 
 def plan_refusals(invariant: Invariant) -> list[Scenario]:
-    """Plan shards that are not the student's."""
+    """Plan runs in which a student is given shards that don't fit it, and must refuse them."""
     return [planned(task="text", facts=["refusals"])]
 
 

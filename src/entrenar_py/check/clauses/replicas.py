@@ -233,7 +233,7 @@ def compare_ties(tally: Tally, trace: Trace) -> None:
 
 
 def have_copies(trace: Trace) -> bool:
-    """Return whether a rank holds copies of a tensor that is declared tied, or was one tensor."""
+    """Return whether a rank holds copies of a tensor that is declared tied, or was shared."""
     declared = _ties(event.tied for event in trace.of(Declared))
     noticed = _ties(event.shared for event in trace.of(Noticed))
     return any(True for tie in (*declared, *noticed) for _ in _holders(trace, tie))

@@ -1,7 +1,7 @@
 """F-TI-003: a run that is stopped and resumed has the bits of one that is not.
 
-A user's command may not repeat itself, and `observe(step=...)` may not state the script's step. So
-what the comparison of runs presupposes is judged first.
+Two runs of a user's command are not always equal, and the step given to `observe(step=...)` is not
+always the script's. So what the comparison of runs presupposes is judged first.
 """
 
 from __future__ import annotations

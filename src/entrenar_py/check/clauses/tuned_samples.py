@@ -74,7 +74,7 @@ def compare_tokens(tally: Tally, trace: Trace) -> None:
 
 
 def as_stock(tally: Tally, trace: Trace, event: Encoded) -> None:
-    """Check that a sample has the tokens of stock transformers, and predicts the completion's."""
+    """Check that a sample's tokens are stock transformers', and its targets the completion's."""
     place = {"sample_ids": (event.sample,), "scenario": trace.scenario}
     apart = _first_apart(event.tokens, event.stock_tokens)
     tally.check(

@@ -179,8 +179,9 @@ class Probe:
     """Passes `arguments` through `model`; `start` restores the generators before each pass.
 
     `autocast` is the context of the script's own pass, with the dtype `autocast_dtype`. If several
-    `ranks` train, the ranks of `parity` 0 and those of `parity` 1 keep their tokens in turn. Tokens
-    in `special` are never replaced.
+    `ranks` train, there are two passes: in each, the ranks of one parity keep their tokens, and
+    those of the other get replaced ones. `parity` is this rank's. Tokens in `special` are never
+    replaced.
     """
 
     model: nn.Module
