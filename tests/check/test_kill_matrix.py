@@ -280,7 +280,12 @@ def test_rows_are_told_as_they_come() -> None:
     ("variant", "finding", "code", "words"),
     [
         (MUTANT, falsified(step=1, rank=0), 0, "1 of 1 mutants killed for the right reason"),
-        (MUTANT, falsified(step=2), 1, "points at step 2, but the bug was planted at step 1, rank 0"),
+        (
+            MUTANT,
+            falsified(step=2),
+            1,
+            "points at step 2, but the bug was planted at step 1, rank 0",
+        ),
         (MUTANT, falsified(), 1, "points at broken, but the bug was planted at step 1, rank 0"),
         (MUTANT, HELD, 1, "planted, F-DP-001: no check found it"),
         (MUTANT, UNKNOWN, 1, "planted, F-DP-001: the run crashed"),
