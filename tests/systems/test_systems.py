@@ -95,7 +95,7 @@ def test_a_fault_that_finds_nobody_there() -> None:
     """A planned fault that does not strike fails the run, unless `every_fault` is False."""
     gone = (Fault(kind="kill", step=0, rank=1, at=at) for at in ("Assign", "Commit"))
     scenario = USUAL.with_(system="parameter_server_simulated", world_size=2, faults=tuple(gone))
-    assert "never struck" in systems.run(scenario).end.reason
+    assert "was never injected" in systems.run(scenario).end.reason
     assert systems.run(scenario, every_fault=False).end.status == "completed"
 
 

@@ -250,7 +250,7 @@ def test_a_fault_that_strikes_no_one_is_no_calm_run() -> None:
         end = _run(fault, system=system).end
         assert end.status == "failed"
         assert "'shard': 0" in end.reason
-        assert "never struck" in end.reason
+        assert "was never injected" in end.reason
     halted = _run(_nan(shard=1), Fault(kind="non_finite_loss", step=4, shard=0, value="nan"))
     assert halted.end.status == "halted", "the second fault's step is never reached"
 

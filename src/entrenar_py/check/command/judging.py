@@ -40,7 +40,7 @@ from entrenar_py.shared.wording import counted, listed
 
 NO_WORKDIR = (
     "the command needs {workdir} (folder of checkpoints), and should have "
-    "{steps} (steps in all); put them into the command, or exclude the clause"
+    "{steps} (steps in all); put them into it, or exclude the clause"
 )
 _NO_WORKER = "no worker was killed: that takes two workers or more; raise --world-size"
 _BY_PROBES = "decided by a probe that the harness runs itself, not by a script's runs"

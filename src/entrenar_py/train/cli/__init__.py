@@ -29,7 +29,7 @@ from entrenar_py.shared.errors import (
 from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.finetune import NEW_TOKENS
-from entrenar_py.train.model.settings import PRECISIONS
+from entrenar_py.train.model import PRECISIONS
 from entrenar_py.train.service import address, exit_codes, metrics, signals
 
 PROG = "entrenar"

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.model import PRECISIONS
 from entrenar_py.train.wire.terms import Timing
 
 USUAL = Timing()
 TASKS = ("instruct", "classify", "text", "preference")
 CHATS = ("instruct", "preference")  # tasks with rows that a chat template may render
 METHODS = ("lora", "qlora", "full")
-PRECISIONS = ("float32", "bfloat16")
 RECOMPUTED = ("none", "blocks")
 STRATEGIES = (
     "ddp",
