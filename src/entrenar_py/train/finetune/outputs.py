@@ -164,7 +164,7 @@ def _fill(
 
 @dataclass(frozen=True)
 class Kept:
-    """What is known of adapters that a run kept: its plan's digest, their step, and their loss."""
+    """Facts about adapters that a run kept: its plan's digest, their step, and their loss."""
 
     run: str
     step: int

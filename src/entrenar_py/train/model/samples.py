@@ -283,7 +283,7 @@ class Samples:
 
     @cached_property
     def rows(self) -> Samples:
-        """What the model gets as rows: of pairs, each chosen side and then its rejected side."""
+        """The model's rows: of pairs, each chosen side and then its rejected side."""
         if not self.are_pairs:
             return self
         inner = self.starts[:-1] + self.cuts
