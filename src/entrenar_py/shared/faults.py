@@ -121,6 +121,8 @@ OF_LOADERS = (SHORTENED, MERGED)
 LONGER = "more_steps"
 # In a user's script only: a step must not depend on the order of the parameters.
 REORDERED = "reordered_groups"
+# These begin before a script's first line, in the module of `check/observing/` with their name.
+OF_THE_START = (REORDERED,)
 # Faults that last for a whole run.
 LASTING = (*CONTROLLED, *OF_LOADERS, *OF_RECORDS, LONGER, REORDERED)
 # Runs with these show only whether other runs can be compared, or what others are too short for.

@@ -25,8 +25,8 @@ from entrenar_py.check.evidence.needs import (
     Near,
     Need,
     Runs,
-    witnesses,
 )
+from entrenar_py.check.evidence.needs import witnesses as witnesses_of
 from entrenar_py.shared import faults
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import SILENT, SURVIVED
@@ -173,7 +173,13 @@ _SHOWN = (
 )
 
 
-def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs[K]:
+def among(
+    needs: Collection[Need],
+    own: K,
+    scenarios: Mapping[K, Scenario],
+    *,
+    witnesses: Collection[Need] = (),
+) -> Runs[K]:
     """Return the run `own` and the runs that a check with `needs` compares it with.
 
     Runs are named by their keys in `scenarios`. A run answers a need if its scenario is the one
@@ -215,11 +221,13 @@ def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> R
         beside=beside,
         undropped=None if meant.undropped is None else meant.undropped.chosen(keys.get),
         near={need: run for need, run in near.items() if not (base and beside[need])},
-        witnesses=_witnesses(subject, scenarios) if subject.workload == "own" else {},
+        witnesses=_witnesses(witnesses, subject, scenarios) if subject.workload == "own" else {},
     )
 
 
-def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need, tuple[K, ...]]:
+def _witnesses(
+    needs: Collection[Need], subject: Scenario, scenarios: Mapping[K, Scenario]
+) -> dict[Need, tuple[K, ...]]:
     """Return by need the runs of a user's trainer that show whether others can be compared.
 
     ALONE is the run on one worker, even if it had a different batch, REPEATED are two runs that
@@ -243,7 +251,7 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     return {
         ALONE: () if alone is None else (alone[0],),
         REPEATED: twice,
-        **witnesses(planned, without_faults),
+        **witnesses_of(needs, planned, without_faults),
     }
 
 
