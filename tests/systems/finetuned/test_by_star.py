@@ -10,14 +10,14 @@ import pytest
 
 from entrenar_py import systems
 from entrenar_py.check.harness.runner import Runner
-from entrenar_py.shared import package_data, trace
+from entrenar_py.shared import mutants, package_data, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Finding, Verdict
 from entrenar_py.systems.finetuned import textbook
 from entrenar_py.systems.finetuned.small_run import Request
-from tests.conftest import shipped_invariants
+from tests.conftest import OF_CHECKPOINTS, shipped_invariants
 
 
 def subject(**changes: Any) -> Scenario:
@@ -139,6 +139,14 @@ def test_a_step_is_compared_once_for_all_numbers_of_workers(
         known = len(textbook._KNOWN)
         systems.run(subject(**{**asked, "num_steps": 1, **changes}))
         assert len(textbook._KNOWN) == known + 1
+
+
+def test_no_planted_bug_is_in_what_is_kept_between_runs() -> None:
+    """Graphs and results of the textbook outlive a run with a mutant."""
+    kept = ("entrenar_py.systems.finetuned.", "entrenar_py.compute.", "transformers.")
+    tuned = [one for one in mutants.catalogue().values() if one.scenario.system in OF_CHECKPOINTS]
+    assert len(tuned) > 50
+    assert [path for one in tuned for path in one.plants if path.startswith(kept)] == []
 
 
 def test_an_odd_number_can_not_be_oversampled() -> None:

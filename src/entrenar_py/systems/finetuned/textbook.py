@@ -38,6 +38,10 @@ _BEFORE, _DEFAULT = "base_model.model.", ".default.weight"
 # make the same steps, and a comparison takes longer than the training.
 _KNOWN: dict[bytes, list[trace.Explained]] = {}
 _KNOWN_MAX = 500
+# Digest of all that a graph depends on, and its inputs' shapes -> the graph. Capturing a graph
+# takes longer than all computations with it.
+_GRAPHS: dict[tuple[bytes, tuple[torch.Size, ...]], GraphModule] = {}
+_GRAPHS_MAX = 50
 _HEAD = "score.modules_to_save.default.weight"
 
 
@@ -65,11 +69,10 @@ class Textbook:
             }
             self._model.load_state_dict(numbers, strict=False)
         self._tensors: Mapping[str, Tensor] = {}
-        self._graphs: dict[tuple[object, ...], GraphModule] = {}
         names = "task", "method", "family", "rank", "alpha", "beta", "label_smoothing"
         read = [getattr(request, name) for name in names]
-        self._description = f"{type(self).__name__} {read} {shapes}"
-        self._checkpoint = _digest(self._model.state_dict().values())
+        weights = _digest(self._model.state_dict().values())
+        self._id = f"{type(self).__name__} {read} {shapes}".encode() + weights
         for name, layer in self._model.named_modules():
             if (own := self._adapter_of(name)) is not None:
                 layer.register_forward_hook(self._adapt(*own))
@@ -174,12 +177,12 @@ class Textbook:
             return loss, *torch.autograd.grad(loss, list(tensors.values()))
 
         inputs = [*(weight.requires_grad_() for weight in weights), *batch]
-        tables = _digest(self.constants())
-        key = self._description.encode() + self._checkpoint + tables + _digest([*got, *inputs])
+        function_id = b"step" + _digest(self.constants())
+        key = self._id + function_id + _digest([*got, *inputs])
         if key not in _KNOWN:
             if len(_KNOWN) >= _KNOWN_MAX:
                 _KNOWN.clear()
-            graph = self._graph(("step", tables), gradients, inputs)
+            graph = self._graph(function_id, gradients, inputs)
             _KNOWN[key] = [*compare("step", step, ["loss", *self.shapes], got, graph, inputs)]
         yield from (replace(one, step=step) for one in _KNOWN[key])
 
@@ -202,20 +205,19 @@ class Textbook:
             return (self.outputs(held, tokens, mask) * kept,)
 
         inputs = list(tensors.values())
-        graph = self._graph(("logits", *ids), outputs, inputs)
+        graph = self._graph(b"logits" + _digest([tokens, mask, kept]), outputs, inputs)
         yield from compare(name, None, ["logits"], [got * kept], graph, inputs)
 
     def _graph(
-        self, function_id: object, function: capture.Function, inputs: Sequence[Tensor]
+        self, function_id: bytes, function: capture.Function, inputs: Sequence[Tensor]
     ) -> GraphModule:
-        """Return the graph of a function, cached by the function and the shapes of its inputs.
-
-        Capturing a graph takes longer than all computations with it.
-        """
-        key = (function_id, *(one.shape for one in inputs))
-        if key not in self._graphs:
-            self._graphs[key] = capture.capture(function, inputs)
-        return self._graphs[key]
+        """Return the graph of a function, cached by the function and the shapes of its inputs."""
+        key = self._id + function_id, tuple(one.shape for one in inputs)
+        if key not in _GRAPHS:
+            if len(_GRAPHS) >= _GRAPHS_MAX:
+                _GRAPHS.clear()
+            _GRAPHS[key] = capture.capture(function, inputs)
+        return _GRAPHS[key]
 
     def _tensor(self, name: str, records: Mapping[str, TensorRecord]) -> Tensor:
         values = records[name].values()
