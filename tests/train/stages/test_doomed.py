@@ -34,7 +34,7 @@ GOT = {
     2: ("Assign", "Activation", "Weights", "Commit"),
 }
 HALF = {
-    COORDINATOR: ("Summed", "Staged"),
+    COORDINATOR: GOT[COORDINATOR],
     0: ("ActivationGradient", "Commit"),
     1: ("Assign", "Weights"),
     2: ("Activation",),
