@@ -6,6 +6,7 @@ import gc
 import importlib
 import importlib.util
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -81,8 +82,8 @@ def _tried() -> list[Variant]:
 
     These are all variants of trainers without processes of torch's own, and without a checkpoint
     of transformers. Of the other trainers there is one for each clause that is not yet shown to
-    fail, or to be silent. Without an adapter, variants in the wgpu backend are left out, and
-    without peft those of fine-tuning.
+    fail, or to be silent; no benign one for clauses that the others show, too. Without an adapter,
+    variants in the wgpu backend are left out, and without peft those of fine-tuning.
     """
     variants = [
         one
@@ -96,17 +97,22 @@ def _tried() -> list[Variant]:
         if one.scenario.system not in OF_CHECKPOINTS
         and not systems.SYSTEMS[one.scenario.system].only
     ]
-    shown = {(one.benign, clause) for one in quick for clause in _about(one)}
+    shown = Counter(clause for one in quick for clause in _about(one))
+    others = list[Variant]()
     for one in variants:
-        about = {(one.benign, clause) for clause in _about(one)}
-        if one not in quick and not shown.issuperset(about):
-            quick.append(one)
-            shown |= about
-    return quick
+        if one not in quick and not all(shown[clause] for clause in _about(one)):
+            others.append(one)
+            shown.update(_about(one))
+    for one in [*others]:
+        if one.benign and all(shown[clause] > 1 for clause in _about(one)):
+            others.remove(one)
+            shown.subtract(_about(one))
+    return [*quick, *others]
 
 
-def _about(variant: Variant) -> tuple[str, ...]:
-    return variant.tried if variant.benign else variant.invariants
+def _about(variant: Variant) -> list[tuple[bool, str]]:
+    clauses = variant.tried if variant.benign else variant.invariants
+    return [(variant.benign, clause) for clause in clauses]
 
 
 @cache
