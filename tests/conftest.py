@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +34,11 @@ VARIANTS_AT_ONCE = 6  # of the kill matrix, that a process takes; but all of a k
 settings.register_profile("entrenar", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("entrenar")
+
+# Many tests have a cache folder of their own: Mesa's compiled shaders are shared all the same.
+os.environ.setdefault(
+    "MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+)
 
 # What a shell starts in the background ignores interrupts, and so would all that is tested here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
