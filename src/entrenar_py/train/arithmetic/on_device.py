@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import numpy as np
 import torch
@@ -100,10 +101,14 @@ class DeviceOptimizer:
 
         return wait
 
-    def mean(self, total: Tensor, weight: float) -> Tensor:
-        """Return `optimizer.mean` of `total`, float32 [num_trainable]."""
+    def mean(self, total: Node, scale: float) -> Tensor:
+        """Return `optimizer.mean` of `total`, which is on the device, float32 [num_trainable].
+
+        `scale` multiplies its weight.
+        """
+        vector = cast("Tensor", total.vector)
         with self._failures():
-            return total / torch.full_like(total[:1], weight)
+            return vector / torch.full_like(vector[:1], total.weight * scale)
 
     def norm_l2(self, gradient: Tensor) -> float:
         """Return `optimizer.norm_l2` of `gradient`."""
@@ -165,6 +170,11 @@ class DeviceOptimizer:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def leaf(shard: int, gradient: Tensor, weight: float) -> Node:
+    """Return the leaf of `shard` for `add`; its vector is on a device, and its loss unknown."""
+    return Node(0, shard, cast("Vector", gradient), math.nan, weight)
 
 
 def add(node: Node, sibling: Node) -> Node:

@@ -206,12 +206,12 @@ class Member:
         device, begun = worker.on_device, worker.begun.get((step, shard))
         if device is None or begun is None:
             return
-        leaf = reduction.Node(0, shard, begun.gradients, 0.0, begun.weight)
+        leaf = on_device.leaf(shard, begun.gradients, begun.weight)
         self._placed = reduction.fold([*self._placed, leaf], plan.num_shards, on_device.add)
         total = self._placed[0]
         if total.level < reduction.height(plan.num_shards):
             return
-        gradient = device.mean(total.vector, total.weight * self.replicas.scale)
+        gradient = device.mean(total, self.replicas.scale)
         clipped = self.replicas.clipped(gradient, device)
         self.replicas.move(worker, clipped, self.held.vector)
         self._ahead = _Ahead(clipped, device.download(gradient))
