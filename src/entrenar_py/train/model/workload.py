@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Self, cast
 
 import numpy as np
@@ -307,13 +307,13 @@ class Finetuning(Tuned):
         with precision.applied(products, next(module.parameters()).device):
             self.objective = self.new_objective(class_weights)
         self.objective.train()
+        self.drops = self._has_drawn()
 
     def of_part(self, part: nn.Module) -> Self:
         """Return the same workload on a part of the module.
 
         The results of probing the whole module hold for the part, which is not probed again.
         """
-        _ = self.drops
         ends = ((self.module, part), (_head(self.module), _head(part)))
         known = {id(whole): own for whole, own in ends if whole is not None}
         other = copy.copy(self)
@@ -331,12 +331,8 @@ class Finetuning(Tuned):
         """See `Workload`. A recorded step would repeat the same dropout and the same packing."""
         return self.objective.is_static and not self.drops and not self.is_packed
 
-    @cached_property
-    def drops(self) -> bool:
-        """Whether the model draws random numbers in its forward pass on an example.
-
-        The model runs at the first use: a coordinator never needs to know.
-        """
+    def _has_drawn(self) -> bool:
+        """Return whether the model draws random numbers in its forward pass on an example."""
         device = next(self.module.parameters()).device
         batch = self.objective.example((False, False), LENGTHS)
         before, masks = torch.get_rng_state(), Masks(torch.zeros(2, dtype=torch.int32).to(device))
