@@ -101,6 +101,14 @@ class DeviceOptimizer:
 
         return wait
 
+    def add(self, node: Node, sibling: Node) -> Node:
+        """Return `reduction.add` of nodes on the device; its vector is new."""
+        left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
+        loss, weight = left.loss + right.loss, left.weight + right.weight
+        with self._failures():
+            total = left.vector + right.vector
+        return Node(left.level + 1, left.index // 2, total, loss, weight)
+
     def mean(self, total: Node, scale: float) -> Tensor:
         """Return `optimizer.mean` of `total`, which is on the device, float32 [num_trainable].
 
@@ -173,15 +181,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def leaf(shard: int, gradient: Tensor, weight: float) -> Node:
-    """Return the leaf of `shard` for `add`; its vector is on a device, and its loss unknown."""
+    """Return the leaf of `shard` for `DeviceOptimizer.add`; its loss is not known yet."""
     return Node(0, shard, cast("Vector", gradient), math.nan, weight)
-
-
-def add(node: Node, sibling: Node) -> Node:
-    """Return `reduction.add` of nodes with vectors on a device, as a new vector there."""
-    left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
-    loss, weight = left.loss + right.loss, left.weight + right.weight
-    return Node(left.level + 1, left.index // 2, left.vector + right.vector, loss, weight)
 
 
 def _added_by_halves(rows: Tensor) -> Tensor:

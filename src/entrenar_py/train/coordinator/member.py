@@ -207,7 +207,7 @@ class Member:
         if device is None or begun is None:
             return
         leaf = on_device.leaf(shard, begun.gradients, begun.weight)
-        self._placed = reduction.fold([*self._placed, leaf], plan.num_shards, on_device.add)
+        self._placed = reduction.fold([*self._placed, leaf], plan.num_shards, device.add)
         total = self._placed[0]
         if total.level < reduction.height(plan.num_shards):
             return
