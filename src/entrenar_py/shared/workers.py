@@ -1,4 +1,4 @@
-"""The workers of a scenario: which ones are present in each step, and who takes the optimizer step.
+"""The workers of a scenario: which are present in each step, and which side takes the step.
 
 Faults decide which workers are present. The option `updates` decides whether every worker of a star
 takes the optimizer steps, or the server takes them for all. `Outer` has the settings and the

@@ -1,22 +1,21 @@
-"""Kernels for the digests of tensors on a GPU, and for the sums of their sketches.
+"""Triton kernels for the digests of tensors on a GPU, and for the sums of their sketches.
 
-All chunks of all tensors are hashed in one launch, and memory is read once. The kernels need
-Triton. With `TRITON_INTERPRET=1` they run on the CPU, where digests are compared bit for bit with
-xxhash, and sketches with `sketches.sketch`.
+All chunks of all tensors are hashed in one launch, and memory is read once. With
+`TRITON_INTERPRET=1` the kernels run on the CPU, where digests are compared bit for bit with xxhash,
+and sketches with `sketches.sketch`.
 
 A digest is the XXH3-128 hash of chunks (`digest.DigestTable` defines the chunks). Four threads hash
 one chunk, each with two of XXH3's eight lanes, so each load has 16 bytes. Threads exchange nothing
 before the end: the neighbouring word that a lane adds is in the same thread.
 
-For chunk c, with w = the words of c filled up with zeros, the kernel writes
+For chunk c, with w = the words of c padded with zeros, the kernel writes
     xxhash.xxh3_128_intdigest(w) at out[slot[c]] (low half), out[slot[c] + 1] (high half)
 and sets the lowest bit of out[ROW_WORDS * tensor[c] + 2] if an element of c is NaN or Inf.
 
 The sums of a sketch are added in a fixed order, so a sketch has the same bits in every run.
 """
 
-# The types of a kernel are Triton's own.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# The parameters of a kernel have types of Triton.
 
 from __future__ import annotations
 
