@@ -222,10 +222,7 @@ def are_equal(one: Tensors, other: Tensors) -> bool:
 
 
 def first_difference(one: Tensors, other: Tensors) -> str | None:
-    """Return the name of the first tensor that both have, with different bits.
-
-    None if none differs.
-    """
+    """Return the name of the first tensor that both have with different bits, or None."""
     return next((n for n in one if n in other and one[n].digest != other[n].digest), None)
 
 

@@ -38,8 +38,8 @@ class Words:
 class Pair:
     """A turned knob: it has `value` in one run and `usual` in the run that it is compared with.
 
-    `beside` has further knobs that are turned together with it, with their values; alone they
-    change nothing. Raises UsageError if a value is not allowed for the knob.
+    Further knobs may be turned together with it, to fixed values; alone they change nothing. Raises
+    UsageError if a value is not allowed for the knob.
     """
 
     knob: str
