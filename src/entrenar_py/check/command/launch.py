@@ -38,7 +38,7 @@ PATIENCE_S = 3.0
 _HEADER_BYTES_MAX = _STACK_BYTES_MAX = 2**20
 _POLL_S = 0.05
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
-# A rank waits for other ranks in a collective (all of which are in this file), or in the autograd
+# A rank waits for other ranks in a collective (they are all in this file), or in the autograd
 # engine, which runs the hooks of DistributedDataParallel.
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _BACKWARD = "_engine_run_backward"
