@@ -422,7 +422,7 @@ def _departures(item: Item, entry: Entry) -> dict[str, str]:
 
 
 def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None:
-    """Record an error for a tolerance's kind that `check` lacks, or that is necessary but missing."""
+    """Record an error for a kind of tolerance that `check` lacks, or that must be stated."""
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
     if entry.tolerance_kind not in (None, *check.tolerance_kinds):
         honoured = " or ".join(check.tolerance_kinds)

@@ -184,7 +184,7 @@ def _is_listed_clause(item: Node, *, group: str) -> bool:
 
 
 def is_binding_registry(root: MapNode) -> bool:
-    """Return whether the file is a registry of which function implements which equation."""
+    """Return whether the file is a registry that says which functions implement which equations."""
     bindings = root.fields.get("bindings")
     if not isinstance(bindings, ListNode) or any(name in root.fields for name in RESERVED):
         return False
