@@ -1,4 +1,4 @@
-"""The parameters of a model that wrappers keep in flat tensors, or in pieces.
+"""Parameters that a wrapper of the model keeps in flat tensors, or in pieces.
 
 A flat tensor has the elements of several parameters, one after another, and each rank has an equal
 part of it. The elements that a rank has of one parameter are a piece in C order, a `Part`.
@@ -11,8 +11,8 @@ part of it. The elements that a rank has of one parameter are a piece in C order
   steps these partitions one after another, within the step of DeepSpeed's optimizer. The partitions
   are recorded. The model computes with copies of them in its own dtype, which DeepSpeed gathers for
   all ranks. DeepSpeed documents how to read the partitions (`safe_get_local_grad`,
-  `safe_get_full_fp32_param`), but this calls collectives at stages 1 and 2. So `_hp_mapping` is
-  read here, which these calls read, too.
+  `safe_get_full_fp32_param`), but these functions call collectives at stages 1 and 2. So
+  `_hp_mapping` is read here, which these functions read, too.
 - `fully_shard`: a rank keeps pieces, and computes with whole parameters (`when_whole`). The
   gradient that a backward pass adds to a whole parameter is this rank's own. The gradient of a
   piece is part of a sum over all ranks.
@@ -43,7 +43,7 @@ from entrenar_py.shared.errors import UsageError
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A parameter in the flat tensor `flat`, in which it begins at element `begin`.
+    """A parameter that is a part of the flat tensor `flat`, beginning at element `begin`.
 
     `owner` is the tensor that optimizers step. `shape` is the shape of the whole parameter. This
     rank has the `piece` that begins at element `first` of the rank's part of `flat`. If `piece` is
@@ -120,9 +120,9 @@ def piece_of(
 
 
 class WithinPass:
-    """A whole parameter during a backward pass: hooks receive its part of the gradient of `flat`.
+    """A whole parameter during a backward pass. Hooks get its part of the gradient of `flat`.
 
-    The gradient is this rank's own: it is not reduced yet.
+    The gradient is this rank's own, before the reduction.
     """
 
     def __init__(self, part: Part) -> None:
@@ -142,7 +142,7 @@ class WithinPass:
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Return by name the parameters of `model` that are parts of flat tensors."""
+    """Return name -> Part, for the parameters of `model` that are parts of flat tensors."""
     parts: dict[str, Part] = {
         tensors.plain_name(name): part for name, part in zero_parts_of(model).items()
     }
@@ -236,7 +236,7 @@ def _piece(handle: Any, begin: int, size: int) -> tuple[Piece | None, int]:
     """Return this rank's piece of a parameter, and where the piece begins in the rank's part.
 
     The parameter has `size` elements and begins at element `begin` of the FlatParameter. The piece
-    is None if the rank has all of it.
+    is None if the rank has all of the parameter.
     """
     if not handle.uses_sharded_strategy:
         return None, begin
@@ -245,7 +245,7 @@ def _piece(handle: Any, begin: int, size: int) -> tuple[Piece | None, int]:
 
 
 def _shared(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield each further name of a parameter in a flat tensor, with its first name."""
+    """Yield each other name of a parameter in a flat tensor, with its first name."""
     yield from _shared_in_zero(model)
     for prefix, module in _wrappers(model):
         for info in module._handle.flat_param._shared_param_infos:
