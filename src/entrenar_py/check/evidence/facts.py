@@ -161,8 +161,7 @@ def of_step(step: int) -> Fact:
     return Fact(record=f"its Update of step {step}", call=_BOTH_ENDS)
 
 
-# --- facts of traces only, and of workers that step alone
-# -------------------------------------------
+# --- facts of traces only, and of workers that step alone -----------------------------------------
 COLLECTIVES_ALONE = Fact(
     record="Synchronised.collectives_alone",
     call="call obs.synchronised(optimizer, weights) on every rank, wherever workers were "
