@@ -351,7 +351,7 @@ _PARTS = (
 
 
 def _one_rank(step: Applied) -> Explanation | None:
-    """Explain a gradient that is that of one rank's samples."""
+    """Explain a gradient that contains only one rank's samples."""
     by_rank = _by_rank(step.shards)
     if len(by_rank) < 2 or step.is_whole:
         return None

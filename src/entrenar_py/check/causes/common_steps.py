@@ -197,7 +197,7 @@ def _is_uneven(made: Counter[int], passes: Counter[int]) -> bool:
 # --- weights that are synchronised ----------------------------------------------------------------
 
 
-NEARER = 0.95  # of the distance of two ranks, which is left after they are synchronised, at most
+NEARER = 0.95  # the largest fraction of two ranks' distance that a synchronisation may leave
 
 
 def brought_together(compared: Compared) -> str:
@@ -218,7 +218,10 @@ def brought_together(compared: Compared) -> str:
 
 
 def before_steps(compared: Compared) -> Compared | None:
-    """Return the comparison of the weights before the first step, or None for two runs."""
+    """Return a run without its steps if its ranks are compared; None if two runs are compared.
+
+    The weights before the first step remain.
+    """
     return compared.both(lambda trace: until(trace, 0)) if compared.is_one_run else None
 
 

@@ -320,12 +320,10 @@ def summed_parts(compared: Compared) -> str:
 
 
 def not_given(compared: Compared) -> str:
-    """Return why one worker may lack something besides samples that several workers train on.
+    """Return what may make one worker train differently with several workers' batches; or "".
 
-    Or "".
-
-    One worker was given the samples of several. Something that was not replaced with the samples
-    may make the runs differ.
+    One worker's batches were replaced by those of several workers. Something that was not replaced
+    with them may make the runs differ.
     """
     if not explanations.is_given(compared.model) or compared.difference is None:
         return ""

@@ -280,7 +280,10 @@ def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
 
 
 def _places(trace: Trace, model: Trace) -> Iterator[_Place]:
-    """Yield micro-batches with unequal numbers of elements on ranks, with their sum on one."""
+    """Yield micro-batches in which ranks have unequal numbers of elements.
+
+    One worker has as many elements as all ranks together.
+    """
     alone, shards = evidence.shards(model), evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         if not _is_plain_sum(by_rank, shards.get(step, ())):

@@ -32,7 +32,8 @@ Values = NDArray[np.float64]
 _TELLING_MIN = 4  # elements: longer tensors aren't multiples of each other by chance
 _ROUND_SHARE = 1e-3  # of a distance: a smaller difference may be rounding
 _AVERAGE = re.compile(r"ema|average|avg|shadow|polyak|teacher", re.IGNORECASE)
-_ROUNDINGS = 16.0  # of a tensor's norm, for weights that were swapped out and back, or averaged
+# Roundings of a tensor's norm that are allowed for weights swapped out and back, or averaged.
+_ROUNDINGS = 16.0
 
 
 @dataclass(frozen=True)
@@ -401,8 +402,8 @@ _HARMFUL: tuple[Explain, ...] = (_left_in, _of_an_earlier_step, _of_rank_0)
 # --- tensors that require no gradient -------------------------------------------------------------
 
 
-_UNIT = 16 * precision.FLOAT32  # of a product of adapters and a sum
-_ROUNDING = 4 * precision.FLOAT32  # of a sum and a difference
+_UNIT = 16 * precision.FLOAT32  # relative error of a product of adapters, added to a weight
+_ROUNDING = 4 * precision.FLOAT32  # relative error of a sum and a difference
 _SHRUNK_LEAST = 0.9  # the smallest factor of a weight in one step's decay
 _ALIKE = 1e-5
 _PARTS_MAX = 3  # parts of a name below the module that has a weight and its adapters, at most

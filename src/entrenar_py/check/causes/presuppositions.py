@@ -125,10 +125,7 @@ def drawn_apart(compared: Compared) -> str:
 
 
 def unseeded(first: Trace, second: Trace) -> str:
-    """Return what two runs of the same command drew differently: first weights, or samples.
-
-    Or "".
-    """
+    """Return what two runs of one command drew differently, weights or samples; "" if nothing."""
     if name := _other_beginning(first, second):
         return f"they begin with different weights ({name})"
     return _other_samples(first, second)
@@ -143,7 +140,7 @@ def samples_apart(compared: Compared) -> str:
 
 
 def samples_drawn_apart(compared: Compared) -> str:
-    """Return the first step in which a command without a {seed} draws other samples in each run."""
+    """Return in which step a command without a {seed} draws other samples in each run; or ""."""
     if compared.trace.traits.seeded:
         return ""
     why = _other_samples(compared.model, compared.trace)

@@ -35,7 +35,7 @@ from entrenar_py.shared.wording import listed, named
 
 # dtype to which moments are cast when they are loaded for parameters of that dtype -> how many bits
 # of float32's mantissa it lacks
-_MANTISSAS = {"bfloat16": 16, "float16": 13}  # name -> how many bits of float32's mantissa it lacks
+_MANTISSAS = {"bfloat16": 16, "float16": 13}
 
 
 @dataclass(frozen=True)

@@ -290,9 +290,10 @@ def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> B
 
 
 def _follows(trace: Trace, step: int, name: str, rank: int) -> str:
-    """Return whether a rank applied the gradient of `all` samples, or of its `own`; or "".
+    """Return "all" or "own": the samples with the gradient that a rank applied; "" if unclear.
 
-    The applied gradient may be a positive multiple of it.
+    These are the samples of all ranks, or only the rank's own. The applied gradient may be a
+    positive multiple of theirs.
     """
     by_rank = evidence.updates(trace)[step]
     applied = _vector(by_rank[rank].gradient, name)

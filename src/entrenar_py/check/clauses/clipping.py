@@ -238,10 +238,7 @@ class _Judged:
             missing.ask(self.tally, unknown, NORMS)
 
     def _constant(self, free: Sequence[_Scaled]) -> str:
-        """Return words on the error that gives all gradients the same norm below the limit.
-
-        Or "".
-        """
+        """Return words on the error that gives all gradients one norm below the limit; or ""."""
         norms, wholes = [step.norm for step in free], [step.whole for step in free]
         if len(free) < len(self.scaled) or max(norms) > min(norms) * (1 + 4 * self.bound):
             return ""
@@ -322,7 +319,7 @@ _ALIKE = 1e-3  # relative: factors of steps that divide by the same number diffe
 
 @dataclass(frozen=True)
 class Steps:
-    """By step: the norm of the applied gradient, the gradient before clipping, and the weight."""
+    """Step -> norm of the applied gradient, gradient before clipping, and weight."""
 
     norms: Mapping[int, float]
     clipped: Mapping[int, Clipped]
@@ -332,7 +329,7 @@ class Steps:
 def first(trace: Trace) -> tuple[int, Explanation] | None:
     """Return the first step with a gradient, and an explanation of wrong clipping.
 
-    None without one.
+    Return None if there is no explanation.
     """
     steps = _steps(trace)
     if not steps.norms or not all(map(math.isfinite, steps.norms.values())):

@@ -81,9 +81,10 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
 
 
 def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
-    """Count as missing that ranks which share a batch may get different batches.
+    """Report as missing whether different rows on ranks that share a batch are parts of it.
 
-    They get parts of one batch if the run on one worker gets their rows together.
+    They are parts if one worker's batch has exactly these rows. Otherwise each rank may have drawn
+    a batch of its own.
     """
     whole = {} if alone is None else evidence.shards(alone)
     for step, shards in sorted(evidence.shards(trace).items()):
@@ -107,11 +108,11 @@ def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
 def _rows_again(
     tally: Tally, owned: Mapping[int, Sequence[Shard]], trace: Trace, alone: Trace | None
 ) -> None:
-    """Count as missing that rows which come again before all rows came may be drawn twice.
+    """Report as missing whether rows were drawn twice, if they come again before all have come.
 
     The order is the script's own (an epoch that grows, for example) if the run on one worker gets
     the same rows in each step, or in each pass. The exception are micro-batches that come twice in
-    succession: each worker of a loader may hand out all data.
+    succession: each worker of a loader may yield all data.
     """
     whole = {} if alone is None else evidence.shards(alone)
     every = {id_ for shards in owned.values() for shard in shards for id_ in shard.ids}
@@ -163,7 +164,7 @@ def do_the_same(trace: Trace, ranks: Sequence[int]) -> bool:
 
 
 def guessed(what: str) -> str:
-    """Return a reason: it is unknown whether `what` is wrong, since ranks may share the work."""
+    """Return why a verdict on `what` is missing: ranks may share the work on their samples."""
     return (
         f"{what}: whether they share the work on them is not known; declare it, "
         'observe(..., layout={"dp": 1, "tp": 2}), or wrap the model in DistributedDataParallel'

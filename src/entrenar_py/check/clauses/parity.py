@@ -192,10 +192,7 @@ def _another_training(tally: Tally, runs: Traces) -> str:
 
 
 def _difference(runs: Traces, names: Iterable[str]) -> str:
-    """Return how a user's run on one worker differs in the first of `names` with a difference.
-
-    Or "".
-    """
+    """Return how a user's run on one worker differs, in the first of `names` that does; or ""."""
     near = runs.near.get(ALONE)
     if runs.base is None or runs.base.scenario.workload != "own" or near is None:
         return ""

@@ -161,7 +161,7 @@ def _orders_of(trace: Trace) -> _Orders:
 def _drawn_orders(trace: Trace) -> list[_Orders]:
     """Return the orders of a run's epochs.
 
-    [] if its script draws no order, or counts wrong batches.
+    Return [] if its script draws no order, or counts wrong batches.
 
     A script that continues in an endless pass may count batches to know when an epoch ends. If the
     harness shortens or merges its loaders, the script counts too many, and its epochs are unknown.

@@ -378,7 +378,7 @@ def num_nodes(shards: set[int], num_shards: int) -> int:
 def _nodes(trace: Trace, step: int) -> list[int] | None:
     """Return the number of tree nodes that each rank must send.
 
-    None for missing or double shards.
+    Return None if shards are missing or occur twice.
     """
     shards_of: dict[int, set[int]] = {rank: set() for rank in range(trace.scenario.world_size)}
     for event in trace.of(Shard):

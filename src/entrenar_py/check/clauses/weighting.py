@@ -93,9 +93,11 @@ def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
 
 
 def _left_in_alone(tally: Tally, runs: Traces) -> None:
-    """Check the run on one worker if several don't clear gradients, and shards have none.
+    """Check the run on one worker for gradients that several workers don't clear.
 
-    The run on one worker shows alone that a step's gradient still contains those of earlier steps.
+    Only the run on one worker is checked, if several workers have recorded uncleared gradients, but
+    none of their micro-batches' own: then only that run can show that a step's gradient still
+    contains those of earlier steps.
     """
     model = parity.model_of(runs)
     if model is None or not tally.observed:

@@ -46,7 +46,7 @@ class Shared:
     def folder(self, named: Path | None) -> folders.RunFolder:
         """Return the folder that the user `named`.
 
-        Without one, the temporary folder of all contracts.
+        If it is None, return the temporary folder of all contracts.
         """
         kept = folders.RunFolder(named) if named is not None else self._temporary
         if kept is None:

@@ -75,7 +75,7 @@ def run_all(
 ) -> int:
     """Do the work on all contracts, report it in every format, and return the exit code.
 
-    After an interrupted job, no further job is started. If a job raises, the jobs before it are
+    After an interrupted job, no other job is started. If a job raises, the jobs before it are
     still reported. `runs` is closed before the report is printed, so that messages of closing don't
     follow the report.
     """

@@ -96,10 +96,7 @@ def places_of_ranks(folder: Path) -> dict[int, Place]:
 
 
 def _place(text: str) -> Place | None:
-    """Return the place in the main thread's stack, which is the last one in `text`.
-
-    None if none.
-    """
+    """Return the place in the main thread's stack, which is the last one in `text`, or None."""
     main = text.rpartition("hread 0x")[2]
     frames = [frame for line in main.splitlines() if (frame := _FRAME.fullmatch(line))]
     own = next((f for f in frames if not any(s in f["file"] for s in _NOT_THE_SCRIPT)), None)
@@ -124,8 +121,8 @@ def places_in_words(where: Mapping[int, Place], world_size: int) -> str:
     return "; ".join(stood)
 
 
-MERCY_S = 5.0  # the command's time after SIGTERM, since torchrun ends its workers itself
-GRACE_S = 1.0  # the time of other processes after SIGTERM
+MERCY_S = 5.0  # seconds for the command after SIGTERM, in which torchrun ends its workers
+GRACE_S = 1.0  # seconds for other processes after SIGTERM
 _STARTING_S = 60.0
 _STATUS_BYTES_MAX = 4096
 

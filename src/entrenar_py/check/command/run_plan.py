@@ -267,7 +267,7 @@ class Plan:
     def stopped(self, settings: RunSettings, recorded: Trace) -> dict[str, RunSettings]:
         """Return name -> `settings` (a longer run) with a stop after its checkpoint.
 
-        {} without one.
+        Return {} if the run wrote no checkpoint.
         """
         if steps_of(settings.faults) is None or settings.stops or not recorded.traits.saved_after:
             return {}

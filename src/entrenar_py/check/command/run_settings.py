@@ -27,7 +27,7 @@ from entrenar_py.shared.trace import Trace
 class Turn:
     """A knob of the script, set to a value other than its usual one.
 
-    Further knobs are turned together with it. Alone they change no result, but they expose a script
+    Other knobs are turned together with it. Alone these change no result, but they expose a script
     that applies `knob` too early. For example, it may clip the gradient of each micro-batch instead
     of their sum.
     """

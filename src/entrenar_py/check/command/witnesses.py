@@ -1,4 +1,4 @@
-"""Witnesses: further runs that show whether, and how closely, other runs can be compared.
+"""Witnesses: additional runs that show whether, and how closely, other runs can be compared.
 
 - `Nudging`: a run with first weights that are changed by a few roundings. It is needed if rounding
   may be why two runs differ.
@@ -93,7 +93,7 @@ _STEPS = 2  # of an epoch: the second shows if it is shuffled. One step if that 
 
 
 class Shortening:
-    """Decides, after each run of a command, which further run would show whole epochs."""
+    """Decides, after each run of a command, which additional run would show whole epochs."""
 
     def __init__(self, needs: Collection[Need]) -> None:
         self._is_wanted = SHORTENED in needs
@@ -126,7 +126,7 @@ class Shortening:
     def _longer(self, short: RunSettings) -> dict[str, RunSettings]:
         """Return name -> settings of a run into its second epoch.
 
-        {} if that needs too many steps.
+        Return {} if that needs too many steps.
         """
         assert self._usual is not None, "a run with short epochs follows it"
         scenario = self._usual.scenario

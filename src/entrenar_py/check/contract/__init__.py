@@ -57,10 +57,10 @@ def load(
 ) -> Contract:
     """Return the contract at `path`. Nothing in the file is executed.
 
-    `vocabulary` has the names of checks and planted bugs that a clause may use. `bind` are further
-    files of bindings, in addition to the shipped one and the one next to the contract. Raises
-    ContractError with all problems at once, each `file:line:column: error: ...`. With `strict`,
-    warnings are errors, too.
+    `vocabulary` has the names of checks and planted bugs that a clause may use. `bind` are files of
+    bindings, in addition to the shipped one and the one next to the contract. Raises ContractError
+    with all problems at once, each `file:line:column: error: ...`. With `strict`, warnings are
+    errors, too.
     """
     problems = Problems()
     _, loaded = read(path, vocabulary=vocabulary, problems=problems, bind=bind)
@@ -74,7 +74,7 @@ def read(
 ) -> tuple[MapNode | None, Contract | None]:
     """Return the YAML tree of the file at `path` and its Contract.
 
-    Both None if it is not a contract.
+    Both are None if the file is not a contract.
 
     Errors, warnings and notes are added to `problems`, also for a file that can't be read. If there
     is an error among them, the contract must not be used.

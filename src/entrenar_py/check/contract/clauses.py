@@ -30,7 +30,7 @@ class CheckTerms:
     """The properties of a check that clauses refer to.
 
     The check decides the clause with the same `id`, even if the clause doesn't name a check.
-    `decides` says in one line what the check decides; `spoken_of` has further words for that.
+    `decides` says in one line what the check decides; `spoken_of` has other words for that.
     `tolerance_kinds` are the kinds of tolerance by which it can judge. `takes_tolerance` is true if
     it allows the difference that a clause states.
     """

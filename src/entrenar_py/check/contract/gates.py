@@ -159,9 +159,9 @@ def _by_id(text: str, names: Names) -> tuple[dict[str, None], list[str]]:
 
 
 def _by_severity(text: str, names: Names) -> Iterator[str]:
-    """Yield the ids of the clauses with a severity named in `text`.
+    """Yield the ids of the clauses with a severity that is named in `text`.
 
-    Of all, if `text` demands all.
+    If `text` demands all clauses, yield the ids of all.
     """
     severities = {
         severity for match in _ALL_OF.findall(text) for severity in _SEVERITY.findall(match.upper())

@@ -50,7 +50,7 @@ class Invariant:
     - `check`: the name of the check that decides the clause; None means the check for its id.
     - `scenarios`: mappings for `scenario.expand`; empty means the check's own scenarios.
     - `binding`: None if no file of bindings names the clause.
-    - `aliases`: further names that gates may use.
+    - `aliases`: other names that gates may use.
 
     A proof obligation that counts as a clause has the group `proof_obligations`, its property as
     `name`, and the obligation's id.

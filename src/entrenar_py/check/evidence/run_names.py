@@ -38,7 +38,7 @@ class Words:
 class Pair:
     """A turned knob: it has `value` in one run and `usual` in the run that it is compared with.
 
-    Further knobs may be turned together with it, to fixed values; alone they change nothing. Raises
+    Other knobs may be turned together with it, to fixed values; alone they change nothing. Raises
     UsageError if a value is not allowed for the knob.
     """
 

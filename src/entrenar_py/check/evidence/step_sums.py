@@ -69,7 +69,7 @@ def cancelled(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[
     """Return tensor -> (sum of the gradients' norms) / (norm of their sum).
 
     The ratio says how much larger the gradients of micro-batches are than their sum. The result is
-    {} if values are unknown.
+    Return {} if values are unknown.
     """
     sums, norms = total(by_rank, shards) or {}, defaultdict[str, float](float)
     for shard in held(by_rank, shards):

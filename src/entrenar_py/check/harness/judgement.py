@@ -233,12 +233,11 @@ def judge_each(
 
 
 def _applying(task: Task, finding: Finding, traces: Sequence[Trace]) -> Finding:
-    """Return `finding`.
+    """Return `finding`, or a finding that says that the clause doesn't apply.
 
-    If it is inconclusive since the clause doesn't apply, a finding that says so.
-
-    Only runs of a user's trainer can show that a clause doesn't apply, and not if one of them
-    failed without a planted fault: its missing part may have what the clause is about.
+    It does if `finding` is inconclusive for that reason. Only runs of a user's trainer can show
+    that a clause doesn't apply, and not if one of them failed without a planted fault: its missing
+    part may have what the clause is about.
     """
     if finding.verdict is not Verdict.INCONCLUSIVE or task.check is None or not traces:
         return finding
@@ -327,10 +326,7 @@ def _deciding(judged: Sequence[_Judged]) -> list[_Judged]:
 
 
 def _located(judged: Sequence[_Judged], form: str) -> list[Finding]:
-    """Return the findings.
-
-    In each, the reason is joined with the files that have it, using `form`.
-    """
+    """Return the findings; `form` joins each reason with the files that have it."""
     places: dict[str, list[str]] = defaultdict(list)
     for candidate in judged:
         places[candidate.finding.reason].append(candidate.place)

@@ -3,7 +3,7 @@
 A run takes place in this process, because loading torch in a new process takes as long as hundreds
 of small runs. A stalled run is interrupted by an exception, but never while a module is being
 loaded, since that would leave half a module. Even so, the exception leaves this process in an
-unknown state: a lock may be held, a table half filled. So this process makes no further runs. Later
+unknown state: a lock may be held, a table half filled. So this process makes no more runs. Later
 runs take place in a child process, which is killed and replaced if it stalls, too.
 """
 

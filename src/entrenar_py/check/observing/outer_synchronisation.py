@@ -109,7 +109,7 @@ class Exchanges:
     def facts(self) -> dict[str, bool]:
         """Return whether the rank has exchanged nothing since its first step.
 
-        {} if that is unknown.
+        Return {} if that is unknown.
 
         Communication that bypasses torch.distributed (sockets, files, MPI) isn't counted.
         """

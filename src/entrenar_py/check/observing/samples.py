@@ -379,7 +379,7 @@ class Samples:
     def selected(self) -> Ids | None:
         """Return the samples that all ranks together draw in an epoch.
 
-        None if that is every sample.
+        Return None if that is every sample.
         """
         if self._whole is not None:
             return self._whole.selected()

@@ -373,7 +373,7 @@ class SeenSamples(Samples):
     def selected(self) -> Ids | None:
         """Return the samples that all ranks together draw in an epoch.
 
-        None if that is every sample.
+        Return None if that is every sample.
         """
         source = self._batches.source()
         if self._tells or self._whole is not None or source is None:

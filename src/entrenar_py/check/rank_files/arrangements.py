@@ -68,7 +68,7 @@ class Arranged(Layout):
 class Scattered(Piece):
     """The elements at `indices` of a flat tensor, in the order in which a rank has them.
 
-    Any further elements of the rank's tensor are padding.
+    Any other elements of the rank's tensor are padding.
     """
 
     indices: Indices

@@ -5,7 +5,7 @@ writes the problems.
 
 Each process writes its notes on checkpoints to its own file. So do processes that a rank has
 started, since a checkpoint may be written in the background. The first line of a file says what the
-process looks for. Each further line is about a file that can contain the weights.
+process looks for. Each later line is about a file that can contain the weights.
 """
 
 from __future__ import annotations

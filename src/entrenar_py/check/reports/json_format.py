@@ -95,7 +95,7 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
 def _binding(clause: Invariant) -> dict[str, Any] | None:
     """Return the place of the clause's binding, and the statement it was made from.
 
-    None without one.
+    Return None if the clause has no binding.
     """
     binding = clause.binding
     if binding is None:

@@ -4,8 +4,8 @@ Each chunk of the bytes is hashed by XXH3-128. Then the list of these digests is
 way, until one digest is left. So a GPU can hash all chunks at once, and a stock library can
 recompute every intermediate result.
 
-On the CPU `root` computes the digest. On a GPU a `DigestTable` holds the chunks of many tensors: it
-is built once, and run at every watched step. Each level of hashes takes one launch of
+On the CPU `root` computes the digest. On a GPU a `DigestTable` has the chunks of many tensors: it
+is created once, and run at every watched step. Each level of hashes takes one launch of
 `kernels.hash_chunks`: the first reads the tensors, the later ones read the lists of digests, which
 are small. Nothing here waits for the device.
 """

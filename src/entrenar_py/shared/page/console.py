@@ -25,7 +25,7 @@ class PatientConsole(Console):
             printing.give_up(error)
 
     def on_broken_pipe(self) -> None:
-        """Discard further output, including what the interpreter flushes when it exits."""
+        """Discard later output, including what the interpreter flushes when it exits."""
         self.quiet = True
         printing.give_up(BrokenPipeError())
 

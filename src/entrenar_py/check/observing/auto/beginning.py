@@ -2,8 +2,8 @@
 
 A script without seeds begins with different weights in each run, so no two of its runs can be
 compared. Therefore the generators of torch, numpy and Python are seeded before the script begins,
-as its own first line could do. Later requests for a new seed (`torch.seed()`) get further numbers
-derived from it. Each rank has its own seed, since ranks without seeds would draw different numbers:
+as its own first line could do. Later requests for a new seed (`torch.seed()`) get numbers that are
+derived from this seed. Each rank has its own seed, as ranks without seeds draw different numbers:
 a script that forgets to give all ranks the same weights is still detected. In a run with common
 random numbers all ranks have the same seed. Generators that a script seeds itself keep their seed.
 """
