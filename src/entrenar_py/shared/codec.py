@@ -153,7 +153,7 @@ def whole(least: int, most: int = INT_MAX, *, advice: str) -> Form:
 
 
 def many(item: Form, *, most: int | None = None) -> Form:
-    """Return the Form of a tuple of `item`s, at most `most` (None: no limit). JSON holds a list."""
+    """Return the Form of a tuple of `item`s, at most `most` (None: no limit); a list in JSON."""
     advice = "use a list" if most is None else f"use a list of at most {most}"
 
     def read(value: Any) -> tuple[Any, ...]:

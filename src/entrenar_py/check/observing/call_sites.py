@@ -21,7 +21,7 @@ from entrenar_py.shared import trace
 _OWN = str(Path(__file__).parents[2]) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
-_REFERENCES = 3  # to variables: the function's, ours, and that of the count
+_REFERENCES = 3  # to a function's variables: from the function, from here, and from `getrefcount`
 Site = tuple[str, int]  # file and line
 
 

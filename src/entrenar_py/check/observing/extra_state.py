@@ -38,7 +38,8 @@ _KINDS = (Tensor, nn.Parameter, DTensor)
 # scripts create an average's tensors again.
 _LOOKS = {1, 3, *(4**power for power in range(2, 10))}
 _DICTS = (dict, OrderedDict)
-_MOST = 4  # of each kind, because recording one takes as much time as recording the model's weights
+# At most so many of each kind are recorded: one takes as much time as the model's weights.
+_MOST = 4
 _STATISTICS = ("running_mean", "running_var")
 
 

@@ -140,7 +140,7 @@ def _inherited(kind: type, name: str, self: Any, *args: Any, **named: Any) -> An
 _PYTHONS_OWN = ("builtins", "itertools")
 # Id of the source -> its hooks, which refer to the source, so the id isn't reused.
 _HOOKED: dict[int, IterationHooks] = {}
-# id of an iterator -> the iterator and its listener. The entry is removed when the iterator is
+# Id of an iterator -> the iterator and its listener. The entry is removed when the iterator is
 # freed.
 _FOLLOWED: dict[int, tuple[weakref.ref[Any], Listener]] = {}
 
@@ -253,7 +253,7 @@ _BEGINS: list[Begin] = []
 _AROUND: list[Callable[[bool], None]] = []
 # The methods that draw an epoch's seed, and its order of samples.
 _ORDERING = ("__init__", "_next_index")
-# id of a loader's iterator -> the iterator and its listeners. The entry is removed when the
+# Id of a loader's iterator -> the iterator and its listeners. The entry is removed when the
 # iterator is freed.
 _HEARD: dict[int, tuple[weakref.ref[Any], list[LoaderListener]]] = {}
 

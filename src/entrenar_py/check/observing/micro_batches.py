@@ -59,7 +59,7 @@ class MicroBatches:
         self.has_backward_losses = False  # whether a recorded loss is a value from `backward`
         # Whether the last forward pass with gradients was in evaluation mode.
         self._is_evaluating = False
-        self._has_evaluated = False  # since the last micro-batch
+        self._has_evaluated = False  # whether a pass trained nothing since the last micro-batch
         self._num_written = 0
         self._draws: str | None = None
         self._is_in_forward = False

@@ -64,7 +64,7 @@ class Trace:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of parameters by name, as far as any rank recorded them."""
+        """Parameter name -> shape, as far as any rank recorded it."""
         return {name: shape for start in self.of(Start) for name, shape in start.shapes.items()}
 
     @cached_property

@@ -72,7 +72,7 @@ def guarded(
 
 
 TRIES = 3  # a script that catches SystemExit more often is ended without unwinding
-# For the script's own `finally` and exit handlers, since a collective may never return.
+# Seconds for the script's own `finally` and exit handlers: a collective in them may never return.
 PATIENCE_S = 10.0
 
 
@@ -181,7 +181,7 @@ class Follower:
         self.settings = settings
         self._calls: Any = None  # the hook on the calls of all modules
         self._losses = Losses()
-        # From the script's own call of `observe`, or from here.
+        # From the script's own call of `observe`, or created here.
         self.observation: Observation | None = None
         self._recorder: Recorder | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
