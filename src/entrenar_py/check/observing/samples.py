@@ -289,7 +289,7 @@ class Samples:
     def aside(self, blocks: list[Block], *, trains: bool) -> None:
         """Record a pass in evaluation mode.
 
-        It `trains` if it has gradients, and is used backward.
+        It `trains` if it has gradients, so that a backward pass may follow.
         """
         self._blocks = blocks
         if not trains and self.draws is not None:

@@ -71,7 +71,7 @@ class ScriptFacts:
         skipped: Callable[[], object],
         clipped: Callable[[Any, float, float], None],
     ) -> None:
-        """Observe losses, checkpoints, clipping and skipped steps of a script with the line."""
+        """Observe losses, saves, clipping and skipped steps of a script with the line `observe`."""
         self._recording = recording
         if self._is_line:
             self._ear = Ear(micro_batches, skipped=skipped, saved=self.saved, clipped=clipped)

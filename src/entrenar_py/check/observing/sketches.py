@@ -171,10 +171,10 @@ class Sketches:
     ) -> dict[str, TensorRecord]:
         """Return the record of each tensor; this rank has all of it, or the piece in `pieces`.
 
-        With `exact`, the digest is that of all bits, otherwise that of the sketch. Then two
-        gradients may have the same digest although they differ, by less than the rounding of a
-        float64 sum. A tensor that isn't floating-point has no sketch, and always the digest of all
-        bits.
+        With `exact`, the digest is that of all bits, otherwise that of the sketch. In the
+        latter case two gradients may have the same digest although they differ, by less than the
+        rounding of a float64 sum. A tensor that isn't floating-point has no sketch, and always the
+        digest of all bits.
         """
         records: dict[str, TensorRecord] = {}
         on_gpu: dict[str, Tensor] = {}

@@ -304,11 +304,11 @@ def constants(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any
 
 
 def rule(optimizer: torch.optim.Optimizer) -> tuple[str, bool]:
-    """Return the name of an optimizer's torch.optim class, and whether its own class is derived.
+    """Return the name of an optimizer's torch.optim class, and whether it is a subclass of that.
 
-    Without such a class the name is "", and the second value says whether the script defines the
-    optimizer's class, and not a library. A `ZeroRedundancyOptimizer` counts as the optimizer inside
-    it.
+    If no class of torch.optim is among the optimizer's classes, the name is "", and the second
+    value says whether the script defines its class, and not a library. A
+    `ZeroRedundancyOptimizer` counts as the optimizer inside it.
     """
     inner = getattr(optimizer, "optim", None)
     stepping = inner if isinstance(inner, torch.optim.Optimizer) else optimizer

@@ -515,7 +515,7 @@ class Follower:
             self._begin(None)
 
     def _note_unseen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report a step without a record, in case no step is ever recorded."""
+        """Note that a step was not recorded, which matters only if no step ever is."""
         folder = os.environ.get(FOLDER)
         if self.observation is None and self.settings.every is None and folder:
             notes.write_problem(
