@@ -249,10 +249,10 @@ class _Place(NamedTuple):
 
 
 def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
-    """Report as missing that ranks divide a loss by their own numbers of elements.
+    """Report as missing whether ranks may divide a loss by their own numbers of elements.
 
-    Both ways are used on purpose: DETR adds up the boxes of all ranks, and YOLO takes each rank's
-    mean. `model` is the run on one worker.
+    Some scripts do so on purpose (YOLO), others divide by the elements of all ranks (DETR). `model`
+    is the run on one worker.
     """
     runs = (trace, model)
     declared = any(run.traits.losses != "backward" or run.traits.loss_over for run in runs)

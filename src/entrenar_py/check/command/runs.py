@@ -273,9 +273,9 @@ def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
 def _rates(settings: RunSettings, folder: Path, like: Trace | None) -> dict[str, str]:
     """Return a variable that makes a run use the learning rates of `like`; {} if it shouldn't.
 
-    It should if it has the batches of several workers, or if ranks have equal shares, and it is
-    compared with that many workers. A schedule may follow a score of the weights, and the scores
-    differ here.
+    It should if a fault gives it the batches or equal shares of as many workers as `like` has,
+    since it is then compared with `like`. Otherwise a schedule that follows a score of the weights
+    could have other rates, as scores differ between these runs.
     """
     kinds = (*JOINED, MIRRORED, REPEATED)
     several = {int(fault.value or 1) for fault in settings.faults if fault.kind in kinds}
