@@ -118,15 +118,15 @@ def sent_in(trace: Trace) -> str:
 class Bounds:
     """The allowed distances of losses, gradients and weights: relative, and absolute floors."""
 
-    loss: float  # in step 0
-    loss_moved: float  # in later steps
+    loss: float  # relative, in step 0
+    loss_moved: float  # relative, in later steps
     gradient: float
     gradient_moved: float
     weights: float
     start: float
     loss_floor: float  # absolute: a smaller distance is only rounding
     gradient_floor: float
-    adam: bool  # if a run uses Adam, weights can't be compared
+    adam: bool  # whether a run uses Adam; then weights can't be compared
 
     def gradient_at(self, step: int) -> float:
         """Return the allowed relative distance of two gradients of a step."""

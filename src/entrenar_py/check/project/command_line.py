@@ -277,7 +277,7 @@ MODES: dict[str, tuple[str, ...]] = {
 def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
     """Raise UsageError if an option that was typed has no effect with the other options.
 
-    `mode` is the text for `options.mode` in messages if something other than an option set it.
+    Messages call the mode `mode`; "" means the option that set `options.mode`.
     """
     for action in build()._actions:
         name, option = action.dest, action.option_strings[0]
