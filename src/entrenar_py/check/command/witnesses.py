@@ -62,8 +62,8 @@ class Nudging:
     def after(self, settings: RunSettings, recorded: Trace) -> dict[str, RunSettings]:
         """Return name -> settings of the nudged run if the completed run needs it, else {}.
 
-        It needs the nudged run if it differs from the first run by so little that rounding may be
-        the cause. The nudged run has the smallest number of workers so far, and is made only once.
+        A run needs it if the run differs from the first one by so little that rounding may be the
+        cause. The nudged run has the smallest number of workers so far, and is made only once.
         """
         if settings.is_plain and not settings.repeat:
             self._plain[settings.world_size] = settings

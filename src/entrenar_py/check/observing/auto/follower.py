@@ -246,7 +246,7 @@ class Follower:
         If two have the same parameters, the later one counts, because the script created it again.
         If one is an attribute of the other, it is an inner one, whichever was created first. An
         optimizer is left out if no backward pass reaches its tensors (DiLoCo's outer optimizer),
-        unless they are a model that waits for its turn.
+        unless these are the parameters of a model that is frozen until its turn.
         """
         alive = [opt for ref in self._optimizers if (opt := ref()) is not None]
         inside = _inside(alive)
