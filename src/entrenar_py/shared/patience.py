@@ -23,7 +23,7 @@ from typing import Any
 
 LOOK_S = 5.0
 LOOKS_MIN = 4  # checks before patience runs out, even if it is short
-IDLE_SHARE = 0.01  # of a core; a waiting process uses less, for its heartbeats
+IDLE_SHARE = 0.01  # share of a core; a waiting process uses less, for its heartbeats
 _PROC = Path("/proc")
 
 _marks: Any = SimpleNamespace(value=0)

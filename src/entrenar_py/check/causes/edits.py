@@ -30,7 +30,7 @@ from entrenar_py.shared.wording import counted, listed, named
 
 Values = NDArray[np.float64]
 _TELLING_MIN = 4  # elements: longer tensors aren't multiples of each other by chance
-_ROUND_SHARE = 1e-3  # of a distance: a smaller difference may be rounding
+_ROUND_SHARE = 1e-3  # fraction of a distance: a smaller difference may be rounding
 _AVERAGE = re.compile(r"ema|average|avg|shadow|polyak|teacher", re.IGNORECASE)
 # Roundings of a tensor's norm that are allowed for weights swapped out and back, or averaged.
 _ROUNDINGS = 16.0

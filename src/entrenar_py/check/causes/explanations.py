@@ -36,7 +36,7 @@ from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
 from entrenar_py.shared.wording import listed
 
 _TENSORS_MIN = 2  # since a single tensor may have a factor by chance
-_ELEMENTS_MIN = 16  # of all tensors together
+_ELEMENTS_MIN = 16  # elements of all tensors together
 _ALIKE = 0.02  # relative: shares closer than this are equal, since counts of samples differ by more
 _TELLING_MIN = 3  # elements: shorter vectors are multiples of each other by chance
 
@@ -399,7 +399,7 @@ def _meaning(times: NDArray[Any], weights: Sequence[float]) -> str:
 # A change counts if it is this many times that of most tensors, since rounded sums change all
 # tensors.
 _OUTLYING = 8.0
-_ROUNDS = 10  # of a fit: in each round, a tensor counts less the further off it is
+_ROUNDS = 10  # rounds of a fit: in each, a tensor counts less the further off it is
 _ROUNDED = 2.0**-20  # a relative distance; tensors below it count equally
 # The largest standard error of a change, as a fraction of the difference of two runs.
 _ERROR_MAX = 0.1

@@ -75,7 +75,7 @@ class _Step:
     update: Update
     by_rank: Mapping[int, Sequence[Sequence[_Term]]]
     shards: Sequence[Shard]
-    divisor: float | None  # by which the sum over all micro-batches was divided
+    divisor: float | None  # the number by which the sum over all micro-batches was divided
 
     @property
     def sizes(self) -> set[int]:

@@ -24,7 +24,7 @@ from entrenar_py.shared.wording import counted
 # steps they may be the output of another model, with weights that rounding has moved apart.
 CONTENTS_BOUND = 1e-5
 CONTENTS_BOUND_MOVED = 1e-3
-_COARSE_UNITS = 16  # in roundings of 16-bit arithmetic, for runs in that precision
+_COARSE_UNITS = 16  # roundings of 16-bit arithmetic, for runs in that precision
 # Where random numbers are drawn -> words for it, with what is often drawn there.
 PLACES: Mapping[str, str] = {
     "between": "between two steps",

@@ -28,7 +28,7 @@ Event = Start | Update
 Life = Sequence[Event]
 Holder = tuple[str, int]  # an average's label, and the rank that keeps it
 
-_ROUNDINGS = 8.0  # of an element, in a product and a sum
+_ROUNDINGS = 8.0  # roundings of an element, in a product and a sum
 _SEEN = 4.0  # times the error of rounding; a shorter move proves nothing
 _WHOLE = 1 - 1e-4  # a larger fraction means that the copy became the weights
 _ALIKE = 1e-3

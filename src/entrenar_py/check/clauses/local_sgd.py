@@ -291,9 +291,9 @@ def _judge_round(tally: Tally, trace: Trace, event: Synchronised, stopped: Place
 
 # --- rounds that a script does not report ---------------------------------------------------------
 
-_SHARED_MAX = 0.1  # of the elements of gradients, which ranks that step alone may have in common
-_MET_MIN = 0.5  # of the elements that had differed, which must be equal after a round
-_OFF = 1e-3  # of a step's length: the largest error of a rule for the outer step
+_SHARED_MAX = 0.1  # share of gradient elements that ranks which step alone may have in common
+_MET_MIN = 0.5  # share of the elements that had differed that must be equal after a round
+_OFF = 1e-3  # largest error of a rule for the outer step, as a fraction of the step's length
 _SHORT = 2e-4  # relative: a rate or momentum this close to a short decimal is taken as that decimal
 _DIGITS = 3
 

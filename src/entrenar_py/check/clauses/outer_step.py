@@ -42,8 +42,8 @@ from entrenar_py.shared.wording import counted
 # each worker's distance from the outer weights, some of the mean of these, and one of the final
 # sum.
 BOUND = 2.0**-20
-SKETCHED = 2.0**-14  # for large models, as sketches are projections in float32
-ROUNDINGS = 16  # for weights in 16 bits, since their outer copy may have more bits
+SKETCHED = 2.0**-14  # bound for large models: sketches are projections in float32
+ROUNDINGS = 16  # allowed for weights in 16 bits: their outer copy may have more bits
 # The error of a pseudo-gradient that is sent and added in bfloat16, relative to its length.
 SENT_IN_16_BITS = 2.0**-7
 MOMENTUM = "momentum_buffer"
@@ -317,7 +317,7 @@ _BEGINNINGS = (
     "Nesterov's look-ahead is applied",
     "only rank",
 )
-_ALIKE = 1e-3  # of the step's length; the causes are much further apart than this
+_ALIKE = 1e-3  # fraction of the step's length; causes are much further apart than this
 
 
 @dataclass(frozen=True, kw_only=True)

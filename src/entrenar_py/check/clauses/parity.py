@@ -81,7 +81,8 @@ class _Followed:
     @classmethod
     def of(cls, tally: Tally, runs: Traces, tolerance: float | None) -> _Followed:
         done, model = cls(), model_of(runs)
-        if model is None and runs.base is not None:  # so that this reason is reported first
+        # Test this early, so that its reason is reported first.
+        if model is None and runs.base is not None:
             compared = Compared(runs=runs, model=runs.base, trace=runs.base)
             presuppositions.comparable(tally, presuppositions.SAMPLES, compared)
         base = () if runs.base is None else (runs.base,)

@@ -406,7 +406,7 @@ def _star(sizes: list[int], nodes: list[int]) -> Bytes:
 def _mesh(sizes: list[int], nodes: list[int]) -> Bytes:
     num_bytes = _steered(len(nodes))
     for rank, num in enumerate(nodes):
-        own = sum(sizes[rank :: len(nodes)])  # of the blocks that this rank averages
+        own = sum(sizes[rank :: len(nodes)])  # bytes of the blocks that this rank averages
         others = sum(sizes) - own
         num_bytes[rank, "worker", "sent"] = num * others + (len(nodes) - 1) * own
         num_bytes[rank, "worker", "got"] = (sum(nodes) - num) * own + others

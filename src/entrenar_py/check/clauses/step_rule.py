@@ -271,7 +271,7 @@ def _clipping(
     if norm is not None:
         message = "the norm is not that of the averaged gradient"
         tally.close(norm, update.grad_norm, relative * norm, message, **place)
-    if trace.traits.clipping == "other":  # to an unknown norm
+    if trace.traits.clipping == "other":  # gradients were clipped to an unknown norm
         tally.check(
             update.applied_norm <= update.grad_norm * (1 + relative),
             "the applied gradient is longer than the averaged one",

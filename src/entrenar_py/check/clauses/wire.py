@@ -144,7 +144,7 @@ def _trouble(kind: str, at: str, *, rank: int, step: int) -> Fault:
 
 # --- averages on the original system's wire -------------------------------------------------------
 
-ROUNDINGS_MAX = 1.0  # in the unit of `Heard.roundings`
+ROUNDINGS_MAX = 1.0  # the unit is that of `Heard.roundings`
 
 
 def plan_averages(invariant: Invariant) -> list[Scenario]:

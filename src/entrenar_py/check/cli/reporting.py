@@ -147,8 +147,8 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
     """Do the work of `job` and return its report. With `rows`, print each verdict as it comes."""
     started = time.monotonic()
     work, standing = job.work, job.standing
-    entries: dict[str, Entry] = {}  # by id
-    unapplied: dict[str, NotApplying] = {}  # by id: clauses that don't apply, as the runs showed
+    entries: dict[str, Entry] = {}  # clause id -> entry
+    unapplied: dict[str, NotApplying] = {}  # clause id -> why it doesn't apply
     interrupted = False
     seen = _curves(job.options)
     shown = terminal.Rows(output, standing.selected) if rows else None

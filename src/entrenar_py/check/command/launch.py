@@ -288,7 +288,7 @@ OUTPUT_BYTES_MAX = 2**24  # the part of a run's output that is kept
 TAIL_LINES = 20
 PIECE_BYTES = 2**16
 LOOK_EVERY_S = 1.0
-LEAVING_S = 15.0  # from the end of training to the end of the process, as some processes never end
+LEAVING_S = 15.0  # seconds between the end of training and of the process, as some never end
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -300,7 +300,7 @@ def ending(
         return "failed", _of_another_size(ranks, world_sizes, settings)
     status, reason = _of_ranks(last, settings, ended, ended_by, how)
     if status == "failed" and (_skip_apart(last, events) or _is_uneven(last, events)):
-        return "completed", ""  # it was ended when only some ranks had taken all steps
+        return "completed", ""  # the run was ended when only some ranks had taken all steps
     return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
 
 

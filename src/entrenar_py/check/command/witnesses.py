@@ -89,7 +89,7 @@ def _may_be_rounding(first: Trace, other: Trace) -> bool:
     return trial.broken is not None and rounding_bounds.may_be_rounding(other, first)
 
 
-_STEPS = 2  # of an epoch: the second shows if it is shuffled. One step if that is already known.
+_STEPS = 2  # steps of an epoch, as the second shows if it is shuffled; one if that is known
 
 
 class Shortening:

@@ -140,7 +140,7 @@ def require_scenarios(root: MapNode, problems: Problems) -> None:
             room.take(node, plain(node), f"clause {name or record.text('id')}")
 
 
-SCENARIOS_MAX = 10_000  # of one contract; more would take too long to run
+SCENARIOS_MAX = 10_000  # scenarios of one contract; more would take too long to run
 
 
 class Room:

@@ -255,7 +255,7 @@ class Iteration:
         has_order = getattr(loader, "in_order", True) or num_workers <= 1
         self.why = problem or ("" if has_order else DISORDER)
         self._is_ahead = num_workers > 0  # workers fetch batches ahead
-        self._indices: deque[Any] = deque()  # of batches that are not handed out yet
+        self._indices: deque[Any] = deque()  # indices of batches that are not handed out yet
         self.epoch: int | None = None
         self.is_over = False
         self.is_one_ahead = _is_one_ahead()

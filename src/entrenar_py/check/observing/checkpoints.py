@@ -33,7 +33,7 @@ _SAVES = re.compile(
     r"(?<!json\.)(?<!yaml\.)(?<!toml\.)"
     r"\b(save(?!fig|txt|_for_backward|_hyperparameters)\w*|dump|tofile)\s*\("
 )
-_LOADS = re.compile(  # of a file: load_state_dict may copy one model to another
+_LOADS = re.compile(  # calls that load a file; load_state_dict may copy one model to another
     r"\b(torch|pickle|joblib|np|numpy|dcp|checkpoint)\.load\b|\bload_(checkpoint|model|file)\b"
     r"|\bload_state\(|\bload_from_checkpoint|\bfromfile\(|resume|restore|ckpt_path"
 )

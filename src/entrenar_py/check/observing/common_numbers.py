@@ -53,7 +53,7 @@ _OF_PARAMETERS = {
 }
 _LOOKS = ("dtype", "layout", "device", "pin_memory")
 
-CURRENT: CommonNumbers | None = None  # of this process
+CURRENT: CommonNumbers | None = None  # those of this process
 
 
 def begin_if_planned() -> CommonNumbers | None:

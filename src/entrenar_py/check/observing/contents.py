@@ -28,12 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 from entrenar_py.check.observing import tensors
 
-ROWS_MAX = 2**16  # in a batch; slices of longer tensors are not samples
+ROWS_MAX = 2**16  # rows in a batch; slices of longer tensors are not samples
 IGNORED = -100  # the label that torch's losses ignore
 _LABELS = (torch.int64, torch.int32)
-ID_BYTES = 6  # since a JSON reader that knows only float64 has 53 bits for a whole number
+ID_BYTES = 6  # a JSON reader that knows only float64 has 53 bits for a whole number
 
-PADDING = (0, -100)  # at the end of texts, and of their labels
+PADDING = (0, -100)  # numbers that pad the end of texts, and of their labels
 _WHOLE = (torch.int64, torch.int32, torch.int16)
 
 Row = bytes

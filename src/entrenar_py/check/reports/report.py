@@ -25,7 +25,7 @@ EXIT_HELD = 0
 EXIT_FALSIFIED = 1
 EXIT_INCONCLUSIVE = 4
 EXIT_NOTHING_SELECTED = 5
-_REASON_CHARS_MAX = 120  # of a clause's reason in the explanation of the exit code
+_REASON_CHARS_MAX = 120  # length of a clause's reason in the explanation of the exit code
 _INTERRUPTED = "interrupted: this is what is known so far"
 
 

@@ -25,8 +25,10 @@ import triton.language as tl
 
 from entrenar_py.shared.trace import tensors
 
-BLOCKS = tl.constexpr(8)  # of 16 stripes of 8 words: after each but the last, lanes are scrambled
-ROW_WORDS = tl.constexpr(4)  # of a tensor's row: low half, high half, flags, one for the watch
+# Blocks per chunk, of 16 stripes of 8 words each. Lanes are scrambled after each but the last.
+BLOCKS = tl.constexpr(8)
+# Words of a tensor's row: low half, high half, flags, and one for the watch.
+ROW_WORDS = tl.constexpr(4)
 # Where the parts of the secret begin in the table (`digest.secrets`).
 LAST_STRIPE, LOW, HIGH, START = tl.constexpr(24), tl.constexpr(32), tl.constexpr(40), 48
 _START = tl.constexpr(START)
@@ -121,7 +123,7 @@ def hash_chunks(
 ROW = tl.constexpr(tensors.PROJECTIONS)  # elements; also the numbers of a projection
 SAMPLES = tl.constexpr(tensors.SAMPLES)
 SUMS = tl.constexpr(tensors.PROJECTIONS + 1)  # the projection and the sum of squares
-NUMBERS = tl.constexpr(tensors.PROJECTIONS + 1 + tensors.SAMPLES)  # of a sketch
+NUMBERS = tl.constexpr(tensors.PROJECTIONS + 1 + tensors.SAMPLES)  # length of a sketch
 
 
 @triton.jit
@@ -140,7 +142,7 @@ def project_sketch(
     first_row,  # int64 [chunks], in the whole tensor
     out,  # float64 [chunks, SUMS]
     dtype: tl.constexpr,
-    rows: tl.constexpr,  # of a chunk
+    rows: tl.constexpr,  # rows per chunk
     tile: tl.constexpr,  # rows that are read at once
 ):
     chunk = tl.program_id(0)

@@ -228,7 +228,7 @@ class Watch:
         self._look()
 
     def _after_step(self) -> None:
-        if self._judge is None:  # in the first step of every rank, whatever its `every`
+        if self._judge is None:  # so in the first step of every rank, whatever its `every`
             self._open()
         step = self._step
         self._step += 1

@@ -90,7 +90,7 @@ def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
     else:
         try:
             value = _build(tag, text)
-        except (ValueError, KeyError, IndexError):  # from SafeConstructor: a wrong text
+        except (ValueError, KeyError, IndexError):  # SafeConstructor found a wrong text
             kind = tag.removeprefix(TAG)
             given = escaping.shortened(text, chars_max=80)
             problems.error(at, f"{given!r} is no {kind}; quote it to make it text")

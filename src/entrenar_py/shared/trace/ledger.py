@@ -27,7 +27,7 @@ from entrenar_py.shared.untrusted import files, json_text
 
 VERSION = 1
 _AGAIN = "record the run again"
-EVENTS_MAX = 2**21  # of a trace to judge; a ledger that is only verified may have any length
+EVENTS_MAX = 2**21  # events of a trace to judge; a ledger that is only verified may have any length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
     checkpoint. If the checkpoint names no line, only its step can be compared.
     """
     num_made = 0
-    digest: str | None = None  # of the line that the checkpoint names
+    digest: str | None = None  # digest of the line that the checkpoint names
     is_begun = False
     for event in itertools.chain([None], reader):
         if reader.num_lines == since.lines:
