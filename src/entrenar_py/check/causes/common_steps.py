@@ -82,7 +82,7 @@ def _is_disturbed(trace: Trace) -> bool:
 
 
 def _origin(trace: Trace, step: int) -> str:
-    """Return words on the first micro-batch that was not finite; "" if all were."""
+    """Return a phrase about the first micro-batch that was not finite; "" if all were."""
     bad = [one for one in trace.standing.of(Shard) if not one.finite and one.step <= step]
     if not bad:
         return ""

@@ -69,7 +69,7 @@ class Edit:
         )
 
 
-Explain = Callable[[Edit], str]  # returns words on what happened to the weights, or ""
+Explain = Callable[[Edit], str]  # returns a phrase about what happened to the weights, or ""
 
 
 def judge(tally: Tally, trace: Trace) -> None:

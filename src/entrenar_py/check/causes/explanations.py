@@ -244,7 +244,7 @@ _DIRECTIONS = 2  # elements per micro-batch, so that no gradient is a combinatio
 
 
 def explain_shares(trace: Trace, update: Update, due: Tensors, bound: float) -> str:
-    """Return words on how often each micro-batch would have to count to give `due`; or "".
+    """Return a phrase about how often each micro-batch would have to count to give `due`; or "".
 
     `due` is the right gradient. It is explained if it is a sum of the micro-batches' gradients,
     within `bound` (relative, L2), with other shares than the applied gradient.
@@ -268,7 +268,7 @@ class LaterSteps:
     trace: Trace
 
     def explain(self, update: Update, bound: float, floor: float) -> str:
-        """Return words on how often each micro-batch of the step would have to count.
+        """Return a phrase about how often each micro-batch of the step would have to count.
 
         Return "" if that is unknown, or if rounding alone may explain the distance: if the gradient
         is not further off than `bound` (relative, L2) and `floor` (absolute). The gradient of a

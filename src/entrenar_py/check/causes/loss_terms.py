@@ -261,7 +261,7 @@ def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
 
 
 def _open(steps: Sequence[_Step]) -> str:
-    """Return words on what is undecided about the losses of `steps` ([]: losses are unknown)."""
+    """Return a phrase about what is undecided in the losses of `steps` ([]: they are unknown)."""
     if not steps:
         return (
             "by which number it divides their losses is unknown without {accumulation} in the "

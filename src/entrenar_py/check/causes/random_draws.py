@@ -80,7 +80,7 @@ def other_contents(compared: Compared) -> str:
 
 
 def _drawn_before(trace: Trace) -> str:
-    """Return words on which draws may have changed the contents; "" if none."""
+    """Return a phrase about which draws may have changed the contents; "" if none."""
     drawn = _by_place(trace)
     places = [
         f"{PLACES[where]}, from {_named(drawn[where])}"
@@ -249,7 +249,7 @@ def _named(draws: _Draws) -> str:
 
 
 def named(generator: str) -> str:
-    """Return words for a generator: `numpy's generator`, `the generator noise_rng`."""
+    """Return a phrase for a generator: `numpy's generator`, `the generator noise_rng`."""
     known = {"torch": "torch's", "numpy": "numpy's", "python": "Python's"}
     if generator in known:
         return f"{known[generator]} generator"

@@ -182,7 +182,7 @@ _WORDS = {"weights": "weights", "optimizer": "optimizer state"}
 def _how_it_differs(
     due: TensorRecord, got: TensorRecord, history: Iterator[tuple[TensorRecord | None, str]]
 ) -> str:
-    """Return words on what a tensor was restored as, as far as that is known."""
+    """Return a phrase about what a tensor was restored as, as far as that is known."""
     left, right = due.elements(), got.elements()
     if left is not None and right is not None and left.any() and not right.any():
         return "is zero: it was not restored"
@@ -276,7 +276,7 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
 
 
 def _late(straight: Trace, trace: Trace, drawn: Drawn) -> str:
-    """Return words if a generator was perhaps restored too late; "" otherwise.
+    """Return a phrase if a generator was perhaps restored too late; "" otherwise.
 
     In the run without stops, the generator's state before the step's draw may differ from its state
     after the previous step's draw. Then it also draws between the two steps, and must be restored
@@ -310,7 +310,7 @@ def _place(shard: Shard) -> Place:
 
 
 def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
-    """Return words on where in the data the resumed run continues, as far as that is known."""
+    """Return a phrase about where in the data the resumed run continues, as far as is known."""
     back = [start.step for start in trace.of(Start) if start.resumed and start.step <= shard.step]
     if seen is None or shard.step not in back:
         return ""
@@ -329,7 +329,7 @@ def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
 
 
 def _other_order(straight: Trace, model: Shard, shard: Shard) -> str:
-    """Return words on how the samples differ from those of `model`, the shard without stops.
+    """Return a phrase about how the samples differ from those of `model`, the shard without stops.
 
     Samples are called drawn again, or the rest of the epoch, only if epochs are known.
     """

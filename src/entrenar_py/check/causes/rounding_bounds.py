@@ -361,7 +361,7 @@ class Sensitivity:
         return self._until("gradient", step) > CHAOTIC
 
     def in_words(self, num_steps: int, bound: float) -> str:
-        """Return words on how far rounding moves the first steps; "" if by no more than `bound`."""
+        """Return a phrase about how far rounding moves the first steps; "" if within `bound`."""
         for step in range(num_steps):
             if self.is_chaotic(step):
                 return (

@@ -238,7 +238,10 @@ class _Judged:
             missing.ask(self.tally, unknown, NORMS)
 
     def _constant(self, free: Sequence[_Scaled]) -> str:
-        """Return words on the error that gives all gradients one norm below the limit; or ""."""
+        """Return a phrase about the error that gives all gradients one norm below the limit.
+
+        Return "" if the script doesn't make this error.
+        """
         norms, wholes = [step.norm for step in free], [step.whole for step in free]
         if len(free) < len(self.scaled) or max(norms) > min(norms) * (1 + 4 * self.bound):
             return ""
@@ -264,7 +267,7 @@ class _Judged:
         missing.ask(self.tally, why, CLIP_NORM)
 
     def _counted_twice(self, free: Sequence[_Scaled]) -> str:
-        """Return words on the error that the norm counts a tensor twice; "" if it doesn't."""
+        """Return a phrase about the error that the norm counts a tensor twice; "" if it doesn't."""
         groups = [names for event in self.trace.of(Noticed) for names in event.shared]
         names = {name for step in free for name in step.update.gradient}
         known = {name for group in groups for name in group}

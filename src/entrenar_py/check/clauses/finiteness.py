@@ -202,7 +202,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
 
 
 def _unknown_at(trace: Trace, halt: Halt) -> str:
-    """Return words on the unrecorded shards that may have caused a halt; "" if none is missing."""
+    """Return a phrase about unrecorded shards that may have caused a halt; "" if there are none."""
     shards = [shard for shard in trace.of(Shard) if shard.step == halt.step]
     if not any(_same_place(halt, shard) for shard in shards):
         where = "" if halt.rank is None else f" of rank {halt.rank}"

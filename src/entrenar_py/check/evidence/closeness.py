@@ -417,7 +417,7 @@ def _relation_of_rates(
     expected: Mapping[int, Mapping[int, Update]],
     scenario: Scenario,
 ) -> str:
-    """Return words on a wrong rate: which step has this rate, or its factor; "" if unknown."""
+    """Return a phrase about a wrong rate: the step that has it, or its factor; "" if unknown."""
     other = step_of_rate(name, got, expected)
     if other is not None and other != step:
         counts = {"worker": scenario.world_size, "micro-batch": scenario.accumulation}

@@ -136,7 +136,7 @@ def _cause(factor: float, scenario: Scenario | None, bound: float) -> str:
 
 
 def _of_order(right: Vector, wrong: Vector, bound: float) -> str:
-    """Return words if `wrong` has the elements of `right` shifted or in another order, else ""."""
+    """Return a phrase if `wrong` has `right`'s elements shifted or in another order, else ""."""
     if right.size < _TELLING_MIN or np.unique(right).size < _TELLING_MIN:
         return ""
     allowed = bound * float(np.linalg.norm(right))
