@@ -47,7 +47,7 @@ class Model(Protocol):
 
     @property
     def draws(self) -> bool:
-        """True if the model itself draws random numbers, with the key of `drop` (`key_of`)."""
+        """True if `loss_of` draws random numbers itself, with the key from `key_of(drop)`."""
 
     @property
     def is_static(self) -> bool:
@@ -55,7 +55,7 @@ class Model(Protocol):
 
     @property
     def may_wait(self) -> bool:
-        """True if `batch` may wait for data that are still being made."""
+        """True if `batch` may wait for data that are still being produced."""
 
     @property
     def constants(self) -> Tensors:
@@ -87,9 +87,9 @@ class Stepping(Protocol):
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
         """Return a function that computes the loss and the gradients of `workload` at `tensors`.
 
-        The caller may change all tensors except frozen ones between steps; `on_torch.ResidentStep`
-        has to be told then (`changed`). If the device fails, the function raises BackendUnavailable
-        with the device library's message.
+        Between steps, the caller may change all tensors except frozen ones. An
+        `on_torch.ResidentStep` learns of a change only by a call of its `changed`. If the device
+        fails, the function raises BackendUnavailable with the device library's message.
         """
         ...
 

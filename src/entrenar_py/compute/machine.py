@@ -19,7 +19,7 @@ from entrenar_py.shared.errors import BackendUnavailable
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One backend by its `--backend` name; `reason` says why it doesn't work, if it doesn't.
+    """One backend by its `--backend` name; `reason` says why it doesn't work, "" if it does.
 
     `facts` are reported by its library: limits, features, memory in bytes.
     """
@@ -68,7 +68,7 @@ def versions() -> dict[str, str]:
 
 
 def found() -> list[Found]:
-    """Return the CPU, every GPU of torch and every wgpu adapter, or why there is none."""
+    """Return a record for the CPU, every GPU of torch and every wgpu adapter, working or not."""
     return [*_examined("cpu", _host_memory()), *_cuda(), *_wgpu()]
 
 

@@ -112,11 +112,11 @@ Result = tuple[float, list[Array]]  # of a `Stepper`
 class ResidentStep:
     """A `Stepper` that keeps a copy of all tensors on the GPU.
 
-    `weights` has the trainable tensors there as one vector, float32 [num_trainable]. Whoever
-    changes tensors on the host calls `changed`, and the next step uploads them. Loss and gradients
-    are downloaded as one vector. The operations of a static workload are recorded once for each
-    shape of a batch, and then replayed by one call: launching operations takes longer than running
-    them. If recording fails, a line on standard error says why.
+    `weights` is a vector of the trainable tensors on the GPU, float32 [num_trainable]. After
+    changing tensors on the host, call `changed`: the next step then uploads them. Loss and
+    gradients are downloaded as one vector. The operations of a static workload are recorded once
+    for each shape of a batch, and then replayed by one call: launching operations takes longer than
+    running them. If recording fails, a line on standard error says why.
     """
 
     def __init__(
@@ -146,7 +146,8 @@ class ResidentStep:
             self._scale = torch.tensor(scale, device=backend.place)
             self._fetching = torch.cuda.Stream(backend.place)  # type: ignore[no-untyped-call]
         self._buffers = [self._copies[name] for name in buffers]
-        self._is_current = self._has_buffers = False  # the copies have the values of the host
+        # whether the GPU's copies equal the host's tensors; all of them, the buffers
+        self._is_current = self._has_buffers = False
 
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> Result:
         batch = self._workload.batch(ids)
@@ -157,9 +158,9 @@ class ResidentStep:
     def begin(self, ids: Sequence[int]) -> Callable[[], Result] | None:
         """Start the step of `ids` without dropout; return a function that waits for its result.
 
-        Returns None, and starts nothing, if this would take time: unless the operations are
-        recorded, they are launched one by one; a large result is not copied while the GPU computes;
-        and samples may have to be waited for.
+        Returns None, and starts nothing, if this call could block: if the operations are not
+        recorded (they would be launched one by one), if the result is too large to be copied while
+        the GPU computes, or if the workload may wait for samples.
         """
         is_large = 4 * (sum(self._sizes) + 1) > _PINNED_BYTES_MAX
         if not self._records or is_large or self._workload.may_wait:

@@ -359,7 +359,7 @@ FUSING = frozenset(pointwise.SCALARS) | {
 }
 
 
-REGION_MAX = 12  # operations to look ahead for one that all uses of a value reach
+REGION_MAX = 12  # how many operations ahead to look for one that all uses of a value reach
 
 
 @dataclass(frozen=True)
@@ -497,7 +497,7 @@ class _Lowering:
         return fits and self._converges(node)
 
     def _converges(self, node: Node) -> bool:
-        """Return whether all uses of `node` reach one operation, through few others that fuse."""
+        """Return whether all uses of `node` soon reach one operation, through fusible ones."""
         ahead = {user for user in node.users if self._uses[user]}
         for _ in range(REGION_MAX):
             first = min(ahead, key=self._order.__getitem__)

@@ -1,9 +1,9 @@
-"""An independent oracle of a fine-tuning: stock `transformers`, adapters and losses written again.
+"""An independent oracle for fine-tuning: stock `transformers`, with adapters and losses rewritten.
 
-It uses nothing of `tuning`, nor `peft`. An adapter's layer is y = W x + (alpha / rank) B (A x). A
-language model's loss is -log p of each token to predict, given those before it; a classifier's is
-that of the row's class, seen from the row's last token. A step's loss is the sum of these terms,
-each times its weight, divided by the sum of the weights.
+Neither the losses of `train.model` nor `peft` are used. An adapter's layer is y = W x + (alpha /
+rank) B (A x). A language model's loss is -log p of each token to predict, given the tokens before
+it; a classifier's is that of the row's class, computed at the row's last token. A step's loss is
+the sum of these terms, each times its weight, divided by the sum of the weights.
 """
 
 from __future__ import annotations
@@ -205,10 +205,11 @@ class Textbook:
 
 
 class PairTextbook(Textbook):
-    """The same for pairs: the mean of -log sigmoid(m), or of both signs with label smoothing.
+    """`Textbook` for preference pairs: the loss is the mean of -log sigmoid(m).
 
-    The margin m is beta times the sum over the chosen side's completion of log p - log q, less that
-    over the rejected side's. q is the checkpoint's own model.
+    With label smoothing, it is a weighted mean for both signs of m. The margin m is beta times (the
+    sum over the chosen side's completion of log p - log q, minus that over the rejected side's). q
+    is the checkpoint's own model.
     """
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,7 +265,7 @@ def compare(
         )
 
 
-_NUM_ROWS = 3  # rows with compared logits
+_NUM_ROWS = 3  # rows to compare logits on
 
 
 def written(

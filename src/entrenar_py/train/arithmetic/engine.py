@@ -20,7 +20,8 @@ from entrenar_py.compute.on_torch import ResidentStep
 from entrenar_py.train.arithmetic import blocks, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Workload
 
-NAMING_NUMBERS = 8  # of 24 random bits each: enough to tell any two streams apart
+# digested to identify a stream; with 24 random bits each, they tell any two streams apart
+NAMING_NUMBERS = 8
 
 
 class ShardStreams:
@@ -97,10 +98,10 @@ class Engine:
     """A replica: all tensors of a workload, the trainable ones as one flat vector.
 
     `parameters` is float32 [num_trainable]. `arrays` has read-only views of all tensors by name,
-    divided into `weights` and `buffers`. `tensors` has the same memory as torch tensors; the
-    initial values are copied. `scale` (`scale_of`) multiplies gradients and statistics, not losses.
-    `stepper` computes these on the backend. `resident` is the same stepper if its device keeps
-    copies of the tensors: whoever changes tensors here calls `changed`.
+    divided into `weights` and `buffers`. `tensors` shares their memory as torch tensors; the
+    initial values are copied. `stepper` computes losses, gradients and statistics on the backend;
+    `scale` (`scale_of`) multiplies all of them except losses. `resident` is the same stepper if its
+    device keeps copies of the tensors, else None: after changing tensors, call `changed`.
     """
 
     def __init__(

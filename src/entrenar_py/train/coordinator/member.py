@@ -222,7 +222,8 @@ class Member:
         average = self.replicas.averaged(mean, *self.held.total, device)
         self.replicas.move(self.worker, average)
         self._go_on(step + 1)
-        _ = average.applied_norm  # later the device would compute the next shard first
+        # computed now, because later the device would compute the next shard first
+        _ = average.applied_norm
         # What a device computes from here on, it computes while the host records the step.
         first, self._first = self._first, None
         if first is not None and step + 1 < self.plan.num_steps:

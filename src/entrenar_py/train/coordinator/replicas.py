@@ -1,4 +1,4 @@
-"""The workers of one run in this process: their shards, their steps, and the record of these.
+"""The workers of one run in this process: their shards, their steps, and their records.
 
 Every system that trains with logical shards and the tree uses this module. The system itself is
 responsible for communication between workers.
@@ -49,8 +49,8 @@ Begun = Callable[[], tuple[Array, float, float]]  # waits for a shard's vector, 
 class Worker:
     """One worker: its replica and its optimizer state.
 
-    With an `on_device`, steps are taken there. `settle` copies their results to the host. `begun`
-    has the shards of the current step that the device computes already.
+    If `on_device` is not None, it takes the steps, and `settle` copies their results to the host.
+    `begun` has the shards of the current step that the device is already computing.
     """
 
     rank: int
@@ -94,8 +94,8 @@ class Worker:
 class Average:
     """The average of one step: `mean` is the averaged vector, `clipped` its clipped gradient.
 
-    `loss` is the batch's summed loss divided by its `weight`, and `rate` the learning rate.
-    `norm` is the gradient's L2 norm before clipping. `clipped` lies where steps are taken, and
+    `loss` is the batch's summed loss divided by its `weight`, and `rate` the learning rate. `norm`
+    is the gradient's L2 norm before clipping. `clipped` is on the device that takes the step, and
     `clipped_norm` returns its norm.
     """
 
@@ -337,7 +337,7 @@ class Replicas:
         backend = self.backend_of(rank)
         replica = engine.Engine(self.workload, backend, tensors, scale=self.scale)
         state = optimizer.initial_state(self.plan.optimizer, self.layout.num_trainable)
-        if moments is not None:  # `state` needs them in order
+        if moments is not None:  # in the order of `state`
             state = {name: moments[name].copy() for name in state}
         return Worker(rank, replica, state)
 

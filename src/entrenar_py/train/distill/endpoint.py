@@ -137,9 +137,9 @@ _AROUND_BYTES, _TOKEN_BYTES = 2**20, 2**10
 CONNECT_S = 30.0
 FIRST_WAIT_S = 1.0  # before the first retry; doubled for each further retry
 WAIT_S_MAX = 600.0
-HOPELESS = 16  # after this many prompts in a row that the server failed, no more are asked
+HOPELESS = 16  # after the server fails this many prompts in a row, no more are sent
 _TICK_S = 0.2  # between checks for signals
-_AGAIN = (408, 409, 425, 429)  # statuses below 500 that a retry may change
+_AGAIN = (408, 409, 425, 429)  # statuses below 500 for which a retry may help
 _REFUSALS = {
     401: "name the environment variable with the right key in distill.text.key_variable",
     403: "use a key that may use the model (distill.text.key_variable)",
@@ -210,9 +210,10 @@ def key(variable: str | None) -> str | None:
 
 
 class _TroubleError(Exception):
-    """A request without an answer. `again` says whether to retry, after `after_s` seconds if given.
+    """Raised when a request gets no answer. `again` says whether to retry.
 
-    `is_servers` is False if the prompt itself is at fault.
+    The retry waits `after_s` seconds, or the usual time if None. `is_servers` is False if the
+    prompt itself is at fault.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class Endpoint:
 
     @property
     def day(self) -> None:
-        """None: the server has the template, and its own clock."""
+        """None: the server applies the template, with its own clock."""
         return
 
     @property

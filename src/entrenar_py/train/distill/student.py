@@ -236,7 +236,7 @@ class Student(Finetuning):
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """See `Tuned`."""
+        """See `train.model.workload.Tuned`."""
         return {
             "distill.shards": self.teacher.facts.digest,
             "distill.alpha": self.mix.alpha,

@@ -234,7 +234,10 @@ _FAILURES_SHOWN = 20  # failed prompts that are listed
 
 
 def text(arguments: argparse.Namespace) -> int:
-    """Ask the teacher; return the exit code. Raises as `Asking` does."""
+    """Get the teacher's answers, and write the rows; return the exit code.
+
+    Raises as `Asking` does.
+    """
     settings, section = settings_of(arguments.config)
     asking = Asking(settings, section, url=arguments.endpoint, backend=arguments.backend)
     with closing(asking.journal):

@@ -124,7 +124,7 @@ def _fits(samples: Samples, listed: Contents, settings: Settings) -> bool:
     return samples.is_consistent and is_of_task and len(listed.class_weights) == num_labels
 
 
-INDEX_BYTES_MAX = 2**26  # an entry, with a weight's and a file's name, takes about 150
+INDEX_BYTES_MAX = 2**26  # an entry, with a weight's and a file's name, takes about 150 bytes
 
 
 async def obtain_stage(

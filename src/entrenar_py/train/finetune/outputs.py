@@ -189,7 +189,10 @@ def keep(
     *,
     model_digest: str,
 ) -> None:
-    """Write an evaluated state to `folder`, for later commands. Raises SystemFailure."""
+    """Write an evaluated state to `folder`, for later commands.
+
+    Raises SystemFailure if a file can't be written.
+    """
     with replacing(folder, marks=(*MARKS, SETTINGS), advice="make room or give access") as partial:
         _fill(partial, prepared, module, tensors, model_digest=model_digest)
         (partial / _KEPT).write_text(json.dumps(asdict(kept)) + "\n", encoding="utf-8")
@@ -301,7 +304,7 @@ def load(path: Path, *, trusts: bool) -> Output:
 
 
 def _require_same(path: Path, settings: Settings, digests: Digests | None) -> None:
-    """Raise UsageError if the model under the adapters, or the tokenizer, is not the run's."""
+    """Raise UsageError if the model under the adapters, or the tokenizer, isn't the run's own."""
     if digests is None:
         printing.warn(
             f"entrenar: warning: {path / SETTINGS}: an older release wrote no digests of "
@@ -445,7 +448,10 @@ def _answer(
 
 
 def _asked(tokenizer: Any, prompt: Conversation, day: str | None) -> list[int]:
-    """Return the tokens of a question in the chat template. Raises UsageError if it is refused."""
+    """Return the tokens of a question in the chat template.
+
+    Raises UsageError if the template refuses the conversation.
+    """
     try:
         return ChatEncoder(tokenizer, day).prompt(prompt)
     except BadConversationError as error:

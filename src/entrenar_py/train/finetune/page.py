@@ -31,7 +31,7 @@ PASSES_MAX = 2_000  # more passes are not drawn
 
 
 def passes_of(record: Mapping[str, Any]) -> dict[int, list[Timed]]:
-    """Return each rank's passes in a record of the metrics; an empty mapping if it is malformed."""
+    """Return each rank's forward and backward passes in a metrics record; {} if it is malformed."""
     passes = dict[int, list[Timed]]()
     given = record.get("passes_us")
     for rank, times in given.items() if isinstance(given, dict) else ():
@@ -47,7 +47,7 @@ def passes_of(record: Mapping[str, Any]) -> dict[int, list[Timed]]:
 
 
 def draw_passes(passes: Mapping[int, Sequence[Timed]], num_shards: int) -> Iterator[str]:
-    """Yield a drawing of `passes`, by rank, with the waiting time, and that of equal stages."""
+    """Yield a drawing of `passes` by rank, and a sentence on the time that stages waited."""
     every = [timed for of_rank in passes.values() for timed in of_rank]
     idle = pipeline.idle_share(passes)
     if idle is None or len(every) > PASSES_MAX:

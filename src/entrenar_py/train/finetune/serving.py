@@ -131,7 +131,8 @@ def shared_settings(settings: Settings) -> dict[str, object]:
         workers=Settings.workers,
         evaluate_every=Settings.evaluate_every,
         keep=Keep(),
-        lora=replace(settings.lora, start_from=None),  # it gets the values with the run's state
+        # a worker gets these values with the run's state
+        lora=replace(settings.lora, start_from=None),
     )
     record = settings_file.to_record(plain)
     return {**record, "model": "model", "output": "output", "data": _data(record["data"])}

@@ -155,8 +155,8 @@ class Evaluator:
 class _Keeper:
     """Keeps the best adapters, and the last ones, as the settings say.
 
-    A resumed run goes on with the best loss of its plan that is noted there. If it evaluates a step
-    again, that step has the same bits.
+    A resumed run continues from the best loss that an earlier part of the same plan noted. If it
+    evaluates a step again, that step has the same bits.
     """
 
     def __init__(self, prepared: Prepared, module: nn.Module, plan: TrainingPlan) -> None:

@@ -38,7 +38,8 @@ from entrenar_py.train.model.rendering import (
 Rows = TypeVar("Rows", Conversation, Chats)
 Found = TypeVar("Found")
 
-# Before and after a part, with the part's number. No text has these, which are not characters.
+# Tags before and after a part, next to the part's number. They are Unicode's noncharacters, which
+# no text contains.
 _OPEN, _CLOSE, _END = "\ufdd2", "\ufdd3", "\ufdd4"
 _TAG = re.compile(f"[{_OPEN}{_CLOSE}]([0-9]+){_END}")
 _THINK = re.compile(r"(</?think>)")
@@ -271,8 +272,8 @@ def _bare(text: str) -> str:
     return "".join(text.split()).casefold()
 
 
-# Two texts that replace a turn. They begin and end differently, so the text that a conversation has
-# in common with both versions lies around the turn.
+# Two texts that replace a turn. They have different first and last characters, so whatever a
+# conversation has in common with both versions lies around the turn.
 _OTHERS = ("\u00a7 other", "\u00b6 another \u00a4")
 
 

@@ -27,7 +27,7 @@ from entrenar_py.train.model import blocks
 
 
 class Masks(TorchFunctionMode):
-    """While entered, dropout draws by `key`, int32 [2]; if that is None, nothing is dropped.
+    """A torch mode in which dropout draws by `key`, int32 [2]; without a key, nothing is dropped.
 
     `first` is the number of the next draw.
     """

@@ -28,7 +28,8 @@ from entrenar_py.train.model.settings import Settings
 
 _MARKERS = ("▁",)  # marks the start of a word; even tokenizers without files have it
 _SHOWN = 12  # layers in a message
-_ROUNDED = 1e-4  # of the logits' norm: rounding changes less, tokens that an encoder sees more
+# of the logits' norm: rounding changes less, a later token that an encoder sees changes more
+_ROUNDED = 1e-4
 
 
 def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
@@ -113,7 +114,7 @@ def part(
     *,
     unties: bool,
 ) -> nn.Module:
-    """Return the part of the model that `shorten` leaves, with its adapters, as `load` would.
+    """Return the part of the model that `shorten` leaves, with its adapters, as `load` returns it.
 
     No other weights of the checkpoint are read. Only parameters with a name in `trains` are
     trained. Their values are not those with which a run begins.

@@ -35,7 +35,7 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True)
 class Chats:
-    """A pair of messages that follow those of a prompt, in the form that chat templates take."""
+    """Two lists of messages that follow a prompt's messages, in the form of chat templates."""
 
     prompt: Sequence[Message]
     chosen: Sequence[Message]
@@ -134,7 +134,7 @@ def _messages(name: str, values: list[Any]) -> list[Message]:
 
 
 def _differ_at(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how much both begin with. If one is the beginning of the other, both keep an item."""
+    """Return the length of the common prefix, less one if a whole sequence is the prefix."""
     both = enumerate(zip(first, second, strict=False))
     shorter = min(len(first), len(second))
     return next((place for place, (a, b) in both if a != b), max(shorter - 1, 0))
@@ -150,7 +150,7 @@ def of_texts(pair: Texts, tokenise: Callable[[str], list[int]], end: str | None)
 
 
 def encoded(prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int]) -> Encoded:
-    """Return the tokens of both sides, and how many of them are those of the prompt in both."""
+    """Return the tokens of both sides, and how many first tokens both share with the prompt."""
     shared = min(_num_shared(prompt, chosen), _num_shared(prompt, rejected))
     return Encoded(num_prompt=shared, chosen=chosen, rejected=rejected)
 

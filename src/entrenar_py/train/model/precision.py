@@ -177,7 +177,7 @@ def settle_quantised(module: nn.Module) -> None:
 
     On CPUs with AVX512-BF16, bitsandbytes would pack the weights again when a model is evaluated,
     and from then on compute in bfloat16 without gradients. In a graph, a layer's product is that of
-    `backends.nf4` with the tensors `weight` and TABLES.
+    `compute.nf4` with the tensors `weight` and TABLES.
     """
     for _, layer in quantised_layers(module):
         layer.support_avx512bf16_for_cpu = False

@@ -266,7 +266,7 @@ class ChatTemplate:
 
 
 def _bound(environment: Any) -> None:
-    """Make a sandbox refuse results longer than LENGTH_MAX. It gets its own tables."""
+    """Make a sandbox refuse results longer than LENGTH_MAX, with tables of its own."""
     plain, call = environment.binop_table, environment.call
 
     def operated(_: Any, operator: str, left: Any, right: Any) -> Any:

@@ -52,7 +52,7 @@ _MANY_CHARS = re.compile(r"has \d+ characters, too many for data\.max_tokens=")
 
 @dataclass(frozen=True)
 class Sample:
-    """The tokens of a row. `is_target` says for each whether it is predicted from those before it.
+    """The tokens of a row. `is_target` says for each token whether earlier tokens predict it.
 
     `label` is the number of the row's class, NO_LABEL if there are no classes. `cut` is the number
     of tokens of a pair's chosen side, 0 if the row is no pair.
@@ -65,7 +65,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the model gets in one row: of a pair, those of a side."""
+        """The number of tokens that the model gets in one row; for a pair, of the longer side."""
         return max(self.cut, len(self.tokens) - self.cut)
 
 
@@ -120,7 +120,7 @@ class Encoder:
 
     @cached_property
     def _chats(self) -> ChatEncoder:
-        """Created for the first chat: it may copy the tokenizer, which no other task needs."""
+        """The encoder of chats, created for the first one: it may copy the tokenizer."""
         return ChatEncoder(self._tokenizer, self._settings.data.date)
 
     def encode(self, row: Row) -> Sample | BadRow:
@@ -252,7 +252,8 @@ def _hint(label: str, num_labels: int) -> str:
     return ""
 
 
-VERSION = 6  # of the file, and of what is learned from a row; others are created again
+# of the file, and of what is learned from a row; files of other versions are created again
+VERSION = 6
 _SHOWN = 20  # bad rows in a message
 
 

@@ -85,8 +85,8 @@ def compile_blocks(module: nn.Module) -> None:
     # Otherwise a length that happens to equal the hidden size would be treated as a constant.
     cast("Any", shapes).use_duck_shape = False
     dynamo = cast("Any", torch._dynamo.config)
-    # A module's float, as the scale of an adapter, would be a symbol at first, and after all has
-    # been traced a constant: torch would trace everything again.
+    # A module's float, such as the scale of an adapter, would at first be a symbol, and a constant
+    # once everything is traced: then torch would trace everything again.
     dynamo.specialize_float = True
     dynamo.recompile_limit = max(dynamo.recompile_limit, _KINDS_MAX)
     stacks = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
@@ -158,7 +158,7 @@ class Tuned(Workload):
     """
 
     name = "finetune"
-    draws = True  # from outside, nobody can know which layers of a model have dropout
+    draws = True  # the trainer can't know which layers of a model have dropout
 
     def __init__(
         self,

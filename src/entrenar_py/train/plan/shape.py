@@ -167,7 +167,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Answers(TorchFunctionMode):
-    """Answers what code asks of tensor values, such that the larger case is rehearsed.
+    """Answers what code asks about values of meta tensors; the case with more memory is assumed.
 
     Rows are assumed to be padded, so not all elements of a mask [n, t] are set. No row is assumed
     to hold several texts; transformers asks a tensor [n] about that. Dtypes are those of autocast.

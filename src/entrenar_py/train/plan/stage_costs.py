@@ -80,7 +80,7 @@ class Place:
 
     @property
     def num_kept(self) -> int:
-        """The maximal number of shards between their two passes (`protocol.pipeline.order`)."""
+        """The maximal number of shards between their two passes (`train.wire.pipeline.order`)."""
         return 1 if self.is_last else min(self.num_stages - self.stage + 1, self.shards)
 
     @property

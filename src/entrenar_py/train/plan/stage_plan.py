@@ -188,8 +188,8 @@ def propose(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
     """Return the stages that fit and have the fastest slowest stage, one for each of `workers`.
 
     Workers get stages in their order. Raises UsageError if there are more workers than blocks, or
-    if no cut fits. Then it names the stage that lacks the most memory, in the cut that lacks the
-    least.
+    if no cut fits. Of the cut that lacks the least memory, the error names the stage that lacks the
+    most.
     """
     if len(workers) > costs.num_blocks:
         raise UsageError(

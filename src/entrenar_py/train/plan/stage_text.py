@@ -126,7 +126,7 @@ def _term_rows(plan: StagesPlan) -> Iterator[tuple[str, ...]]:
 
 
 def _step(plan: StagesPlan) -> Iterator[str]:
-    """Yield the time of a step and the terms that it is the sum of."""
+    """Yield the time of a step, and the terms that add up to it."""
     num_shards, num_stages = plan.costs.num_shards, len(plan.stages)
     if plan.step_seconds is None:
         sentence = (

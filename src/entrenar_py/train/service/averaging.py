@@ -215,7 +215,7 @@ class _Reader:
         return tuple(values)
 
 
-TRAINER = "averaging"  # names in the plan of such a ledger
+TRAINER = "averaging"  # the trainer's name in the plan of an averaging coordinator's ledger
 _HALTED = "halted"
 
 

@@ -103,7 +103,7 @@ class Screen:
         self._scored: Scored | None = None
 
     def __call__(self, happening: StepMade | Scored) -> None:
-        """Show this from the next refresh on."""
+        """Show `happening` from the next refresh on."""
         if isinstance(happening, Scored):
             self._scored = happening
         else:
@@ -236,7 +236,7 @@ class Pace:
 
 
 class Lines:
-    """Prints notes and the last step, and at most one more step and save in LINE_EVERY_S."""
+    """Prints all notes and the last step; else at most one step and one save in LINE_EVERY_S."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console

@@ -389,7 +389,7 @@ class StageHands:
         self.stage.bind(asked)
 
     def run(self, asked: do.Pass) -> Passed | NonFinite:
-        """Make the pass that `request` names, in any thread."""
+        """Make the pass `asked`, in any thread."""
         return self.stage.run(asked)
 
     def regroup(self, number: int) -> None:

@@ -164,7 +164,7 @@ def _require_runs(module: nn.Module, own: range, tokens: Tensor) -> None:
         output_of(module, tokens)
     except (UsageError, _InTuples, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a model of others raises what it likes
+    except Exception as error:  # foreign model code may raise anything
         named = type(blocks.decoder_of(module)).__name__
         part, problem = wording.spanned("block", own), f"{type(error).__name__}: {error}".strip()
         raise UsageError(
@@ -184,7 +184,7 @@ def _require_hidden(hidden: Tensor) -> None:
 
 
 def unlike_at_the_end(module: nn.Module, products: torch.dtype) -> Tensor:
-    """Return the outputs [2, 4, d] of two rows of tokens, or of hidden states, that end unlike."""
+    """Return the outputs [2, 4, d] for two rows that differ only in the last token."""
     place = next(module.parameters()).device
     tokens = torch.tensor([PROBED, (*PROBED[:-1], PROBED[-1] + 1)], device=place)
     with in_evaluation(module), precision.applied(products, place):
@@ -206,7 +206,7 @@ def hidden_of(output: Any) -> Tensor:
 
 
 def _example(hidden: Tensor) -> Tensor:
-    """Return values of the shape of `hidden`, [n, t, d], instead of those that no stage has sent.
+    """Return example values in the shape of `hidden`, [n, t, d]: no earlier stage has sent any.
 
     Rows are the same except for their last token.
     """

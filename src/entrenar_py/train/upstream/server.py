@@ -288,7 +288,7 @@ class AveragingServer:
         self.end.stop(reason, at_once=at_once)
         self._look()
 
-    # --- what the end writes ----------------------------------------------------------------------
+    # --- called by the end ------------------------------------------------------------------------
 
     def write(self, peer: Peer, message: WireMessage, buffers: Sequence[Buffer]) -> None:
         """Send a message.
@@ -324,7 +324,7 @@ class AveragingServer:
         stopped = finish is not None and finish.status == "stopped"
         return FAREWELL_S if stopped else self.end.machine.patience.shard_s
 
-    # --- what the network tells -------------------------------------------------------------------
+    # --- called by the network --------------------------------------------------------------------
 
     def _opened(self, sock: socket.socket, visit: Visit) -> None:
         link = Link(sock, buffer=self.end.buffer, filled=self._filled, lost=self._lost)

@@ -251,7 +251,7 @@ class Coordinator(Dealing):
         say.Heartbeat: lambda *_: [],
     }
 
-    # --- how the run goes on ----------------------------------------------------------------------
+    # --- the next move of the run -----------------------------------------------------------------
 
     def _settle(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -371,7 +371,7 @@ class Coordinator(Dealing):
         self.stage = Stage.OVER
         return [*self._dismiss(farewell, finish.reason or finish.status), finish]
 
-    # --- small things -----------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _welcome(self, member: Member) -> say.Welcome:
         resumed = self.run.resumed and not self._begun

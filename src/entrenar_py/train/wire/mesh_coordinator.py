@@ -186,7 +186,7 @@ class MeshCoordinator(Grouping):
         say.Leave: _leave,
     }
 
-    # --- how the run goes on ----------------------------------------------------------------------
+    # --- the next move of the run -----------------------------------------------------------------
 
     def _is_staged(self) -> bool:
         return self.stage is Stage.COMPUTING

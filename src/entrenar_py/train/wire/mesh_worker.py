@@ -180,7 +180,7 @@ class Links:
         reason = "this worker left its group"
         return [effect for peer in list(self._links) for effect in self._close(peer, reason)]
 
-    # --- small things -----------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _hello(self, peer: Peer, link: Link, challenge: Challenge) -> list[Effect]:
         greeting = terms.greet(

@@ -323,9 +323,9 @@ class PipelineWorker(MeshWorker):
     # --- passes -----------------------------------------------------------------------------------
 
     def passed(self, effect: do.Pass, outcome: Passed | say.NonFinite) -> list[Effect]:
-        """Return the effects of the result of `effect`.
+        """Return the effects of the outcome of the pass `effect`.
 
-        None if its round or connection has ended.
+        There are none if the round or the connection of the pass has ended.
         """
         if effect != self._running:
             return []

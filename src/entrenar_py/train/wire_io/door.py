@@ -109,9 +109,7 @@ def shared_address(host: str) -> str:
 
 
 class Attention:
-    """A clock for `grace_s`.
-
-    It counts at most `most_s` of a pause in which the process reads nothing.
+    """A clock that measures `grace_s`, and counts only `most_s` of a longer pause in reading.
 
     A proof that arrives in such a pause is still unread, so a guest's grace must not expire in it.
     """

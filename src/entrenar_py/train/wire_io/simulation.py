@@ -419,7 +419,10 @@ class Simulation:
             self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
 
     def _send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
-        """Send a message, with the fault from `meddle`; it hits the worker (of two, the sender)."""
+        """Send a message, with the fault that `meddle` returns for it.
+
+        The fault hits the worker at the connection's end; of two workers, the sender.
+        """
         if connection.dead or connection.ended:
             return
         sender = connection.end(not up)

@@ -360,7 +360,10 @@ def _filled(rows: Tensor, shape: _Shape, value: int) -> Tensor:
 
 
 def _continued(positions: Tensor, shape: _Shape) -> Tensor:
-    """Return positions of packed rows, padded to `shape`. In each row, padding is a sample."""
+    """Return positions of packed rows, padded to `shape`.
+
+    In each row, padding counts as one more sample.
+    """
     whole = torch.arange(shape[1]).repeat(shape[0], 1)
     whole[: len(positions), : positions.shape[1]] = positions
     whole[: len(positions), positions.shape[1] :] -= positions.shape[1]

@@ -279,7 +279,7 @@ def filled(module: nn.Module) -> Iterator[None]:
 
 
 def _fill(module: nn.Module, names: list[str], value: float) -> None:
-    """Fill by name: if the model is cut meanwhile, it has other parameters, and perhaps fewer."""
+    """Set the parameters `names` to `value`; a cut replaces parameters, and removes some names."""
     parameters = dict(module.named_parameters())
     for name in names:
         if name in parameters:
@@ -293,7 +293,7 @@ def probe_tokens() -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """A whole model's logits for a few tokens, which it must still give once it is cut.
+    """A whole model's logits for a few tokens, which must stay the same once the model is cut.
 
     `logits` are float32, on the CPU. `rounding` is how much they change, relative to their norm, if
     the result of every matrix product changes by the rounding error of its dtype.
@@ -316,7 +316,7 @@ def reference_of(workload: Finetuning, device: torch.device) -> Reference:
 def _rounded(module: nn.Module, draw: torch.Generator) -> Iterator[None]:
     def off(output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output  # such as the experts that a router chose
+            return output  # not numbers, such as the experts that a router chose
         noise = torch.rand(output.shape, generator=draw, device=output.device) * 2 - 1
         return output + (output * noise * torch.finfo(output.dtype).eps).to(output.dtype)
 
@@ -341,7 +341,7 @@ def probe_logits(workload: Finetuning, device: torch.device) -> Tensor:
 
 
 def require_same_logits(before: Reference, after: Tensor, strategy: str, kind: str) -> None:
-    """Raise UsageError unless the logits `after` a cut are those `before`, up to rounding.
+    """Raise UsageError unless the logits `after` a cut equal those `before`, up to rounding.
 
     `kind` is the name of the model's class.
     """

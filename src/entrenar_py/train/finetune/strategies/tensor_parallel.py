@@ -75,7 +75,7 @@ def _apply(layer: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle])
 
 
 def complete_gradients(module: nn.Module) -> None:
-    """Make the gradients of whole DTensors be added over ranks if each rank has only a term.
+    """Register hooks that sum a whole DTensor's gradient over ranks if each rank has only a term.
 
     Call it once the model is on its device, since moving the model would remove the hooks.
     """
@@ -85,7 +85,7 @@ def complete_gradients(module: nn.Module) -> None:
 
 
 def _complete(gradient: DTensor) -> DTensor:
-    """Return a gradient. If each rank has a term of it, the terms are added."""
+    """Return `gradient`; if each rank has only a term of it, return the sum over ranks."""
     if not gradient.placements[0].is_partial():
         return gradient
     return gradient.redistribute(placements=[Replicate()])
