@@ -59,9 +59,10 @@ class Model(Protocol):
 
     @property
     def constants(self) -> Tensors:
-        """Tensors that never change and belong to no replica; `loss_of` has access to them.
+        """The workload's own tensors, by name; they never change, and replicas hold no copies.
 
-        A backend that keeps copies in its own memory passes these to `loss_of` by name.
+        `loss_of` can use them. A backend with memory of its own passes its copies to `loss_of`, by
+        name.
         """
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
@@ -112,7 +113,10 @@ class Backend(Stepping, Protocol):
     def unit_roundoff(self) -> float: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `x @ weight.T + bias`, differentiable once: [..., in], [out, in], [out]."""
+        """Return `x @ weight.T + bias` for x [..., in], weight [out, in] and bias [out].
+
+        The result is differentiable once.
+        """
         ...
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 # rotations of the rounds: two groups of four, alternating
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-NUM_INJECTIONS = 5  # words of the key, one after every four rounds
+NUM_INJECTIONS = 5  # how often a word of the key is added: after every four rounds
 PARITY = 0x1BD11BDA
 USED_BITS = 24  # bits used of an element's 32, as many as in a float32 significand
 _BLOCK = 2**14  # pairs of elements at a time, which stay in a core's cache
@@ -35,7 +35,7 @@ _LIBRARY.define("kept(Tensor key, int draw, int[] shape, float share) -> Tensor"
 
 
 class Keyed:
-    """The `drop` of a workload that itself draws: it has a key, and drops nothing."""
+    """A `drop` that drops nothing, but has a key from which a workload draws its own numbers."""
 
     def __init__(self, key: Tensor) -> None:
         self._key = key

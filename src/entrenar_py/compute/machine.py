@@ -111,7 +111,7 @@ def _cuda() -> Iterator[Found]:
         try:
             about = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
-        # visible but doesn't start: in use by another process, or lost
+        # The GPU is visible, but doesn't start: in use by another process, or lost.
         except RuntimeError as error:
             yield Found(name=name, serves=False, reason=str(error))
             continue

@@ -22,7 +22,7 @@ from entrenar_py.shared.untrusted import printing
 
 @dataclass(frozen=True)
 class CpuBackend:
-    """A `Backend`. `device` names the architecture and the widest vector unit that torch uses."""
+    """The CPU as a `Backend`; `device` names its architecture and widest vector unit."""
 
     device: str
     name: str = "cpu"
@@ -60,7 +60,7 @@ _PINNED_BYTES_MAX = 2**28  # bytes of one result; torch keeps such memory, and r
 
 @dataclass(frozen=True)
 class CudaBackend:
-    """A `Backend`. `index` is the GPU's index in torch, and `device` its name."""
+    """An NVIDIA GPU as a `Backend`: `index` is its index in torch, and `device` its name."""
 
     device: str
     index: int
@@ -95,7 +95,7 @@ class CudaBackend:
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Use this GPU, and convert a RuntimeError of torch into BackendUnavailable.
+        """Select this GPU, and convert torch's RuntimeErrors into BackendUnavailable, in a context.
 
         The message stays the same. Streams, recordings and pinned memory belong to the GPU in use.
         """
@@ -226,7 +226,7 @@ class ResidentStep:
         return float(loss[0]), gradients
 
     def _computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
-        """Return `_on_device` of a batch on the CPU, with recorded operations if possible."""
+        """Return `_on_device` of `batch`, from the CPU, with recorded operations if possible."""
         # From pageable memory, each copy would wait until the GPU has done all earlier work.
         pinned = [tensor.pin_memory() for tensor in batch]
         inputs = [tensor.to(self._backend.place, non_blocking=True) for tensor in pinned]
@@ -247,7 +247,7 @@ class ResidentStep:
         return recorded(inputs)
 
     def _recorded(self, inputs: Sequence[Tensor]) -> _Recorded | None:
-        """Return recorded operations for such inputs; None if that fails or memory is short."""
+        """Record the operations for such inputs; return None if that fails or memory is short."""
         torch.cuda.empty_cache()  # recorded operations have separate memory
         places = [one.clone() for one in inputs]
         graph = torch.cuda.CUDAGraph()

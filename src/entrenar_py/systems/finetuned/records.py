@@ -185,7 +185,7 @@ class Watched(Finetuning):
         return parts
 
     def _note(self, parts: Sequence[_Part], gradient: Tensor) -> None:
-        """Note the positions with a nonzero gradient, [n, t, width]."""
+        """Note the positions at which `gradient`, [n, t, width], is not zero."""
         counts = (gradient != 0).any(-1)
         for part in parts:
             positions = counts[part.row, part.columns].nonzero().flatten() - part.begin

@@ -285,7 +285,7 @@ def written(
 
 
 def stock_model(fixture: Fixture, folder: Path) -> Any:
-    """Return the model in `folder`, or the checkpoint with these adapters, by stock libraries.
+    """Return the model in `folder`, or the checkpoint with the adapters there, by stock libraries.
 
     The model is float32 and in evaluation mode. Weights in NF4 are decoded.
     """

@@ -310,7 +310,7 @@ class _Terms:
         ]
 
     def roundings(self, step: int, part: Part, values: bytes) -> tuple[float, int]:
-        """Return the largest deviation of an average from the exact value, and its index."""
+        """Return an average's largest deviation from the mean (`_roundings`), and its index."""
         shards = self._run.shards(step)
         weights = [self.weight(step, shard, part) for shard in range(len(shards))]
         vectors = [self.vector(step, shard, part) for shard in range(len(shards))]

@@ -250,7 +250,7 @@ def _read_by(
 
 
 def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Yield (name of a defect, bytes with this defect), invalid messages of this session."""
+    """Yield the name of a defect, and an invalid message of this session that has it."""
     node = TreeNode(step=1, round=0, block=0, level=0, index=0, loss=1.0, weight=2.0)
     right = b"".join(Encoder(KEY).encode(node, ODD_FLOATS))
     for name, place, value in (

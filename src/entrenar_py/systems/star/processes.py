@@ -150,7 +150,7 @@ class ProcessTransport:
             self._limit.reschedule(asyncio.get_running_loop().time() + self._deadline_s)
 
     def visit(self, guest: Guest) -> None:
-        """Send a stranger to the real socket."""
+        """Connect `guest`, which is no worker of the run, to the coordinator's socket."""
         self._visits.append(asyncio.create_task(injections.visit(guest, *self._address)))
 
     # --- its workers ------------------------------------------------------------------------------

@@ -40,7 +40,10 @@ OTHER = "0" * 64  # a wrong digest of the right length
 
 
 def stranger_of(fault: Fault, terms: Terms, secret: bytes) -> Guest:
-    """Return the stranger of `fault`, for a run with `terms` and `secret`."""
+    """Return the client that `fault` describes, which is no worker of the run.
+
+    The run has the `terms` and the `secret`.
+    """
     match fault.value:
         case "garbage":
             noise = random.Random(fault.step).randbytes(GARBAGE_BYTES)
@@ -107,7 +110,7 @@ class Transport(Protocol):
         """Have `guest` connect to the coordinator."""
 
     def befall(self, fault: Fault) -> None:
-        """Kill, freeze or restart the process that `fault` names; it returns later if planned."""
+        """Kill, freeze or restart the process of `fault`; bring it back later if planned."""
 
 
 class ScenarioRun:
@@ -173,7 +176,7 @@ class ScenarioRun:
         return self.topology.worker
 
     def member(self) -> MemberHands:
-        """Return the work of a worker that a simulation starts."""
+        """Return the arithmetic and records of a worker that a simulation starts."""
         scenario, workload = self.scenario, self.server.replicas.workload
         return Member(scenario, workload=workload, faults=scenario.faults)
 

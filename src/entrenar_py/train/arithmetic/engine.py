@@ -61,13 +61,13 @@ class Dropout:
         return tensor * torch.from_numpy(kept / np.float32(1 - self._rate)).to(tensor.device)
 
     def seed(self) -> int:
-        """Return a drawn seed, from 0 to 2^63 - 1, for a generator other than the streams."""
+        """Return a seed drawn from the stream, 0 to 2^63 - 1, for a different generator."""
         numbers = self._rng.random((3,), dtype=np.float32)  # of 24 random bits each
         self._first = self._first or blake3(numbers.data.cast("B"))
         return int.from_bytes(blake3(numbers.data.cast("B")).digest(8), "little") >> 1
 
     def key(self) -> torch.Tensor:
-        """Return a drawn key for `compute.draws`, int32 [2]."""
+        """Return a key drawn from the stream, for `compute.draws`: int32 [2]."""
         seed = self.seed()
         return torch.from_numpy(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32))
 
@@ -209,7 +209,8 @@ def non_finite(vector: Array) -> int | None:
     totals: list[np.float32] = []
 
     def of(parts: Sequence[slice]) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):  # the current thread's memory
+        # set here, because numpy keeps it for each thread
+        with np.errstate(over="ignore", invalid="ignore"):
             # A sum allocates nothing, and is finite only if all elements are.
             totals.extend(vector[part].sum() for part in parts)
 

@@ -98,7 +98,10 @@ class Copies:
         return list(self._whole.get(shard, []))
 
     def conclude(self, effect: Conclude, locate: Locate) -> tuple[Copy | None, list[trace.Event]]:
-        """Return the copy that counts, or None, and the events to record; drop the copies."""
+        """Return the copy that counts, or None, and the events to record of an audit that ends.
+
+        Drops all copies of its shard.
+        """
         copies = self._whole.pop(effect.shard, [])
         chosen = None if effect.copy is None else copies[effect.copy]
         wrong = [copy for copy in copies if copy.rank == effect.culprit]

@@ -184,7 +184,7 @@ class Replicas:
                 worker.begun[shard] = begun
 
     def compute(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> reduction.Node:
-        """Return the leaf of a shard, which may have begun already, and record it."""
+        """Return the leaf of the tree for a shard, and record it; `begin` may have started it."""
         rate = self.plan.dropout
         draws = rate or self.workload.draws
         drop = engine.Dropout(rate, self.plan.rng("dropout", step, shard)) if draws else None

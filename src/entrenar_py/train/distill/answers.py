@@ -44,7 +44,7 @@ class Source(Protocol):
 
     @property
     def identity(self) -> list[str]:
-        """The source of the answers: different sources may give different answers."""
+        """Texts that identify the source: sources with different ones may answer differently."""
         ...
 
     @property
@@ -91,7 +91,7 @@ class Progress:
 class Written:
     """Counts of the written rows.
 
-    `lacking` is how many of the original rows that the mix requires don't exist.
+    `lacking` is by how many rows the originals fall short of the configured mix.
     """
 
     synthetic: int

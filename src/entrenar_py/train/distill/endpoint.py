@@ -225,11 +225,11 @@ class _TroubleError(Exception):
 
 @dataclass(frozen=True)
 class _Unserved(Failed):
-    """A prompt that failed because of the server, which may therefore fail all others, too."""
+    """A prompt's failure that is the server's fault, so that all other prompts may fail, too."""
 
 
 class Endpoint:
-    """A server, and the way its requests are sent. The API key is never printed."""
+    """An OpenAI-compatible server that answers prompts. The API key is never printed."""
 
     def __init__(self, section: Completions, place: Address, *, seed: int) -> None:
         """Raises UsageError if the model's name, the key or the HTTP library is missing."""
@@ -255,7 +255,7 @@ class Endpoint:
 
     @property
     def identity(self) -> list[str]:
-        """The source of the answers: URL and model."""
+        """Texts that identify the source: the URL and the model's name."""
         return [self._place.url, self._model]
 
     def answers(
@@ -350,7 +350,10 @@ class Endpoint:
     async def _exchange(
         self, path: str, body: dict[str, Any], client: httpx2.AsyncClient
     ) -> tuple[int, float | None, bytes]:
-        """Return a reply's status, the seconds to wait before a retry (or None), and its body."""
+        """Send a request; return the reply's status, the seconds until a retry, and the body.
+
+        The seconds are None if the reply doesn't say when to retry.
+        """
         content = json.dumps(body, default=str).encode()
         request = client.build_request("POST", f"{self._place.url}/{path}", content=content)
         try:

@@ -328,7 +328,7 @@ class Listed:
 
 
 def name_of(part: tuple[int, int] | None) -> str:
-    """Return the name of a list: of all shards, or of one part of several."""
+    """Return the file name of the list of all shards (None), or of part number k of n, (k, n)."""
     return "manifest.jsonl" if part is None else f"manifest-{part[0]}-of-{part[1]}.jsonl"
 
 

@@ -284,7 +284,7 @@ class _Writing:
             seconds = time.monotonic() - began_s
             return Made(shard=shard, rows=entry.rows, tokens=tokens, seconds=seconds), entry
 
-        # It holds no rows, so the limit of waiting pieces doesn't apply.
+        # `finish` holds no rows, so the limit of waiting pieces doesn't apply.
         self._pending.append(self._thread.submit(finish))
 
     def finished(self) -> list[tuple[Made, Entry]]:

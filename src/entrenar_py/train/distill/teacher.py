@@ -393,7 +393,7 @@ class Generation:
 
     @property
     def identity(self) -> list[str]:
-        """The source of the answers: digests and precision. Reads the whole checkpoint."""
+        """Texts that identify the source: digests and the precision. Reads the whole checkpoint."""
         ends = self._own.model / "generation_config.json"
         return [
             model_folder.digest(self._own.model),

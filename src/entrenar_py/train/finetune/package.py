@@ -173,7 +173,7 @@ def _file(record: Any) -> File:
     return File(name, num_bytes, digest)
 
 
-WAIT_S = 0.2  # for another worker that fetches the same file
+WAIT_S = 0.2  # between looks at a file that another worker fetches
 HASHED_BYTES = 2**20  # bytes hashed at a time
 TOUCHED_EVERY_S = 0.5
 WRONG_MAX = 2  # the most attempts to fetch a file that end with a wrong digest
@@ -309,7 +309,7 @@ class ReceivedFiles:
         os.close(self._locks.pop(file.digest))
 
     def _touch(self) -> None:
-        """Show processes that wait for this process's locks that it makes progress."""
+        """Touch this process's locks, so that the processes that wait for them see progress."""
         if time.monotonic() - self._touched_s >= TOUCHED_EVERY_S:
             self._touched_s = time.monotonic()
             for handle in self._locks.values():

@@ -49,7 +49,7 @@ _Stamp: TypeAlias = tuple[int, int, int]  # inode, bytes, nanoseconds of the las
 
 
 class OfferedFiles:
-    """The files that one run offers. `package` is what the protocol must know about them."""
+    """The files that one run offers; `package` describes them for the protocol."""
 
     def __init__(self, prepared: Prepared) -> None:
         """Hash all files. Raises UsageError if one can't be read."""
@@ -263,7 +263,7 @@ def require_star(kind: Topology, *, halt_on_spike: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """The section after reading: address, secret and certificates instead of texts and paths."""
+    """The section `coordinator` after reading: secret and certificates instead of paths."""
 
     section: Serving
     listen: address.Address
@@ -330,7 +330,7 @@ def _both(path: Path) -> tuple[Settings, Service]:
 def connected(
     section: Serving, root: MapNode, problems: Problems, *, num_workers: int, key: str
 ) -> Service | None:
-    """Return what the section says about connections; None after reporting what can't be used.
+    """Return the connections that `section` allows; None after reporting what can't be used.
 
     `num_workers` is the number of workers that the file allows by `key`.
     """

@@ -167,7 +167,7 @@ class _Keeper:
         self._least = best.loss if best is not None and is_own else math.inf
 
     def keep(self, step: int, loss: float, tensors: Mapping[str, Array]) -> None:
-        """Keep the state after `step`, and remove one for which there is no room any more.
+        """Keep the state after `step`, and remove the oldest one if there are more than configured.
 
         Raises SystemFailure if it can't be written.
         """

@@ -73,8 +73,8 @@ class Parts:
     differs once the tags are removed (say, because a template checks how a content begins), the
     tags prove nothing. Then each part must at least occur in the text.
 
-    `places` are those of the messages' parts, each with the index of its message, as far as they
-    are known. It is empty if the tags prove nothing.
+    `places` has the message's index and the range of each part of a message that was located. It is
+    empty if the tags prove nothing.
     """
 
     def __init__(self, template: ChatTemplate, conversation: Conversation, written: str) -> None:
@@ -306,8 +306,8 @@ class ChatEncoder:
     def pair(self, pair: Chats) -> Encoded:
         """Return the tokens of both sides of a pair: a completion begins after their prompt.
 
-        The prompt ends where its own tokens, with the generation prompt, and those of the sides
-        differ, as in TRL. Raises BadConversationError as `encode` does.
+        As in TRL, the prompt ends at the first token in which a side differs from the prompt alone,
+        rendered with the generation prompt. Raises BadConversationError as `encode` does.
         """
         return _with_either(self._pair, pair, _pair_of_texts)
 
@@ -384,9 +384,10 @@ class ChatEncoder:
     def _closing(self, rest: str, so_far: Conversation, turn: str | None) -> int:
         """Return how many characters at the beginning of `rest` close the last turn of `so_far`.
 
-        These are the characters that close the turn where it is the last of all, in the text
-        `turn`. A template may close earlier turns with a different token, or refuse a conversation
-        that ends there. Then the closing is one special token.
+        `turn` is the rendered conversation `so_far`, in which the turn is the last one: `rest`
+        should begin with the characters that close it there. If it doesn't, because the template
+        closes earlier turns with a different token, or if the template refuses to end there (`turn`
+        is None), the closing is one special token.
         """
         try:
             if turn is None:
@@ -403,8 +404,7 @@ class ChatEncoder:
     def _before_special(self, text: str, place: int) -> int:
         """Return `place`; if it is inside a special token of `text`, where that token begins.
 
-        Such a token begins like the text that really follows: `</s>` like `<|user|>`, which may not
-        be a token.
+        Then the token and the text that really follows begin alike, such as `</s>` and `<|user|>`.
         """
         begins = [
             begin
@@ -511,7 +511,7 @@ def _without_thoughts(message: Message) -> Message:
 def _with_either(
     encode: Callable[[Rows], Found], row: Rows, texts: Callable[[Rows], Rows]
 ) -> Found:
-    """Return what `encode` returns; if it raises, with the arguments of calls as texts.
+    """Return `encode` of `row`; if it raises, of the row with the arguments of calls as texts.
 
     Some templates need such arguments.
     """

@@ -56,7 +56,7 @@ class Scores:
 
     @property
     def accuracy(self) -> float:
-        """The fraction of samples that were classified correctly; NaN for next tokens."""
+        """The fraction of samples classified, or pairs ranked, correctly; NaN for next tokens."""
         if self.num_right is not None:
             return _share(self.num_right, self.weight)
         return _share(int(np.trace(self.confusion)), int(self.confusion.sum()))
@@ -100,7 +100,8 @@ def _told(share: float) -> str:
     return "-" if math.isnan(share) else f"{share:.3f}"
 
 
-Logits = Callable[[Tensor, Tensor], Tensor | None]  # of tokens and mask, None if elsewhere
+# (tokens, mask) -> logits; None if another rank has them
+Logits = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class Examination:

@@ -157,8 +157,8 @@ class _Recomputed:
     """A block's forward pass, which is computed again in the backward pass.
 
     A gradient may be taken with respect to tensors that are in the block only during the forward
-    pass (torch.func.functional_call). So they are put there again, which transformers' own
-    checkpointing doesn't do.
+    pass (torch.func.functional_call). So the second pass puts these tensors into the block again,
+    which transformers' own checkpointing doesn't do.
     """
 
     def __init__(self, block: nn.Module) -> None:

@@ -3,8 +3,8 @@
 Python code of a checkpoint runs only with the user's consent (`trust_remote_code`). Other keys make
 transformers, peft or tokenizers fetch something, import a module, or read files that have no
 recorded digest. Consent doesn't cover these, so they are refused before a library sees them.
-`library` also keeps the libraries off the network, which they would use even without any key
-(kernels for a kind of model).
+`require_offline` also keeps the libraries off the network, which they would use even without any
+key (kernels for a kind of model).
 """
 
 from __future__ import annotations
@@ -442,7 +442,7 @@ def _positions(config: Any) -> int | None:
     """Return the number of positions in a configuration, None if it doesn't say.
 
     Rotary positions may be stretched by a factor. `llama3` and `longrope` state the number after
-    stretching, which others may do, too. If layers differ, the smallest number counts.
+    stretching, and other kinds may, too. If layers differ, the smallest number counts.
     """
     number = getattr(config, "max_position_embeddings", None)
     found = getattr(config, "rope_parameters", None) or {}

@@ -46,7 +46,8 @@ def prepare(module: nn.Module, settings: Settings) -> None:
     for tensor in module.parameters():
         if tensor.requires_grad:
             tensor.data = tensor.data.float()
-    # peft would copy activations. DoRA rounds its norms as its input, so it needs peft's float32.
+    # peft would copy activations to float32, which autocast makes unnecessary. DoRA rounds its
+    # norms as its input is rounded, so it needs peft's float32 input.
     casts = settings.precision == "float32" or settings.lora.dora
     for layer in module.modules():
         if hasattr(layer, "cast_input_dtype_enabled"):
@@ -190,7 +191,7 @@ def settle_quantised(module: nn.Module) -> None:
 
 @cache
 def _settled_kind() -> Any:
-    """Return the class of settled layers: one for all, so that blocks compile to one program."""
+    """Return the class of all settled layers: with one class, blocks compile to one program."""
     import bitsandbytes
 
     class Settled(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]

@@ -223,7 +223,7 @@ class ChatTemplate:
             )
         except EndlessTemplateError:
             raise
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # a template may raise anything
             raise TemplateRefusalError(f"the chat template refuses it: {error}") from error
         return str(rendered)
 

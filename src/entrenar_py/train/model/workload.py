@@ -151,10 +151,10 @@ class Rows:
 
 
 class Tuned(Workload):
-    """Samples, and the trainable tensors of `module` that learn from them.
+    """The base class of workloads that train a transformers model, on samples of tokens.
 
-    The weight of a sample is its number of tokens to predict, or the weight of its class. Each pair
-    has the weight 1.
+    The trainable tensors of `module` are trained. The weight of a sample is its number of tokens to
+    predict, or the weight of its class. Each pair has the weight 1.
     """
 
     name = "finetune"

@@ -1,4 +1,4 @@
-"""The costs of a model's stages by the blocks that they have: bytes on a worker's device, and work.
+"""The costs of a stage as functions of its blocks: bytes on a worker's device, and operations.
 
 All functions of blocks take one stage, or arrays of many. A matrix [num_blocks + 1, num_blocks + 1]
 has at [a, b] the value of a stage with blocks a to b - 1.

@@ -33,7 +33,7 @@ from entrenar_py.train.wire.terms import Run, Terms
 
 
 class StageBlocks:
-    """All blocks of a vector in which each stage has a given number of elements.
+    """The division of the whole model's vector into blocks, and no block spans two stages.
 
     It has the interface of `Blocks`.
     """

@@ -34,13 +34,13 @@ from entrenar_py.train.wire.terms import Run, Terms
 
 
 def plan_of_stages(plain: TrainingPlan) -> TrainingPlan:
-    """Return the plan of the same training run by stages, independent of their number."""
+    """Return the plan `plain` for training by stages; it doesn't depend on their number."""
     options = {**plain.options, workers.OPTION: workers.SERVER}
     return plain.with_(world_size=1, options=options)
 
 
 class Coordinated(Tuned):
-    """The trainable tensors of a model. The workers have its stages."""
+    """The coordinator's workload: the trainable tensors of a model; workers have its stages."""
 
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
@@ -221,7 +221,7 @@ class PipelineServer(Server):
         return total
 
     def _held(self, step: int) -> trace.Tensors:
-        """Return the record of all weights before `step`, the current weights."""
+        """Return the record of all weights before `step`, which are the current ones."""
         if self._recorded[0] != step:
             self._recorded = step, self._record_of(self.replica)
         return self._recorded[1]

@@ -201,7 +201,7 @@ def with_hidden(
 
 
 def hidden_of(output: Any) -> Tensor:
-    """Return the hidden states among what a block returned."""
+    """Return the hidden states in the output of a block."""
     return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
 
@@ -265,7 +265,7 @@ class StageWorkload(Finetuning):
         super().__init__(module, samples, **options)
 
     def _has_drawn(self) -> bool:
-        """Return whether this stage, or the others like it, draw random numbers by key.
+        """Return whether this stage draws random numbers by key, in a forward pass on an example.
 
         Raises UsageError for a model that draws from torch's own generator, because that
         generator's state depends on all previous layers.

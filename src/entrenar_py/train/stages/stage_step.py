@@ -125,7 +125,7 @@ class TorchStage:
         return Backward(gradients, of_hidden, loss)
 
 
-_HOST = torch.device("cpu")  # dtype of all tensors while a graph is captured
+_HOST = torch.device("cpu")  # the device of all tensors while a graph is captured
 
 
 @dataclass(frozen=True)

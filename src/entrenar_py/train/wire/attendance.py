@@ -166,7 +166,7 @@ class Expulsions:
 
 
 def problem(rank: int | None, step: int, times: int, reason: str) -> str:
-    """Return the reason that coordinator and worker report when they stop trying."""
+    """Return the reason to give up on a worker that was expelled `times` times for `reason`."""
     return (
         f"worker {rank} was thrown out {times} times before step {step} was made, each time for "
         f"the same reason: {reason}"

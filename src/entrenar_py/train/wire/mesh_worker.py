@@ -56,7 +56,7 @@ class Link:
     said: float
     rank: int | None = None
     proof: str = ""
-    dial: do.Dial | None = None  # its request; None if the other end connected
+    dial: do.Dial | None = None  # the request that opened it; None if the other end connected
     ready: bool = False
 
 
@@ -71,7 +71,8 @@ class Links:
     secret: bytes
     backend: str
     timing: Timing
-    num_ranks: int | None = None  # addresses of the run's workers, if known beforehand
+    # the number of ranks of the run, None if it is not known beforehand
+    num_ranks: int | None = None
     own: int | None = None
     addresses: Mapping[int, str] = field(default_factory=dict)
     _links: dict[Peer, Link] = field(default_factory=dict)

@@ -244,8 +244,8 @@ class Passed:
     """The result of a pass.
 
     `dtype` is the dtype of the hidden states for the next stage, which draws random numbers from
-    number `draws` on. `nodes` has the nodes of all blocks, after the last pass of the step. `began`
-    and `ended` are seconds of the driver's clock.
+    number `draws` on. `nodes` has the nodes of all blocks, after the last pass of the step.
+    `began_s` and `ended_s` are times of the driver's clock, in seconds.
     """
 
     dtype: str = ""

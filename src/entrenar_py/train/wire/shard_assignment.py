@@ -125,7 +125,7 @@ Counts = Mapping[int, int]  # rank -> number of shards
 
 
 class Pace:
-    """The measured workers of one run, and the last deal."""
+    """The measured speeds of a run's workers, and the last deal: how many shards each gets."""
 
     def __init__(self) -> None:
         self.counts: Counts = {}

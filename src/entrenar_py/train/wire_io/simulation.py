@@ -339,7 +339,7 @@ class Simulation:
             self.later(RECONNECT_S, lambda: self._connect(node))
 
     def _work(self, node: Node, effect: do.Compute | do.Pass | do.Load) -> None:
-        """Compute in a worker, which takes a random time."""
+        """Do the work of `effect` in a worker; it takes a random time."""
 
         def done() -> None:
             # A pass in a thread runs to its end, even if its round is over.

@@ -348,7 +348,7 @@ def _known_truth(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _argument(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Return the index of an extreme element, or all indices if any element is inexact."""
+    """Return the interval of an extreme element's index: all indices if any element is inexact."""
     value = evaluate(target, args, kwargs, lambda one: one.value)
     if bool(args[0].interval.decided.all()):
         return Interval(value, value)

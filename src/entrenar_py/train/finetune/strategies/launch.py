@@ -233,7 +233,7 @@ def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
 
 
 def settings_of(path: Path) -> Settings:
-    """Return the configuration of ranks. Raises UsageError if it has no strategy for them."""
+    """Return the configuration at `path`. Raises UsageError if its strategy needs no torchrun."""
     settings = settings_file.load(path)
     settings_file.require_other(settings, path, "torchrun")
     if settings.strategy is None:

@@ -35,9 +35,10 @@ _KINDS = (CheckpointError, UsageError)  # raised again with their type; others a
 def together(action: Callable[[], Result]) -> Result:
     """Return the result of `action` on this rank, once all ranks have theirs.
 
-    If one or more ranks raise an error of this package, or an OSError, all raise that of the lowest
-    rank. A collective inside `action` must come before anything that can fail on some ranks alone,
-    or after an agreement on it: a rank that has failed already waits for the others here.
+    If `action` raises an error of this package or an OSError on some ranks, every rank raises the
+    error of the lowest of them. A collective inside `action` must come before anything that can
+    fail on some ranks alone, or after an agreement on it: a rank that failed waits here, and never
+    reaches that collective.
     """
     problem: tuple[str, object] | None = None
     try:
@@ -199,7 +200,7 @@ class Strategy(ABC):
         return next((name for names in everyone for name in names), None)
 
     def whole(self, value_of: ValueOf) -> Arrays:
-        """Return on rank 0 whole tensors with `value_of` each parameter, on other ranks nothing.
+        """Return the whole `value_of` each parameter, by name, on rank 0; nothing on other ranks.
 
         All ranks must call it.
         """
@@ -269,7 +270,7 @@ _FILL = 0.01
 
 @contextmanager
 def filled(module: nn.Module) -> Iterator[None]:
-    """Fill trainable tensors of zeros while a model is probed: a new adapter's B hides its A."""
+    """Fill trainable tensors of zeros while a model is probed: B = 0 would hide an adapter's A."""
     empty = [name for name, p in module.named_parameters() if p.requires_grad and not p.any()]
     try:
         _fill(module, empty, _FILL)
