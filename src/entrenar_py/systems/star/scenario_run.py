@@ -35,7 +35,7 @@ from entrenar_py.train.wire_io.injections import Fate, Guest, Meddling
 GARBAGE_BYTES = 1_000
 CLAIMED_BYTES = 2**62
 PACE_S = 1.0
-PORT = 1  # where a stranger claims to listen, as a mesh worker must
+PORT = 1  # at which a guest claims to listen, as a mesh worker must
 OTHER = "0" * 64  # a wrong digest of the right length
 
 
@@ -187,7 +187,7 @@ class ScenarioRun:
         self._join(run.first_step)
 
     def notify(self, effect: Effect) -> None:
-        """If a step begins, start the workers that join; count each rank that an audit convicts."""
+        """Start the workers that join in a step that begins; count culprits of audits by rank."""
         if isinstance(effect, Gather):
             self._join(effect.step)
         elif isinstance(effect, Conclude) and effect.culprit is not None:

@@ -61,10 +61,10 @@ class Copy:
         )
 
     def difference(self, other: Copy) -> tuple[int, int] | None:
-        """Return the block, and the index in it, of the first vector element that differs.
+        """Return the block, and the index in it, of the first vector element that differs, or None.
 
-        If it is None, the losses and weights of the nodes may still differ; `equals` compares
-        these, too.
+        If no element differs, the losses and weights of the nodes may; `equals` compares these,
+        too.
         """
         for block in sorted(self.nodes):
             ours, theirs = (copy.nodes[block][0].vector for copy in (self, other))

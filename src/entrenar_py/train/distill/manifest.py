@@ -193,7 +193,7 @@ CLAIMS_FILE = "claims.lock"
 _FORM = "hhqqi0q"  # struct flock of Linux: type, whence, start, length, process
 APPENDING_S = 60.0  # writing a line takes milliseconds, but a stopped process keeps its lock
 CLAIM_LOOK_EVERY_S = 0.02
-_APPENDING = 2**40  # the byte that stands for the lists; those of shards begin at 0
+_APPENDING = 2**40  # the byte that stands for the lists; the bytes of shards begin at 0
 
 
 class Claims:

@@ -178,7 +178,7 @@ class Outcome:
     """The end of a run: `status` with its `reason`, after `made` steps of `num_steps`.
 
     `ledger` is the last line of its ledger, None without one. `num_rows` has the numbers of
-    training rows and of validation rows. `digest` is that of the trained tensors.
+    training rows and of validation rows. `digest` is the digest of the trained tensors.
     """
 
     status: str

@@ -194,7 +194,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     prepared = preparation.prepare(settings)
     settings = prepared.settings
     foresight.say_rows(prepared)
-    foresight.remark(path, prepared)  # memory is not checked: that of workers is not known here
+    foresight.remark(path, prepared)  # memory is not checked: the workers' memory is not known here
     is_pipeline = settings.strategy == LAYER_PIPELINE
     workload = server.workload_of(prepared) if is_pipeline else student.workload(prepared)
     foresight.say_teacher(workload)

@@ -146,7 +146,7 @@ class Examination:
         if not self._found.are_pairs:
             return None if logits is None else self._totals(logits, targets)
         policy = _completions(logits, targets)
-        del logits  # those of the reference need the memory
+        del logits  # the reference's logits need their memory
         with stock.without_adapters(self._module):
             reference = _completions(logits_of(tokens, mask), targets)
         if policy is None or reference is None:

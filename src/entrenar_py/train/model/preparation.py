@@ -202,7 +202,7 @@ def model_digest(run: TrainingPlan) -> str:
 
 
 def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
-    """Return the other facts that decide what a run learns. A resumed run must have the same."""
+    """Return the other facts that decide what a run learns; they must stay the same on resuming."""
     data, lora, classes = settings.data, settings.lora, settings.classes
     decisive: dict[str, Any] = {
         _MODEL: model_folder.digest(settings.model),

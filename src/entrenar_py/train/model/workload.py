@@ -217,7 +217,7 @@ class Tuned(Workload):
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """Further facts that decide what is learned, by key. A resumed run must have the same."""
+        """Further facts that decide what is learned, by key. They stay the same on resuming."""
         return {}
 
     def require(self, ids: Sequence[int]) -> None:
@@ -270,7 +270,7 @@ class Tuned(Workload):
 
 
 def following(targets: Tensor) -> Tensor:
-    """Return the target that each place's logits predict, that of the token after it: [n, t]."""
+    """Return `targets` shifted by one: at each place, the target that its logits predict."""
     return F.pad(targets[:, 1:], (0, 1), value=IGNORED)
 
 

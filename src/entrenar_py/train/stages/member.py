@@ -298,7 +298,7 @@ _OPTIMIZER = "sgd"  # promise of workers: the coordinator applies their steps
 
 
 class StageHands:
-    """The hands of a worker: loads, with `make`, the stage that the coordinator assigns.
+    """A worker's arithmetic. It loads, with `make`, the stage that the coordinator assigns.
 
     `hidden_bytes` is the largest size of one shard's hidden states.
     """

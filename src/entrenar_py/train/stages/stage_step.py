@@ -54,7 +54,7 @@ class StageStep(Protocol):
     def backward(self, shard: int, gradient: Tensor) -> Backward:
         """Return the result of the backward pass.
 
-        `gradient` is that of the hidden states sent on.
+        `gradient` is the gradient of the hidden states that were sent on.
         """
         ...
 

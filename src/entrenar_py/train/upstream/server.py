@@ -46,7 +46,7 @@ from entrenar_py.train.wire_io.processes import Thread
 
 
 class Wire(Protocol):
-    """The place to which the end writes its messages."""
+    """The place to which an `AveragingEnd` writes its messages."""
 
     def write(self, peer: Peer, message: WireMessage, buffers: Sequence[Buffer]) -> None:
         """Send `message`, encoded in `buffers`, after all earlier messages."""
@@ -57,7 +57,7 @@ class Wire(Protocol):
         ...
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Close the connection after everything is sent; the end gets no more of its events."""
+        """Close the connection after all messages are sent; its later events are dropped."""
         ...
 
 
@@ -73,7 +73,7 @@ class Average(NamedTuple):
 
 
 class AveragingEnd:
-    """Carries out the effects of `machine`. `finished` is its Finish effect, None until then.
+    """The endpoint of `machine`, whose effects it carries out; `finished` is its Finish, or None.
 
     `frame_bytes_max` limits frames from workers. Averages are computed in `background`. `averages`
     has the averages of the current step, by part.

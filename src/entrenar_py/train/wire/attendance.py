@@ -143,7 +143,7 @@ class Member:
         return f"non-finite {what} on {place}: training halted before any update"
 
 
-THROWN_OUT_MAX = 3  # times for the same reason, with no step applied in between
+THROWN_OUT_MAX = 3  # expulsions for one reason that end the run, with no step applied in between
 
 _NUMBER = re.compile(r"[0-9]+")
 

@@ -45,7 +45,7 @@ class Grouping(Coordinator):
     def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
         ours, secret = self.run.terms, self.secret
         entitled = terms.refusal(hello, member.challenge, ours, secret=secret) is None
-        if entitled and hello.port is None:  # `super` answers strangers and applicants
+        if entitled and hello.port is None:  # `super` answers peers without a proof, and applicants
             raise ProtocolError("Hello port=null: in a mesh every worker has to listen")
         host = f"[{member.host}]" if ":" in member.host else member.host
         member.address = f"{host}:{hello.port}"

@@ -271,7 +271,7 @@ class MeshWorker(Worker):
         An illegal message ends link and round.
         """
         if not self.links.has(peer):
-            return []  # this end closed the link while the message was on its way
+            return []  # this worker closed the link while the message was on its way
         rank = self.links.rank_of(peer)
         try:
             if rank is None:
@@ -291,7 +291,7 @@ class MeshWorker(Worker):
         return effects if rank is None else [*effects, *self._complain(rank, reason)]
 
     def reduced(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
-        """Return the effects that send an owned block, which is finite, to the other workers."""
+        """Return the effects that send the finite average of an owned block to the others."""
         group = self._group
         if group is None:
             return []  # requested on a connection that has ended

@@ -55,7 +55,7 @@ class PipelineCoordinator(Grouping):
         if hello.rank is None:
             unsuited = unsuited | self._named()
         ours, secret = self.run.terms, self.secret
-        # The secret is checked first: a stranger doesn't learn the plan of the stages.
+        # The secret is checked first: a peer without it doesn't learn the plan of the stages.
         if reason and terms.refusal(hello, member.challenge, ours, secret=secret) is None:
             del self.peers[peer]
             refuse = say.Refuse(reason=reason, retry=False)

@@ -125,7 +125,7 @@ class Attention:
         return self.seconds
 
 
-TAKEN_UP_MAX = 16  # in one turn of the loop: a burst of strangers must not delay the workers
+TAKEN_UP_MAX = 16  # in one turn of the loop: a burst of unknown clients must not delay the workers
 # The process, or the machine, has run out of files or memory.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
 REST_S = 1.0  # from that error to the next attempt

@@ -170,7 +170,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWire:
-    """The wire of a simulated end: `send` gets each message with its bytes in one piece."""
+    """The wire of a simulated endpoint: `send` gets each message with its bytes in one piece."""
 
     send: Callable[[Peer, Message, bytes], None]
     close: Callable[[Peer, str], None]

@@ -21,8 +21,8 @@ BUFFER_BYTES = 2**22
 # Seconds between attempts, at first and at most. Both are short because a worker may be sent away
 # several times before it gets one of the `Places`.
 BACKOFF_S = (0.05, 0.5)
-# Connections that wait in the kernel: a burst of strangers must not keep a worker out. The kernel
-# may allow fewer (net.core.somaxconn).
+# Connections that wait in the kernel: a burst of unknown clients must not keep a worker out. The
+# kernel may allow fewer (net.core.somaxconn).
 BACKLOG = 2**12
 
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)

@@ -184,7 +184,7 @@ def evaluate(target: Any, args: Any, kwargs: Any, pick: Callable[[Bounded], Tens
         return torch.float64 if operand is torch.float32 else operand
 
     args, kwargs = pytree.tree_map(take, (args, kwargs))
-    if target is _ATEN.view.default:  # an end's strides may differ from those of the graph's tensor
+    if target is _ATEN.view.default:  # an interval's strides may differ from the graph's
         target = torch.reshape
     result: Tensor = target(*args, **kwargs)
     return result

@@ -202,7 +202,7 @@ class PipelineParallel(Strategy):
         return {name: dist.new_group(ranks) for name, ranks in copied.items()}
 
     def _require_same(self, before: strategy.Reference, tokens: Tensor) -> None:
-        """Raise UsageError on the last rank unless all stages together compute the same as before.
+        """Raise UsageError on the last rank if the stages together compute other logits.
 
         `before` are the logits of the whole model.
         """
