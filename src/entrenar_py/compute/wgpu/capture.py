@@ -251,8 +251,8 @@ class KnownValues:
     def follow(self, func: Any, args: Any, operands: tuple[Any, Any] | None, result: Any) -> None:
         """Note the values of `result`, traced tensors that `func` computed from known operands.
 
-        If `func` writes to a tensor, the tensor's values stay known only if those of all operands
-        are known.
+        If `func` writes to a tensor, the tensor's values stay known only if all operands have known
+        values.
         """
         if operands is None or _RANDOM in func.tags:
             if func._schema.is_mutable:

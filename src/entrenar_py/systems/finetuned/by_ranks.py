@@ -1,7 +1,8 @@
 """Fine-tuning by ranks, as torchrun starts them, with one of torch's own strategies.
 
 Each rank is a process that runs the same module as with torchrun, on the CPU with gloo. Stock
-libraries read the output files back, and the model's outputs are compared with those of `textbook`.
+libraries read the output files back, and the model's outputs are compared with the results of
+`textbook`.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def make(folder: Path, scenario: Scenario, request: Request) -> Fixture:
 
 
 def teacher(folder: Path, fixture: Fixture, request: Request, scenario: Scenario) -> None:
-    """Write a model like that of `fixture` to `folder`: same tokenizer, different weights."""
+    """Write a model like the model of `fixture` to `folder`: same tokenizer, different weights."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(fixture.settings.model, local_files_only=True)

@@ -2,8 +2,8 @@
 
 Neither the losses of `train.model` nor `peft` are used. An adapter's layer is y = W x + (alpha /
 rank) B (A x). A language model's loss is -log p of each token to predict, given the tokens before
-it; a classifier's is that of the row's class, computed at the row's last token. A step's loss is
-the sum of these terms, each times its weight, divided by the sum of the weights.
+it. A classifier's loss is -log p of the row's class, computed at the row's last token. A step's
+loss is the sum of these terms, each times its weight, divided by the sum of the weights.
 """
 
 from __future__ import annotations

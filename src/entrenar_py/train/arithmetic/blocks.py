@@ -253,7 +253,7 @@ class Reduction:
         self.seconds = 0.0
 
     def reduce(self, block: int) -> tuple[float, float] | None:
-        """Add and average `block`, which is complete; the result is that of `Sums.average`."""
+        """Add and average `block`, which is complete; return the result as `Sums.average` does."""
         since = self._clock()
         averaged = self.sums.average(block, self._scale, out=self.part(block))
         if averaged is not None:

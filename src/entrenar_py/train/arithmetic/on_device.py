@@ -33,7 +33,7 @@ from entrenar_py.train.arithmetic.optimizer import (
     power_of_two,
 )
 
-BYTES_MAX = 2**28  # of the weights: larger ones and their moments would crowd out activations
+BYTES_MAX = 2**28  # of weights: more of them, with their moments, would crowd out activations
 
 
 def fits(rule: Rule, num_trainable: int) -> bool:

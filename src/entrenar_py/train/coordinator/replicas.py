@@ -131,7 +131,7 @@ class Replicas:
     ) -> None:
         """Start without workers.
 
-        `backend_of` returns a rank's backend. Backends and `workload` default to those of the plan.
+        `backend_of` returns a rank's backend. By default, backends and `workload` are the plan's.
         `faults` are injected.
         """
         self.plan, self.faults = plan, faults

@@ -44,7 +44,7 @@ class Source(Protocol):
 
     @property
     def identity(self) -> list[str]:
-        """Texts that identify the source: sources with different ones may answer differently."""
+        """Texts that identify the source: a source with different texts may answer differently."""
         ...
 
     @property

@@ -1,8 +1,8 @@
 """Shards as Parquet files: writing, checking, reading by a student, and their status.
 
-A student needs the rows of its samples in an order that differs from that of the shards, often
-while later shards are still being produced. So `TeacherRows` opens a file when its first row is
-needed, waits for one that isn't listed yet, and keeps the most recently used decoded row groups.
+A student needs the rows of its samples in a different order than the shards have them, often while
+later shards are still being produced. So `TeacherRows` opens a file when its first row is needed,
+waits for one that isn't listed yet, and keeps the most recently used decoded row groups.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
 class Places:
     """The shard and the rows of each sample. Samples are in the order of the run's first epoch.
 
-    So the first epoch reads one shard after another, and can begin while later ones are produced.
+    So the first epoch reads one shard after another, and can begin while later shards are produced.
     """
 
     def __init__(self, samples: Samples, visit: Sequence[int], num_each: int) -> None:

@@ -2,7 +2,7 @@
 
 It has no scripts and makes no requests. Text from files, such as names of classes, is escaped.
 
-Curves are read back from the metrics: those of the whole run, however often it was resumed. Long
+Curves are read back from the metrics, and show the whole run, however often it was resumed. Long
 runs are thinned out while they are read, so that memory does not grow with the number of steps.
 """
 
@@ -100,8 +100,8 @@ class History:
 
     Steps are grouped into stretches of equal length: `losses` are their means, `norms` their
     maxima. `alerts` has the texts of the last NOTES_MAX notes that are alerts; `num_alerts` counts
-    all alerts by name. `evaluations` are records of `run_events.Scored`, by step. `passes` are
-    those of each rank of a layer pipeline in the last step.
+    all alerts by name. `evaluations` are records of `run_events.Scored`, by step. `passes` has the
+    times of each rank's passes in the last step of a layer pipeline.
     """
 
     num_steps: int

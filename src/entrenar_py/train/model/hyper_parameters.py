@@ -20,9 +20,9 @@ from entrenar_py.train.model import model_folder
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Settings
 
-# The highest learning rates of adapters, by the model's number of parameters. Those of full
-# fine-tuning are a tenth. QLoRA's paper uses 2e-4 for models up to 13 billion parameters, and 1e-4
-# for larger ones.
+# The highest learning rates of adapters, by the model's number of parameters. For full fine-tuning
+# they are a tenth. QLoRA's paper uses 2e-4 for models up to 13 billion parameters, and 1e-4 for
+# larger models.
 _RATES = ((10**8, 1e-2), (10**9, 5e-3), (20 * 10**9, 1e-3), (math.inf, 5e-4))
 _RATE_MIN = 1e-6
 _FULL = 0.1  # the learning rate of full fine-tuning, relative to the adapters' rate

@@ -83,8 +83,8 @@ class TokenRanges:
     ) -> tuple[list[int], list[bool]] | None:
         """Find the tokens of parts by counting the tokens before them, without offsets.
 
-        None if the tokens of the text up to the beginning or end of a part differ from those of the
-        whole.
+        None if the text up to the beginning or end of a part has other tokens than the same piece
+        of the whole text.
         """
         tokens = self.tokens(text)
         is_target = [False] * len(tokens)

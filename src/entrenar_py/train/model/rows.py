@@ -127,7 +127,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _of_json(path: Path) -> Iterator[Row | BadRow]:
-    """Yield one object for each line, or those of one list; the name's ending doesn't matter."""
+    """Yield one object for each line, or the objects of one list, whatever the name's ending."""
     with _opened(path) as file:
         first = next((line for line in map(_unmarked, _lines(file)) if line.strip()), b"{}")
     if first.lstrip().startswith(b"["):

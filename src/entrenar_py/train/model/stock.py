@@ -118,7 +118,7 @@ def start(settings: Settings, module: Any) -> None:
 
 
 def _saved(names: Sequence[str], module: nn.Module, new: Sequence[str]) -> list[str]:
-    """Return the names of the parts that are trained whole: `new` ones, and those of `names`.
+    """Return the names of the parts that are trained whole: those in `new` and in `names`.
 
     Raises UsageError for a name that no part has, and for weights that another part shares.
     """

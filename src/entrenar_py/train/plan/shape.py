@@ -170,7 +170,8 @@ class _Answers(TorchFunctionMode):
     """Answers what code asks about values of meta tensors; the case with more memory is assumed.
 
     Rows are assumed to be padded, so not all elements of a mask [n, t] are set. No row is assumed
-    to hold several texts; transformers asks a tensor [n] about that. Dtypes are those of autocast.
+    to hold several texts; transformers asks a tensor [n] about that. Dtypes are the ones that
+    autocast selects.
     """
 
     def __init__(self, kind: str) -> None:

@@ -54,7 +54,7 @@ def traffic(step: StepMade) -> list[str]:
 
 
 def scored(scores: Scored) -> str:
-    """Return scores as a line: loss, perplexity, accuracy, margin, and those of some classes."""
+    """Return scores as a line: loss, perplexity, accuracy, margin, and scores of some classes."""
     parts = [f"loss {scores.loss:.4f}"]
     if scores.perplexity is not None:
         parts.append(f"perplexity {scores.perplexity:.4g}")

@@ -123,7 +123,7 @@ class PipelineServer(Server):
         return self.cut.terms(super().terms)
 
     def run_between(self, first: int, last: int) -> Run:
-        """See `Server`. The places are those of the cut."""
+        """Return the same as `Server.run_between`, with the ranks of the stages."""
         return self.cut.placed(super().run_between(first, last))
 
     def apply_average(self, step: int) -> None:
@@ -195,7 +195,7 @@ class PipelineServer(Server):
                 )
 
     def _completed(self, event: trace.Event) -> trace.Event:
-        """Complete the weights that a worker recorded for its stage with those of the other stages.
+        """Add the weights of the other stages to the weights that a worker recorded for its stage.
 
         So each worker's record has the weights of the whole model.
         """

@@ -156,7 +156,7 @@ class Stage:
 
 
 def _require_runs(module: nn.Module, own: range, tokens: Tensor) -> None:
-    """Run a stage on `tokens`. Raises UsageError if its blocks lack something of earlier ones.
+    """Run a stage on `tokens`. Raises UsageError if it needs something from an earlier stage.
 
     In some models blocks share the keys and values of an earlier block.
     """

@@ -277,7 +277,7 @@ class WgpuStage:
 
 
 def _backward(shard: Shard, gradients: Sequence[Array], loss: float = 0.0) -> Backward:
-    """Return the gradients of `shard`; that of hidden states has their received dtype."""
+    """Return the gradients of `shard`; the hidden states' gradient has their received dtype."""
     if shard.hidden is None:
         return Backward(list(gradients), None, loss)
     *of_weights, of_hidden = gradients

@@ -73,10 +73,10 @@ class Average(NamedTuple):
 
 
 class AveragingEnd:
-    """The endpoint of `machine`, whose effects it carries out; `finished` is its Finish, or None.
+    """The endpoint of the state machine `machine`: carries out the effects that it returns.
 
-    `frame_bytes_max` limits frames from workers. Averages are computed in `background`. `averages`
-    has the averages of the current step, by part.
+    `finished` is its Finish effect, None until then. `frame_bytes_max` limits frames from workers.
+    Averages are computed in `background`. `averages` has the averages of the current step, by part.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class AveragingServer:
     async def finish(self) -> do.Finish:
         """Return the Finish of the run, after the last messages are sent.
 
-        Raises any exception that the end raised during the run.
+        Raises any exception that the endpoint raised during the run.
         """
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()

@@ -522,7 +522,7 @@ class WorkerPhase(StrEnum):
     OVER = "over"
 
 
-# The phases of an admitted worker. In these, the end that closes the connection sends the reason.
+# The phases of an admitted worker. In these, whoever closes the connection sends the reason.
 TAKING_PART = (WorkerPhase.READY, WorkerPhase.COMPUTING, WorkerPhase.STAGED)
 
 WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {

@@ -223,7 +223,7 @@ class Wire(Protocol):
 
 
 class Background(Protocol):
-    """A thread, or a simulated one, for an end's longer work."""
+    """A thread, or a simulated one, for an endpoint's longer work."""
 
     def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
         """Call `work` in this thread, then `done` with its result, in the order of calls."""

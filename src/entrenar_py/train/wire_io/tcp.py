@@ -283,7 +283,7 @@ class WorkerClient:
     def new_end(
         self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify
     ) -> WorkerEnd:
-        """Return the end that this client drives."""
+        """Return the endpoint that this client drives."""
         clock = time.monotonic
         return WorkerEnd(machine, hands, self, clock, self.compute, speak, notify=notify)
 

@@ -1,6 +1,6 @@
 """Rules that compute the interval of an operation's result from the intervals of its operands.
 
-The rules for functions of one number come first, then those of all other operations.
+The rules for functions of one number come first, then the rules of all other operations.
 """
 
 from __future__ import annotations

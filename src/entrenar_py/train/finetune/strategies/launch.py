@@ -86,7 +86,7 @@ _TIMEOUT = timedelta(minutes=30)  # of a collective: reading a large model may t
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process's place among those of torchrun; `on_host` of them are on this host."""
+    """This process's place among the processes of torchrun; `on_host` of them are on this host."""
 
     rank: int
     local_rank: int

@@ -112,7 +112,7 @@ class Shards:
     def loss(self, objective: Objective, step: Step, shard: int) -> Tensor:
         """Return the summed loss of `shard`, computed by `objective`.
 
-        A shard without samples has a loss of zero: that of another sample, times zero.
+        A shard without samples has a loss of zero: the loss of another sample, times zero.
         """
         ids = step.shards[shard]
         self.seed(step, shard)
@@ -179,7 +179,7 @@ class Strategy(ABC):
     def squares(self) -> Tensor:
         """Return the sum of squares of the whole gradient, 0-d float64, the same on all ranks.
 
-        The squares of pieces are added over ranks; those of copies count once.
+        The squares of pieces are added over ranks. The squares of copies count once.
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of pieces, of copies
         for parameter in self.trainable.values():
