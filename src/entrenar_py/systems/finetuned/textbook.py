@@ -208,8 +208,8 @@ class PairTextbook(Textbook):
     """`Textbook` for preference pairs: the loss is the mean of -log sigmoid(m).
 
     With label smoothing, it is a weighted mean for both signs of m. The margin m is beta times (the
-    sum over the chosen side's completion of log p - log q, minus that over the rejected side's). q
-    is the checkpoint's own model.
+    sum over the chosen side's completion of log p - log q, minus the same sum over the rejected
+    side's). q is the checkpoint's own model.
     """
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,7 +37,7 @@ _AVERAGES = (say.AveragedGradient, say.AveragedBlock, say.AveragedNonBlock)
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The course of a run. `order` selects the next worker to deliver, among those with a shard.
+    """The course of a run. `order` selects the next worker to deliver, among workers with a shard.
 
     In step `dies_in`, the worker with the last place dies before it has delivered everything; if
     `returns`, another worker then joins. If `repeats`, each worker repeats earlier deliveries, also

@@ -1,9 +1,9 @@
 """The work of a coordinator: it adds and averages gradients, and keeps the state and the record.
 
-The protocol's state machine (`train/wire/coordinator.py`) decides, and its end carries out each
-decision by a call to a `Server`. A step is `gather`; then `require`, `keep` and `deliver` for each
-delivery; then `complete` and `reduce` for each block, in any thread; and finally `apply_average`.
-If the server applies the optimizer, `prepare` comes before that.
+The protocol's state machine (`train/wire/coordinator.py`) decides, and its endpoint carries out
+each decision by a call to a `Server`. A step is `gather`; then `require`, `keep` and `deliver` for
+each delivery; then `complete` and `reduce` for each block, in any thread; and finally
+`apply_average`. If the server applies the optimizer, `prepare` comes before that.
 
 A payload is taken over together with its memory, which `room` provides, because copying every
 gradient would double the memory of a large model.

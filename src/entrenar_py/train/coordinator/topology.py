@@ -195,7 +195,7 @@ class RingExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One topology: the classes of its machines, ends and clients.
+    """One topology: the classes of its state machines, endpoints and clients.
 
     `trainer` is its name in a plan. `exchange` adds the blocks that a worker receives from other
     workers; it is None in a star, where everything goes to the coordinator. `down` lists the

@@ -244,7 +244,7 @@ def opened(
 ) -> Iterator[Task]:
     """Yield the task of the run `plan`; validation rows are scored on `device`.
 
-    The other arguments are those of `Task`.
+    The other arguments are as in `Task`.
     """
     evaluator = Evaluator(prepared, workload, device=device, plan=plan)
     with closing(evaluator):

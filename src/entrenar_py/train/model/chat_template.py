@@ -404,7 +404,7 @@ class ChatEncoder:
     def _before_special(self, text: str, place: int) -> int:
         """Return `place`; if it is inside a special token of `text`, where that token begins.
 
-        Then the token and the text that really follows begin alike, such as `</s>` and `<|user|>`.
+        A place can be inside a special token if two such tokens begin alike: `</s>` and `<|user|>`.
         """
         begins = [
             begin
@@ -511,7 +511,7 @@ def _without_thoughts(message: Message) -> Message:
 def _with_either(
     encode: Callable[[Rows], Found], row: Rows, texts: Callable[[Rows], Rows]
 ) -> Found:
-    """Return `encode` of `row`; if it raises, of the row with the arguments of calls as texts.
+    """Return `encode` of `row`; if it raises, of `row` with texts as arguments of calls.
 
     Some templates need such arguments.
     """

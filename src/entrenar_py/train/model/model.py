@@ -117,7 +117,7 @@ def part(
     """Return the part of the model that `shorten` leaves, with its adapters, as `load` returns it.
 
     No other weights of the checkpoint are read. Only parameters with a name in `trains` are
-    trained. Their values are not those with which a run begins.
+    trained. They don't have a run's initial values.
     """
     module, new = _base(settings, shorten, unties=unties)
     stock.set_padding(module, pad_token)

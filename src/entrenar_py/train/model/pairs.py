@@ -2,9 +2,10 @@
 
 A row has `prompt`, `chosen` and `rejected`, as in TRL: all texts, or all lists of messages. Without
 a prompt, or with a text next to lists of messages, the prompt is what both sides begin with. Both
-sides are tokenised as a whole, together with the prompt. A side's completion begins where its
-tokens and those of the prompt differ, and the earlier place counts for both sides. So both have the
-same prompt, token by token, even if a token reaches over its end.
+sides are tokenised as a whole, together with the prompt. A side's completion begins at the first
+token in which it differs from the prompt; of the two places, the earlier one counts for both sides.
+So both sides have the same prompt, token by token, even if a token contains both the end of the
+prompt and more text.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def settle_quantised(module: nn.Module) -> None:
     """Make quantised layers compute in evaluation, and in a captured graph, as they do in training.
 
     On CPUs with AVX512-BF16, bitsandbytes would pack the weights again when a model is evaluated,
-    and from then on compute in bfloat16 without gradients. In a graph, a layer's product is that of
-    `compute.nf4` with the tensors `weight` and TABLES.
+    and from then on compute in bfloat16 without gradients. In a graph, `compute.nf4` computes a
+    layer's product from the tensors `weight` and TABLES.
     """
     for _, layer in quantised_layers(module):
         layer.support_avx512bf16_for_cpu = False

@@ -55,7 +55,7 @@ class Prepared:
     def workload(self, kind: type[Finetuning] | None = None, **more: Any) -> Finetuning:
         """Return a workload of class `kind` with the model and its samples; loads the checkpoint.
 
-        Without a `kind`, it is the one of the task. `more` are further arguments of `kind`. Raises
+        By default, the task determines the class. `more` are further arguments of `kind`. Raises
         UsageError if the checkpoint is not complete, or if tokenizer, rows or settings don't fit
         it.
         """

@@ -1,9 +1,9 @@
 """The samples of a run: tokenised once, and kept in a file with a name that depends on its sources.
 
 A row becomes tokens, and for each token the information whether it is predicted: in `text` every
-token except the first, in `instruct` only those of the assistant's turns. In `classify` the class
-of the whole text is predicted. In `preference` a sample is a pair: the tokens of the chosen side,
-then those of the rejected side, each with the prompt (`pairs`). A row that can't be used is a
+token except the first, in `instruct` only the tokens of the assistant's turns. In `classify` the
+class of the whole text is predicted. In `preference` a sample is a pair: the tokens of the chosen
+side, then those of the rejected side, each with the prompt (`pairs`). A row that can't be used is a
 `BadRow` with its place, never an exception. So all of them can be reported at once, or skipped
 (data.on_error).
 

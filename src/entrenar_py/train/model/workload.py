@@ -74,9 +74,9 @@ def compile_blocks(module: nn.Module) -> None:
     Blocks are the members of a list of layers that isn't inside another list. Kernels are chosen by
     rules, never by timing, so that every process has the same kernels.
 
-    If the embedding is frozen, the first block's input needs no gradient. That block would be a
-    program of its own, and twice as long would be spent on compiling. So the embedding's output is
-    made to need a gradient, which costs one block's share of the backward pass.
+    If the embedding is frozen, the first block's input needs no gradient. Then that block would be
+    compiled separately, and compiling would take twice as long. So the embedding's output is made
+    to need a gradient, which costs one block's share of the backward pass.
     """
     from torch._inductor import config
     from torch.fx.experimental import _config as shapes

@@ -1,8 +1,8 @@
 """The model of a run without its weights: its sizes, and the memory that a micro-batch takes.
 
 A micro-batch is rehearsed on torch's meta device: the trainer's own code runs on tensors without
-data. The storage of every tensor is counted until it is freed. So activations and peak are those of
-this model, batch and length, whatever the architecture.
+data. The storage of every tensor is counted until it is freed. So activations and peak are right
+for this model, batch and length, whatever the architecture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans the stages of a layer pipeline: those of a configuration, or the best possible ones.
+"""Plans the stages of a layer pipeline: as a configuration says, or the best possible stages.
 
 Stages are assigned to workers in the order in which the user lists the workers. That order is part
 of the user's decision: the first worker sees the tokens, the last one sees the targets, and

@@ -54,7 +54,7 @@ class Grouping(Coordinator):
     def _unreachable(
         self, peer: Peer, member: Member, said: say.Unreachable, now: float
     ) -> list[Effect]:
-        """Begin another round; at the third complaint, expel the worker that most of them involve.
+        """Begin another round; at the third complaint, expel the worker that most complaints name.
 
         Both ends may complain about the same broken connection: the second complaint then arrives
         in the round that the first one started. Such a pair counts once.

@@ -48,7 +48,7 @@ AGAIN = "it has connected again"
 class Link:
     """One connection to another worker.
 
-    `rank` is the other worker's, None if unknown; `proof` is the one expected in its Accept.
+    `rank` is the other worker's, None if unknown; `proof` is the proof that its Accept must have.
     """
 
     nonce: str
@@ -433,7 +433,7 @@ class MeshWorker(Worker):
     def _postpone(self, peer: Peer) -> list[Effect]:
         """Postpone an early message.
 
-        Raises ProtocolError if there are more than a round can have.
+        Raises ProtocolError if there are more such messages than a round can have.
         """
         self._num_postponed += 1
         most = self._num_blocks * (len(self._holders) + 1)

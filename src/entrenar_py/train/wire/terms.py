@@ -138,10 +138,10 @@ class Run:
 class Timing:
     """The timeouts, in seconds.
 
-    Each end sends something at least every `heartbeat_s`, and counts as dead after `dead_after_s`
-    of silence. A connection must be opened within `hello_s`, and its handshake must succeed within
-    another `hello_s`. A run with too few workers fails after `gather_s`. A worker has `gather_s` to
-    load the state.
+    Every process sends something on each connection at least every `heartbeat_s`, and counts as
+    dead after `dead_after_s` of silence. A connection must be opened within `hello_s`, and its
+    handshake must succeed within another `hello_s`. A run with too few workers fails after
+    `gather_s`. A worker has `gather_s` to load the state.
     """
 
     heartbeat_s: float = 5.0

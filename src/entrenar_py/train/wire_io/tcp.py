@@ -402,7 +402,7 @@ class MeshClient(WorkerClient):
         """Start without a connection.
 
         `door_context` is the TLS context for workers that connect to this one at `listen_port` (0:
-        any free port). The other arguments are those of WorkerClient.
+        any free port). The other arguments are as in WorkerClient.
         """
         super().__init__(
             *(machine, hands),

@@ -1,8 +1,8 @@
 """Common parts of all strategies: shards and their losses, how ranks hold a model, how they agree.
 
 A rank holds whole trainable tensors, or a piece of each as a DTensor, or all of some tensors.
-Batches, shards and random numbers are those of the reference trainer: they follow from the plan
-alone. A model runs on a few tokens before and after it is cut, and must give the same logits.
+Batches, shards and random numbers are the same as in the reference trainer: they follow from the
+plan alone. A model runs on a few tokens before and after it is cut, and must give the same logits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Strategies `tensor_parallel` and `sequence_parallel`: ranks share each layer, and all shards.
 
-With the second, hidden states between attentions and MLPs are cut, too: there, each rank has a part
-of every sequence. All ranks compute the loss of all shards.
+With `sequence_parallel`, hidden states between attentions and MLPs are cut, too: there, each rank
+has a part of every sequence. All ranks compute the loss of all shards.
 
-Layers are cut by the model's own plan (`train.model.blocks`), and peft's adapters with them: of a
-layer cut by columns, A is whole and B is cut; of one cut by rows, A is cut and B is whole.
+Layers are cut by the model's own plan (`train.model.blocks`), and peft's adapters with them: in a
+layer cut by columns, A is whole and B is cut; in a layer cut by rows, A is cut and B is whole.
 """
 
 from __future__ import annotations
