@@ -295,7 +295,7 @@ def stock_rows(fixture: Fixture) -> Iterator[tuple[tuple[int, ...], tuple[int, .
 
 
 def _stock_side(tokenizer: Any, prompt: Any, said: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens of a side of a pair, and the positions of those after its prompt."""
+    """Return the tokens of a side of a pair, and the positions of the tokens after its prompt."""
     if isinstance(prompt, list):
         return _chat(tokenizer, [*prompt, *said])
     before = tokenizer(prompt)["input_ids"]

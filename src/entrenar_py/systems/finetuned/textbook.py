@@ -124,7 +124,7 @@ class Textbook:
         return tokens, mask, due
 
     def class_weights(self) -> list[float]:
-        """Return each class's weight: 1, 1 / frequency or its root; the mean over the rows is 1."""
+        """Return each class's weight: 1, 1 / share or its square root; the mean over rows is 1."""
         labels = [row["label"] for row in self._fixture.rows]
         shares = [labels.count(label) / len(labels) for label in LABELS]
         power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[self._request.class_weights]
@@ -213,7 +213,7 @@ class PairTextbook(Textbook):
     """
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `Textbook.batch` does for both rows of each pair, chosen sides first."""
+        """Return `Textbook.batch` of both rows of each pair, chosen sides first."""
         return super().batch([*(2 * i for i in ids), *(2 * i + 1 for i in ids)])
 
     def loss(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, due: Tensor) -> Any:

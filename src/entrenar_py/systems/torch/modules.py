@@ -250,7 +250,7 @@ def num_units(scenario: Scenario) -> int:
 
 
 def build(scenario: Scenario, units: Iterable[int] | None = None) -> Layers:
-    """Return the workload's layers with initial values: those of `units`, by default all."""
+    """Return the layers of `units`, by default all, with the workload's initial values."""
     workload = models.model_of(scenario)
     model: Layers
     here = range(num_units(scenario)) if units is None else list(units)

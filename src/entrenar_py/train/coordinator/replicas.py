@@ -70,7 +70,7 @@ class Worker:
                 )
 
     def settle(self) -> None:
-        """Wait until weights and state on the host are those after the last step."""
+        """Wait until the host has the weights and the state after the last step."""
         if self.on_device is not None:
             self.on_device.copy_back(self.replica.parameters)
 

@@ -168,7 +168,7 @@ class RingExchange:
         self.held.there.add(block)  # an average from another worker must not replace it
 
     def reduce(self, block: int) -> tuple[float, float] | None:
-        """Average a block that has passed every worker; return the same as TreeExchange.reduce."""
+        """Average a block that has passed every worker; the result is as in TreeExchange."""
         total = self.passing[block]
         self.held.total = total.loss, total.weight
         is_finite = blocks.average(total, self.scale, out=self.held.part(block))

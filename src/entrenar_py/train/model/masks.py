@@ -77,7 +77,7 @@ def entered() -> Masks | None:
 
 
 def repetition() -> Masks:
-    """Return masks that repeat the draws of those entered now; without any, they drop nothing."""
+    """Return masks that repeat the draws of the entered masks; if there are none, drop nothing."""
     found = entered()
     return Masks(None) if found is None else found.again()
 

@@ -135,7 +135,7 @@ def _messages(name: str, values: list[Any]) -> list[Message]:
 
 
 def _differ_at(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the length of the common prefix, less one if a whole sequence is the prefix."""
+    """Return the length of the common prefix, minus one if it is a whole sequence."""
     both = enumerate(zip(first, second, strict=False))
     shorter = min(len(first), len(second))
     return next((place for place, (a, b) in both if a != b), max(shorter - 1, 0))

@@ -235,7 +235,7 @@ class Encoder:
 
 
 def _name_of(label: object) -> str:
-    """Return a label as a configuration writes it: 1 for 1.0, which a column with gaps has."""
+    """Return a label as a configuration writes it: 1 also for 1.0, as in a column with gaps."""
     if isinstance(label, bool):
         return str(label).lower()
     if isinstance(label, float) and label.is_integer():
@@ -284,7 +284,7 @@ class Samples:
 
     @cached_property
     def rows(self) -> Samples:
-        """The model's rows: of pairs, each chosen side and then its rejected side."""
+        """The rows for the model. A pair has two: the chosen side, then the rejected side."""
         if not self.are_pairs:
             return self
         inner = self.starts[:-1] + self.cuts
@@ -297,7 +297,7 @@ class Samples:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of each sample's row, of a pair of its longer row: int64 [n]."""
+        """The number of tokens of each sample's row (of a pair, of its longer row): int64 [n]."""
         each = np.diff(self.rows.starts)
         found: NDArray[np.int64] = each.reshape(-1, 2).max(1) if self.are_pairs else each
         return found

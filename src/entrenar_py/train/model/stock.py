@@ -196,7 +196,7 @@ def has_target(module: nn.Module, target: str) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress peft's warnings about later releases of transformers, and about what it fixes."""
+    """Suppress peft's warnings about later releases of transformers, and about its own repairs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")

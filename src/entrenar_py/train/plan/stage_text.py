@@ -156,7 +156,7 @@ _NAME_CHARS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class _Box:
-    """A drawn stage. `after` labels the link to the next stage, `up` that to the coordinator."""
+    """A drawn stage. `after` labels its link to the next stage, `up` the coordinator's link."""
 
     lines: tuple[str, ...]
     after: str

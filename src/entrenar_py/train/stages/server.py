@@ -143,7 +143,7 @@ class PipelineServer(Server):
         return super().restore()
 
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
-        """See `Server`. A worker with weights different from those sent is refused, too."""
+        """See `Server`. A worker with weights different from the sent weights is refused, too."""
         super().require(rank, message, payload)
         if isinstance(message, TreeNode):
             self._require_weight(message)
@@ -177,7 +177,7 @@ class PipelineServer(Server):
         return float(self.replicas.workload.weight(ids)) if ids else 0.0
 
     def _require_own(self, event: trace.Start | trace.Update) -> None:
-        """Raise ProtocolError if a worker's weights of its stage differ from those here."""
+        """Raise ProtocolError if a worker's weights of its stage differ from the coordinator's."""
         names = [spec.name for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]]
         if isinstance(event, trace.Start):
             arrays = self.replica.replica.arrays

@@ -48,7 +48,7 @@ class StageStep(Protocol):
     def forward(
         self, shard: int, ids: Sequence[int], received: Received | None, drop: DropFunction
     ) -> Hidden | Backward:
-        """Return the result of the forward pass of `shard`, in the last stage of both passes."""
+        """Return the result of the forward pass of `shard`; in the last stage, of both passes."""
         ...
 
     def backward(self, shard: int, gradient: Tensor) -> Backward:

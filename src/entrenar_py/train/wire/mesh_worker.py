@@ -156,7 +156,7 @@ class Links:
         raise ProtocolError(f"{type(message).__name__} from a worker that has proved nothing")
 
     def lost(self, peer: Peer, reason: str) -> tuple[list[Effect], int | None]:
-        """Return the effects that close a broken link, and the other end's rank if in the group."""
+        """Return the effects that close a broken link, and its worker's rank if in the group."""
         rank = self._links[peer].rank
         return self._close(peer, reason), rank if rank in self.addresses else None
 

@@ -379,7 +379,7 @@ class Dealing(Attendance):
         return [do.Reduce(self.step, block)]
 
     def _keep_whole(self, member: Member) -> list[Effect]:
-        """Keep the deliveries of `member` even if it leaves, unless one or an audit is open."""
+        """Keep the deliveries of `member` even if it leaves, unless it or an audit is at work."""
         if self._audits or member.delivering or not member.delivered:
             return []
         member.delivered.clear()
