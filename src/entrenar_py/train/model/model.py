@@ -28,7 +28,7 @@ from entrenar_py.train.model.settings import Settings
 
 _MARKERS = ("▁",)  # marks the start of a word; even tokenizers without files have it
 _SHOWN = 12  # layers in a message
-# of the logits' norm: rounding changes less, a later token that an encoder sees changes more
+# a part of the logits' norm: rounding changes less, and a later token that is seen changes more
 _ROUNDED = 1e-4
 
 

@@ -23,7 +23,7 @@ from entrenar_py.shared.errors import UsageError
 #
 # Source: the WGSL specification, section "Floating Point Accuracy" (table "Accuracy of concrete
 # floating point operations" and the table of built-in functions); u = 2^-23 >= 1 ULP. For a
-# function that WGSL lacks, the bound is that of the formula in its docstring or comment, and
+# function that WGSL lacks, the bound holds for the formula in its docstring or comment, and
 # kernels must be at least as accurate. Derivations: docs/numerics.md.
 
 Rule = Callable[..., Interval]
