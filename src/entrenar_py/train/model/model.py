@@ -197,8 +197,8 @@ def _draw(seed: int, module: nn.Module, new: Sequence[str]) -> None:
 def _require_causal(settings: Settings, module: nn.Module) -> None:
     """Raise UsageError if the model predicts a token from that token itself or later ones.
 
-    An encoder with the head of a language model does: its loss would soon be 0. Rounding may differ
-    if a later token changes how rows are grouped (experts).
+    An encoder with the head of a language model does: its loss would soon be 0. Differences as
+    small as rounding are allowed: with experts, a later token may change how rows are grouped.
     """
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
     with in_evaluation(module), precision.applied(precision.of_products(settings), tokens.device):

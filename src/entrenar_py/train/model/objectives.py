@@ -288,7 +288,7 @@ _UNPACKED = 3  # tensors of a language model's batch; packed rows add their posi
 
 
 class Objective(nn.Module, ABC):
-    """A loss of the model `module`."""
+    """A loss of the model `module`, computed from the tensors of a batch."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
