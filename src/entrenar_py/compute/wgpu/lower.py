@@ -359,7 +359,7 @@ FUSING = frozenset(pointwise.SCALARS) | {
 }
 
 
-REGION_MAX = 12  # how many operations ahead to look for one that all uses of a value reach
+REGION_MAX = 12  # the most operations that `_converges` follows
 
 
 @dataclass(frozen=True)

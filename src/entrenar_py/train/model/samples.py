@@ -557,7 +557,7 @@ def class_counts(found: Samples, labels: Sequence[str]) -> tuple[int, ...]:
 def require_rows(counts: Sequence[int], labels: Sequence[str], setting: str, other: str) -> None:
     """Raise UsageError if a class has no sample, which `setting` needs.
 
-    `other` is the advice for the case that the class should stay.
+    `other` says what to do if the class should stay without samples.
     """
     if not all(counts):
         raise UsageError(
