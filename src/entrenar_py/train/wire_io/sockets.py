@@ -80,7 +80,10 @@ async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
 async def ready(
     sock: socket.socket, watch: Callable[..., None], unwatch: Callable[..., bool]
 ) -> None:
-    """Wait for `sock`, with the loop's add_reader and remove_reader or the same for writers."""
+    """Wait until `sock` can be read (`watch`, `unwatch`: the loop's add_reader, remove_reader).
+
+    With the loop's functions for writers, wait until it can be written to.
+    """
     event = asyncio.Event()
     watch(sock, event.set)
     try:
