@@ -1,11 +1,11 @@
 """AdamW in a GPU's memory, with the bits of `optimizer`.
 
-Otherwise the GPU would wait while the host computes the step and uploads new weights.
+If the host took the step, the GPU would wait for it and for the upload of the new weights.
 
 All operations are elementwise, or additions in a fixed order. Their results are IEEE's, as on the
-host, if three things are avoided. A product and a sum in one kernel are rounded only once. torch
-turns a division by a number of the host into a product. And the order of torch's own sums depends
-on the device.
+host, because three things are avoided: a product and a sum in one kernel (it rounds only once), a
+division by a number of the host (torch multiplies by the reciprocal), and torch's own sums (their
+order depends on the device).
 
 The host gets copies of weights and moments after each step, for the record. They arrive while the
 GPU computes the next shard.
@@ -35,7 +35,7 @@ from entrenar_py.train.arithmetic.optimizer import (
 )
 from entrenar_py.train.arithmetic.reduction import Node
 
-BYTES_MAX = 2**28  # of the weights: larger ones and their moments would crowd out activations
+BYTES_MAX = 2**28  # of weights: more of them, with their moments, would crowd out activations
 
 
 def fits(rule: Rule, num_trainable: int) -> bool:
@@ -46,8 +46,9 @@ def fits(rule: Rule, num_trainable: int) -> bool:
 class DeviceOptimizer:
     """The optimizer of one replica; `weights` are on the device, float32 [num_trainable].
 
-    `state` has the moments on the host. It is copied, and `copy_back` writes to it. `failures`
-    returns a context that uses the device and reports what fails there (`CudaBackend.failures`).
+    `state` has the moments on the host. The device gets a copy, and `copy_back` updates the host's.
+    `failures` returns a context manager that selects the device and converts its errors
+    (`CudaBackend.failures`).
     """
 
     def __init__(

@@ -277,7 +277,7 @@ def _opened(names: Sequence[str]) -> dict[str, str]:
 
 
 class _Workers:
-    """The worker processes, one for each rank. One that dies is started again, up to a limit.
+    """The worker processes, one for each rank. A process that dies is restarted, up to a limit.
 
     They load their libraries and open their devices after `open`, load the model after `load`, and
     take part after `start`. `settings` must be there before `load`.
@@ -364,7 +364,7 @@ class _Workers:
             self._give_up(f"no worker is left: {reason}")
 
     def _look(self) -> None:
-        """Read the workers' notes, and start workers again that died.
+        """Read the workers' notes, and restart workers that died.
 
         By then, the coordinator has given their shards to others.
         """
