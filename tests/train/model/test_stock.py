@@ -279,7 +279,7 @@ def another_norm(folder: Path) -> None:
     ("damage", "method", "told"),
     [
         (another_alpha, "lora", "its logits of two rows of different lengths are up to"),
-        (another_tensor, "lora", r"lora_B\.default\.weight has other values"),
+        (another_tensor, "lora", r"lora_B\.default\.weight has different values"),
         (no_padding, "full", "it can't compute two rows of different lengths"),
         (another_norm, "full", "its logits of two rows of different lengths are up to"),
     ],

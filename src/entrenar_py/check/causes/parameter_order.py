@@ -43,9 +43,9 @@ _EXPLAINED = 2e-2  # relative: the largest distance of a number from an equation
 _CORRECTED_MIN = 0.1  # the least distance from 1 of a factor that corrections explain
 _TELLING_MIN = 16  # elements that differ: this many have no other cause
 _SHARES = (0.8, 0.9, 0.95, 0.98, 0.99, 0.999)  # of a momentum, kept by a step: many name none
-_BEFORE = "with the parameters of each group in another order: "
+_BEFORE = "with the parameters of each group in a different order: "
 
-_COUNTED = "the step is counted once for each parameter, and not once for all"
+_COUNTED = "the step is counted once for each parameter instead of once"
 _COUNTERS: Sequence[Key] = (lambda *_: 0, lambda group, *_: group)
 _MOMENTA: Mapping[str, Key] = {
     "it has the momentum of another tensor: momentum is stored by position, "

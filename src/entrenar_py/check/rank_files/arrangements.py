@@ -28,7 +28,7 @@ from entrenar_py.shared.trace import Event, Noticed, Shard, Start
 
 Places = Mapping[int, Mapping[str, Placed]]  # rank -> name of a tensor on the rank -> where it lies
 
-_PARTS_UNKNOWN = "ranks are given parts of rows, and no row is known as a whole"
+_PARTS_UNKNOWN = "ranks are given parts of rows, and no complete row is known"
 
 
 @dataclass(frozen=True, kw_only=True)
