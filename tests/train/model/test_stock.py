@@ -299,5 +299,8 @@ def test_a_folder_that_cannot_be_read_back_is_a_failure_of_the_run(checkpoint: P
     chosen = settings(checkpoint)
     module, trained = exported(chosen)
     (chosen.output / "adapter_config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(SystemFailure, match=r"can't be read back by stock libraries: .*adapters"):
+    with pytest.raises(
+        SystemFailure,
+        match=r"stock libraries can't read the files that were written there: .*adapters",
+    ):
         agree(chosen, module, trained)
