@@ -39,9 +39,13 @@ KINDS: dict[str, str] = {
     "the other, as its micro-batches",
     "shortened_epochs": "each epoch of a user's script ends after `value` batches of a rank; the "
     "samples of all omitted batches count as part of the last batch",
-    "more_steps": "a user's script is ended after `value` optimizer steps, later than usual",
-    "reordered_groups": "an optimizer of a user's own class is built with the parameters of each "
-    "group in another order",
+    "more_steps": (
+        "a user's script makes `value` optimizer steps, more than usual, and is then ended"
+    ),
+    "reordered_groups": (
+        "an optimizer of a user's own class is built with the parameters of each group in a "
+        "different order"
+    ),
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` joins, or rejoins, before step `step` and gets the full state",
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
@@ -154,7 +158,7 @@ PIPELINE_PLACES = (
 
 # The false messages that a worker can send, followed by the messages in which it can send them.
 LIES: dict[str, str] = {
-    "old_step": "it sends its message of the step before again",
+    "old_step": "it sends its message of the previous step again",
     "too_long": "the payload is four bytes longer than the manifest allows",
     "not_mine": "it names shards that were not assigned to it",
     "twice": "it sends the whole message twice",
@@ -229,7 +233,7 @@ class Fault:
         taken = (*needed, *OPTIONAL.get(self.kind, ()))
         for name in self.__dataclass_fields__:
             if name not in ("kind", *taken) and getattr(self, name) is not None:
-                self._refuse(name, f"this kind takes none; it takes {', '.join(taken)}")
+                self._refuse(name, f"this kind doesn't take it; it takes {', '.join(taken)}")
         for name in needed:
             if getattr(self, name) is None:
                 self._refuse(name, f"{self.kind} needs {' and '.join(needed)}")

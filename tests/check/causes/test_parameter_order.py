@@ -199,7 +199,9 @@ def test_a_step_that_is_the_same_in_both_orders_counts() -> None:
     """Each tensor of each step is a comparison."""
     tally = both(signs)
     assert (tally.compared, tally.broken) == (12, None)
-    assert tally.notes == ["with the parameters of each group in another order: 3 steps the same"]
+    assert tally.notes == [
+        ("with the parameters of each group in a different order: 3 steps the same")
+    ]
 
 
 def test_a_sum_over_parameters_may_be_rounded_otherwise() -> None:
@@ -275,7 +277,9 @@ def test_a_step_that_moves_nothing_counts_for_nothing() -> None:
     """A rate may begin at zero; what comes then is compared."""
     tally = both(lambda *step: {n: move * (step[0] > 1) for n, move in signs(*step).items()})
     assert (tally.compared, tally.broken) == (4, None)
-    assert tally.notes == ["with the parameters of each group in another order: 1 step the same"]
+    assert tally.notes == [
+        ("with the parameters of each group in a different order: 1 step the same")
+    ]
 
 
 def test_runs_in_one_order_say_nothing() -> None:

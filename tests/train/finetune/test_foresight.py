@@ -150,7 +150,7 @@ def test_rows_that_cannot_be_read_are_said_to_be_so(
     config.write_text(text, encoding="utf-8")
     assert cli.main(["plan", str(config), "--device", "cpu:16GB"]) == exit_codes.DONE
     told = capsys.readouterr()
-    assert "rows are not checked, and assumed to be data.max_tokens long: data " in told.err
+    assert "rows are not checked, but assumed to be data.max_tokens long: data " in told.err
     assert "4 x 64 tokens (data.max_tokens)" in told.out
 
 

@@ -196,7 +196,7 @@ def test_a_device_that_reports_no_memory_may_fit(folder: Path) -> None:
         (["gpu:4GB"], "fsdp", "it needs two devices or more"),
         (["5 x gpu:4GB"], "star", "5 workers and 4 shards: use training.num_shards >= 5"),
         (["5 x gpu:4GB"], "pipeline_parallel", "4 blocks can't be cut into 5 stages"),
-        (["2 x wgpu:4GB"], "ddp", "torch's collectives know no wgpu"),
+        (["2 x wgpu:4GB"], "ddp", "torch's collectives don't support wgpu"),
     ],
 )
 def test_a_strategy_that_cannot_run(

@@ -133,7 +133,7 @@ def test_workers_that_never_reach_each_other_end_the_run() -> None:
     trial = Parted(Plan(((0,), (1,))), seed=3)
     finish = trial.finish()
     assert finish.status == "failed"
-    assert "thrown out 3 times before step 0 was made" in finish.reason
+    assert "disconnected 3 times before step 0 was made" in finish.reason
     assert "can't reach worker" in finish.reason
     assert trial.witness.rounds < 30
     assert not any(isinstance(one, Activation) for _, _, one in trial.said)

@@ -46,9 +46,9 @@ _CORRECTED_MIN = 0.1  # the smallest distance from 1 of a factor that bias corre
 _TELLING_MIN = 16  # elements that differ: if so many do, the cause is not another one
 # Fractions of a momentum that a step keeps: usual values, since many optimizers name none.
 _SHARES = (0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
-_BEFORE = "with the parameters of each group in another order: "
+_BEFORE = "with the parameters of each group in a different order: "
 
-_COUNTED = "the step is counted once for each parameter, and not once for all"
+_COUNTED = "the step is counted once for each parameter instead of once"
 _COUNTERS: Sequence[Key] = (lambda *_: 0, lambda group, *_: group)
 _MOMENTA: Mapping[str, Key] = {
     "it has the momentum of another tensor: momentum is stored by position, "

@@ -115,7 +115,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
     if trace.traits.rule != "known" and update_rule.are_derived(trace):
         is_known = is_known and _is_as_derived(trace)
     if not is_known and trace.traits.rule == "own":
-        tally.note("the optimizer's rule is its own: steps were not recomputed")
+        tally.note("the optimizer has a rule of its own: steps were not recomputed")
         return
     if not is_known:
         tally.miss(
@@ -123,8 +123,8 @@ def _follow(tally: Tally, trace: Trace) -> None:
             + missing.told(
                 tally,
                 trace=" (traits: rule: other)",
-                script=": known are those of torch.optim, except for LBFGS, Rprop, ASGD and some "
-                "that are rare",
+                script=": known are those of torch.optim, except for LBFGS, Rprop, ASGD and a few "
+                "rare ones",
             )
         )
         return
@@ -271,7 +271,7 @@ def _clipping(
         return  # F-DP-003 judges this
     norm = closeness.norm_l2(update.gradient)
     if norm is not None:
-        message = "the norm is not that of the averaged gradient"
+        message = "the norm is not the averaged gradient's"
         tally.close(norm, update.grad_norm, relative * norm, message, **place)
     if trace.traits.clipping == "other":  # gradients were clipped to an unknown norm
         tally.check(
@@ -369,7 +369,7 @@ def _absent(traces: Sequence[Trace]) -> str:
         return ""
     if any(update_rule.are_known(trace) for trace in traces):
         return ""
-    return "the optimizer's rule is its own: it is none of torch.optim's that are known here"
+    return "the optimizer has a rule of its own, which is not known here"
 
 
 def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
@@ -543,7 +543,7 @@ def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
         groups = {group for event in noticed for group in event.shared if name in group}
         others = sorted({one for group in groups for one in group} & twice - {name})
         if not others:
-            cause = "it is in the optimizer's parameters twice"
+            cause = "it occurs twice in the optimizer's parameters"
         elif plain:
             tally.note(f"{name} and {others[0]} are parameters in the same memory: SGD steps both")
             continue

@@ -39,8 +39,8 @@ from entrenar_py.shared.verdict import Verdict, inconclusive
 from entrenar_py.shared.wording import counted, listed
 
 NO_WORKDIR = (
-    "the command needs {workdir} (folder of checkpoints), and should have "
-    "{steps} (steps in all); put them into it, or exclude the clause"
+    "the command needs {workdir} (folder of checkpoints), and should have {steps} (total steps); "
+    "put both into it, or exclude the clause"
 )
 _NO_WORKER = "no worker was killed: that takes two workers or more; raise --world-size"
 _BY_PROBES = "decided by a probe that the harness runs itself, not by a script's runs"
@@ -398,7 +398,7 @@ def refuted(
     for entry in judge([task for task in declared if task.check is not None], runs):
         if entry.verdict is not Verdict.INCONCLUSIVE:
             why = reasons[entry.invariant.id]
-            note = f"declared not to apply, but its runs decide it; remove that: {why}"
+            note = f"declared not to apply, but the runs decide it; remove the declaration: {why}"
             finding = replace(entry.finding, notes=(*entry.finding.notes, note))
             yield replace(entry, finding=finding)
 

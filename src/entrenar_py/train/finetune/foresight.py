@@ -216,7 +216,7 @@ def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
         prepared = preparation.prepare(settings, needs_weights=False)
     except UsageError as error:
         first = str(error).splitlines()[0]
-        printing.warn(f"rows are not checked, and assumed to be data.max_tokens long: {first}")
+        printing.warn(f"rows are not checked, but assumed to be data.max_tokens long: {first}")
         return None, None
     return hyper_parameters.rows_of(prepared), _longest(prepared)
 

@@ -239,7 +239,7 @@ def _problem(run: Run, strategy: str) -> str:
     if len({one.kind for one in run.devices}) > 1:
         return "its devices must be of one kind"
     if run.devices[0].kind == "wgpu":
-        return "torch's collectives know no wgpu"
+        return "torch's collectives don't support wgpu"
     if run.settings.method == "qlora" and strategy not in WHOLE_LAYERS:
         return f"quantised weights can't be cut: use {' or '.join(WHOLE_LAYERS)}"
     if run.settings.task == "preference" and strategy not in _ALONE:
@@ -345,7 +345,7 @@ def _reason(run: Run, chosen: Option) -> str:
     room = f"{size(limit)} of {worker.device.name}" if limit else f"{worker.device.name}"
     workers = f"{worker.sharing} workers need" if worker.sharing > 1 else "a worker needs"
     if run.num_workers == 1:
-        return f"One worker shares nothing: it needs {size(needed)} of the {room}."
+        return f"One worker exchanges nothing: it needs {size(needed)} of the {room}."
     return (
         f"With {chosen.strategy} {workers} {size(needed)} of the {room}, and a step moves "
         f"{size(chosen.traffic.sent)} from a worker, {seconds(chosen.seconds)} on the wire."
@@ -362,7 +362,7 @@ def _others(run: Run, tried: Sequence[Option], chosen: Option) -> str:
         least = min(full, key=lambda option: option.peak(recompute=run.recompute))
         names = wording.listed([option.strategy for option in full], most=len(full))
         return (
-            f"There is no room for {names}: the least of them peaks at "
+            f"There is no room for {names}: the smallest of them peaks at "
             f"{size(least.peak(recompute=run.recompute))}."
         )
     able = [option for option in tried if not option.problem]
