@@ -124,6 +124,8 @@ OF_LOADERS = (SHORTENED, MERGED)
 LONGER = "more_steps"
 # Only for a user's script: the order of the parameters is changed, which no step may depend on.
 REORDERED = "reordered_groups"
+# These begin before a script's first line, in the module of `check/observing/` with their name.
+OF_THE_START = (REORDERED,)
 # Faults that last for a whole run.
 LASTING = (*CONTROLLED, *OF_LOADERS, *OF_RECORDS, LONGER, REORDERED)
 # Runs with these faults only show whether other runs can be compared, or what others are too short

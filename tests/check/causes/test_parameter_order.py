@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from entrenar_py.check.causes import parameter_order
-from entrenar_py.check.evidence.needs import REORDERED, Runs
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Event, Ruled, Start, Trace, Traits, Update
 from entrenar_py.shared.verdict import Tally
@@ -187,7 +186,7 @@ def made(order: str, rule: Rule, frozen: str = "", **changes: Any) -> Trace:
 def compared(usual: Trace, turned: Trace) -> Tally:
     """Return the tally of the comparison."""
     tally = Tally("F-TI-008", observed=True)
-    parameter_order.compare(tally, Runs(usual, witnesses={REORDERED: (usual, turned)}))
+    parameter_order.compare(tally, (usual, turned))
     return tally
 
 

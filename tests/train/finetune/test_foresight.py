@@ -13,6 +13,7 @@ from entrenar_py.train.finetune import foresight, outputs, settings_file
 from entrenar_py.train.model import preparation
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.service import exit_codes
+from tests import extras
 from tests.train.finetune import runs
 
 # peft asks for what a later transformers will lack.
@@ -165,8 +166,7 @@ def test_a_plan_takes_the_longest_row(
     assert json.loads(record.read_text(encoding="utf-8"))["micro_batch"]["tokens"] < 64
 
 
-pytest.importorskip("peft")
-pytest.importorskip("transformers")
+extras.require("peft", "transformers")
 NUM_BAD = 30
 
 

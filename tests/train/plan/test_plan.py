@@ -13,12 +13,12 @@ from entrenar_py.train.model.settings import Data, Settings, Training
 from entrenar_py.train.plan import devices, plan, text
 from entrenar_py.train.plan.plan import Option, Run
 from entrenar_py.train.plan.shape import Cut, Shape
+from tests import extras
 from tests.train.plan.qwen3 import QWEN3_4B, TINY, settings
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-pytest.importorskip("peft")
-pytest.importorskip("transformers")
+extras.require("peft", "transformers")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,11 +25,11 @@ from entrenar_py.train.plan.stage_costs import Place, StageCosts
 from entrenar_py.train.plan.stage_plan import Costs
 from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
+from tests import extras
 from tests.train.plan.qwen3 import TINY, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-pytest.importorskip("peft")
-pytest.importorskip("transformers")
+extras.require("peft", "transformers")
 CONFIG = """\
 model: .
 task: text

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from entrenar_py.check import evidence
 from entrenar_py.check.evidence import closeness, factors, precision
-from entrenar_py.check.evidence.needs import REORDERED, Traces
 from entrenar_py.shared.trace import Ruled, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import counted
@@ -70,9 +69,11 @@ def is_wanted(trace: Trace) -> bool:
     return is_fresh and is_own and several
 
 
-def compare(tally: Tally, runs: Traces) -> None:
-    """Check that each tensor moves equally in both orders, up to the first step that differs."""
-    pair = runs.witnesses.get(REORDERED, ())
+def compare(tally: Tally, pair: Sequence[Trace]) -> None:
+    """Check that each tensor moves equally in both orders, up to the first step that differs.
+
+    `pair` are the runs in the usual and in the other order; less than two are not compared.
+    """
     if len(pair) != 2 or any(run.end.status == "failed" for run in pair):
         return  # a class may require an order
     orders = [*map(_groups, pair)]

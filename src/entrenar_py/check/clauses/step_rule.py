@@ -27,7 +27,9 @@ from entrenar_py.check.clauses import clipping, knobs, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, factors, facts, missing, run_names
-from entrenar_py.check.evidence.needs import ALONE, REORDERED, REPEATED, SHORTENED, Traces, turned
+from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Need, Traces, turned
+from entrenar_py.shared import faults
+from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Noticed, Ruled, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -46,7 +48,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     knobs.compare(tally, runs)
     if tally.observed:
         compare_schedule(tally, runs)
-        parameter_order.compare(tally, runs)
+        parameter_order.compare(tally, runs.witnesses.get(REORDERED, ()))
         for trace in (*runs, *runs.witnesses.get(SHORTENED, ())):
             compare_metrics(tally, trace)
     for trace in runs:
@@ -552,6 +554,19 @@ def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
         tally.check(False, message, tensor=name, **place)
     return twice
 
+
+def _reordered(usual: Trace) -> Fault | None:
+    is_own = parameter_order.is_wanted(usual) and not is_recomputed(usual)
+    return Fault(kind=faults.REORDERED, step=0) if is_own else None
+
+
+REORDERED = Need(
+    name="reordered",
+    says="the same run, with the optimizer's parameters in a different order",
+    faults=(faults.REORDERED,),
+    is_paired=True,
+    planned=_reordered,
+)
 
 ROWS = (
     Check(

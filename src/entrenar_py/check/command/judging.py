@@ -196,7 +196,7 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
     """
     files = {run.settings: file for file, run in runs.items()}
     chosen = run_settings.beside(check.needs, runs[file].settings).chosen(files.get)
-    chosen = replace(chosen, witnesses=_witnesses(runs))
+    chosen = replace(chosen, witnesses=_witnesses(check, runs))
     if CONTROLLED in check.witnesses and chosen.of(ALONE):
         replayed = _joined(runs, runs[file].trace, *OF_RECORDS)
         if replayed is not None:
@@ -240,7 +240,7 @@ def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
     return None
 
 
-def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
+def _witnesses(check: Check, runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     """Return need -> the files of runs that show whether other runs can be compared.
 
     ALONE is answered by runs on one worker, REPEATED by two runs that should be equal, and other
@@ -254,6 +254,7 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
         REPEATED: tuple(plain[run] for run in twice),
         ALONE: tuple(plain[run] for run in alone),
         **witnesses(
+            check.witnesses,
             {file: run.faults for run, file in plain.items()},
             lambda file: plain.get(replace(runs[file].settings, faults=())),
         ),

@@ -341,7 +341,7 @@ def test_neither_blocks_that_are_computed_again_nor_scores_change_a_bit(
 )
 def test_canonical_ranks_write_the_same_bits(case: Case) -> None:
     digests = set()
-    for world_size in (1, 2, 4):
+    for world_size in (1, 2, 4) if case.lora == DROPOUT else (1, 4):
         config = case.write(f"out{world_size}", "ddp_canonical")
         codes, told = ranks.torchrun(config, world_size)
         assert codes == [exit_codes.DONE] * world_size, told
