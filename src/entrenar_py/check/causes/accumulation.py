@@ -53,7 +53,7 @@ class Applied:
     bound: float
 
     def by_other_divisors(self) -> Iterator[Applied]:
-        """Yield this record with each other divisor that makes some tensors exactly their sums."""
+        """Yield this record with each other divisor that explains the gradients of some tensors."""
         size = float(np.linalg.norm(step_sums.joined(self.mean, self.mean)))
         for divisor in step_sums.divisors(self.total, self.mean, self.bound):
             off = step_sums.off(self.total, self.mean, divisor, self.bound * divisor * size)
