@@ -398,8 +398,8 @@ TABLE = (
 
 def install_for_line(awaited: dict[str, Callable[[], None]]) -> None:
     """Set the patches for a line's observer, before the script imports the patched functions."""
-    _await(heard(), EARS, awaited)
-    _await((patch for patch in TABLE if patch.wrap is _loading), None, awaited)
+    await_modules(heard(), EARS, awaited)
+    await_modules((patch for patch in TABLE if patch.wrap is _loading), None, awaited)
 
 
 def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
@@ -415,10 +415,12 @@ def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
         return  # the watch needs only steps
     follower.look_at_calls(True)
     LoaderHooks(follower.iterated)
-    _await(TABLE, follower, awaited)
+    await_modules(TABLE, follower, awaited)
 
 
-def _await(table: Iterable[Patch], listener: Any, awaited: dict[str, Callable[[], None]]) -> None:
+def await_modules(
+    table: Iterable[Patch], listener: Any, awaited: dict[str, Callable[[], None]]
+) -> None:
     """Replace the functions of `table`, each once its module is imported."""
     by_module: dict[str, list[Patch]] = {}
     for patch in table:
