@@ -388,12 +388,11 @@ def moves_nothing(known: Evidence) -> Iterator[Seen]:
             updates.setdefault(update.optimizer, []).append(update)
         for steps in updates.values():
             late = steps[1:]
-            if (
-                len(late) > 1
-                and not any(update.moved for update in late)
-                and all(e.norm for e in late)
-            ):
-                yield Seen(rank, len(steps) - 1, late[-1], f"lr {late[-1].rates}")
+            stands = not any(e.moved for e in late) and all(e.graded for e in late)
+            if len(late) > 1 and stands:
+                rates = ", ".join(f"{rate:g}" for rate in late[-1].rates)
+                told = f"lr {rates}, norm of the gradient {late[-1].norm:g}"
+                yield Seen(rank, len(steps) - 1, late[-1], told)
 
 
 def steps_non_finite(known: Evidence) -> Iterator[Seen]:

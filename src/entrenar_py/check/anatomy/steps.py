@@ -191,12 +191,19 @@ def _counted(lines: Sequence[Line]) -> tuple[_Counts, dict[tuple[str, str, int],
 
 
 def _usual(counted: Sequence[tuple[_Counts, object]]) -> tuple[int, tuple[int, ...]]:
-    """Return the step that differs least from all others, and those with the same lines.
+    """Return a step of the most frequent kind, and those with the same lines.
 
-    The first and the last step count only if there are no others.
+    Of two kinds as frequent, it is the one that differs least from all steps. The first and the
+    last step count only if there are no others.
     """
     inner = [*range(1, len(counted) - 1)] or [*range(len(counted))][-1:]
-    usual = min(inner, key=lambda n: sum(_distance(counted[n][0], one) for one, _ in counted))
+
+    def rank(number: int) -> tuple[int, int]:
+        own = counted[number][0]
+        alike = sum(counted[n][0] == own for n in inner)
+        return -alike, sum(_distance(own, one) for one, _ in counted)
+
+    usual = min(inner, key=rank)
     return usual, tuple(n for n, (one, _) in enumerate(counted) if one == counted[usual][0])
 
 

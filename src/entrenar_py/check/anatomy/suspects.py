@@ -227,7 +227,8 @@ PATTERNS = (
         "step-moves-nothing",
         gradients.moves_nothing,
         "F-TI-004 (liveness)",
-        "the optimizer has gradients, and its steps moved no parameter",
+        "the optimizer has gradients, and its steps moved no parameter: the learning rate is zero, "
+        "or all gradients are",
     ),
     Pattern(
         "step-not-finite",
