@@ -115,5 +115,16 @@ def until_step(events: Sequence[Event], parameters: frozenset[int]) -> Iterator[
         yield event
 
 
+def accumulated(step: Step, update: record.Stepped) -> list[record.Backward]:
+    """Return the passes with gradients that an optimizer's step applies: none was cleared since."""
+    parameters, passes = numbers(update.held), list[record.Backward]()
+    for event in before(step, update):
+        if isinstance(event, record.Cleared) and numbers(event.touched) & parameters:
+            passes.clear()
+        elif isinstance(event, record.Backward) and numbers(event.touched) & parameters:
+            passes.append(event)
+    return passes
+
+
 def _at(step: Step, event: Event) -> int:
     return next(n for n, one in enumerate(step.events) if one is event)

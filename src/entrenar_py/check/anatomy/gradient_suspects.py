@@ -9,7 +9,15 @@ from functools import cached_property
 from itertools import pairwise
 
 from entrenar_py.check.anatomy import record
-from entrenar_py.check.anatomy.evidence import Evidence, Seen, after, before, of, until_step
+from entrenar_py.check.anatomy.evidence import (
+    Evidence,
+    Seen,
+    accumulated,
+    after,
+    before,
+    of,
+    until_step,
+)
 from entrenar_py.check.anatomy.record import Event, numbers
 from entrenar_py.check.anatomy.steps import Step
 
@@ -47,9 +55,10 @@ class _Update:
         known = [(e, numbers(getattr(e, "touched", ""))) for e in before(self.step, self.update)]
         return [e for e, touched in known if touched & held or isinstance(e, record.Called)]
 
-    @property
+    @cached_property
     def passes(self) -> list[record.Backward]:
-        return [e for e in self._earlier if isinstance(e, record.Backward)]
+        """The passes since the gradients were last cleared."""
+        return accumulated(self.step, self.update)
 
     @property
     def reduced(self) -> list[record.Collective]:
@@ -246,11 +255,14 @@ def begins_twice(known: Evidence) -> Iterator[Seen]:
 def clears_before_step(known: Evidence) -> Iterator[Seen]:
     """Yield gradients that are cleared after the pass and before the step."""
     for own in _updates(known):
+        earlier = before(own.step, own.update)
+        is_first = not any(isinstance(event, record.Stepped) for event in earlier)
         # Otherwise there were gradients: a step may compute and clear them itself.
-        if own.passes and not (own.update.norm or own.update.moved):
-            for event in own.between(own.passes[-1]):
-                if isinstance(event, record.Cleared) and event.present:
-                    yield own.seen(event)
+        if own.passes or own.update.norm or own.update.moved or not is_first:
+            continue
+        cleared = [e for e in earlier if isinstance(e, record.Cleared) and e.present]
+        if cleared and any(isinstance(event, record.Backward) for event in earlier):
+            yield own.seen(cleared[-1])
 
 
 def adds_up_means(known: Evidence) -> Iterator[Seen]:

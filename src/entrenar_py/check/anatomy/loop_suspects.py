@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from entrenar_py.check.anatomy import record
-from entrenar_py.check.anatomy.evidence import Evidence, Seen, after, of
+from entrenar_py.check.anatomy.evidence import Evidence, Seen, accumulated, after, of
 from entrenar_py.check.anatomy.record import Record
 from entrenar_py.check.anatomy.steps import Step
 
@@ -173,13 +173,18 @@ def schedules_twice(known: Evidence) -> Iterator[Seen]:
 def schedules_each_pass(known: Evidence) -> Iterator[Seen]:
     """Yield schedules that step as often as there are micro-batches in a step."""
     for rank, step in known.each():
-        passes = of(step, record.Backward)
-        made = of(step, record.Scheduled)
-        for schedule in {one.schedule for one in made}:
-            own = [one for one in made if one.schedule == schedule]
-            same_lines = len({(e.file, e.line) for e in own}) == 1
-            if len(own) > 1 and len(own) == len(passes) and same_lines:
+        calls = of(step, record.Scheduled)
+        for schedule in {call.schedule for call in calls}:
+            own = [call for call in calls if call.schedule == schedule]
+            same_line = len({(call.file, call.line) for call in own}) == 1
+            if same_line and _counts_passes(step, len(own)):
                 yield Seen(rank, step.number, own[-1], f"{len(own)} times in one optimizer step")
+
+
+def _counts_passes(step: Step, count: int) -> bool:
+    """Return whether something happens as often as an optimizer's step has micro-batches."""
+    passes = [len(accumulated(step, update)) for update in of(step, record.Stepped)]
+    return count > 1 and count in passes
 
 
 def schedules_first(known: Evidence) -> Iterator[Seen]:
@@ -205,14 +210,11 @@ def _has_steps(own: Record, optimizer: int) -> bool:
 
 
 def averages_each_pass(known: Evidence) -> Iterator[Seen]:
-    """Yield averages of weights that are updated more often than the weights."""
+    """Yield averages of weights that are updated with each micro-batch."""
     for rank, step in known.each():
-        calls_made = [one for one in of(step, record.Called) if one.what == "average"]
-        passes, steps = of(step, record.Backward), of(step, record.Stepped)
-        if len(calls_made) > len(steps) and len(calls_made) == len(passes):
-            yield Seen(
-                rank, step.number, calls_made[-1], f"{len(calls_made)} times in one optimizer step"
-            )
+        calls = [call for call in of(step, record.Called) if call.what == "average"]
+        if _counts_passes(step, len(calls)):
+            yield Seen(rank, step.number, calls[-1], f"{len(calls)} times in one optimizer step")
 
 
 # --- files ----------------------------------------------------------------------------------------
