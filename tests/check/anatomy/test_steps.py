@@ -75,6 +75,14 @@ def test_two_optimizers_make_one_step_together() -> None:
     assert len(steps.cut(run(*(both * 4), rare))) == 4
 
 
+def test_models_that_train_in_turn_have_their_own_steps() -> None:
+    """A step that ends since an optimizer steps again begins with its own first call."""
+    one = (call(), backward(1.0), step(), CLEARED)
+    other = (call(5), backward(2.0, 6), step(7, optimizer=1, held="2"))
+    made = steps.cut(run(*one * 3, *other * 3))
+    assert [len(each.events) for each in made] == [4, 4, 7, 3, 3]
+
+
 def test_micro_batches_are_folded() -> None:
     """Lines that repeat are one block with a count, and the first and the last value."""
     one = (call(), backward(1.0), call(), backward(2.0), call(), backward(3.0), step(), CLEARED)

@@ -44,8 +44,9 @@ def cut(known: Record) -> list[Step]:
         if isinstance(event, record.Stepped):
             name = built.get(event.optimizer, event.held)
         if name in stepped or (stepped >= regular and isinstance(event, _BEGINS)):
-            steps.append(current)
-            current, stepped = [], set()
+            end = _end_of_step(current)
+            steps.append(current[:end])
+            current, stepped = current[end:], set()
         if name:
             stepped.add(name)
         if has_begun:
@@ -53,6 +54,13 @@ def cut(known: Record) -> list[Step]:
     if stepped:
         steps.append(current)
     return [Step(number=n, events=tuple(events)) for n, events in enumerate(steps)]
+
+
+def _end_of_step(events: Sequence[Event]) -> int:
+    """Return the index of the first event of a next step after the last optimizer's step."""
+    stepped = [n for n, event in enumerate(events) if isinstance(event, record.Stepped)]
+    later = range(stepped[-1] + 1, len(events)) if stepped else ()
+    return next((n for n in later if isinstance(events[n], _BEGINS)), len(events))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from entrenar_py.check.anatomy.suspects import Suspect
 from entrenar_py.shared.wording import counted
 
 _VALUES_CHARS = 38
-_DIFFERENCES_MAX = 6
+_DIFFERING_MAX = 18  # lines on steps and ranks that differ
 _LINES_MAX = 4  # of one difference
 
 
@@ -22,7 +22,7 @@ def screen(anatomy: Anatomy, suspects: Sequence[Suspect]) -> Iterator[str]:
         f"{counted(len(anatomy.lanes), 'rank')}, {counted(anatomy.num_steps, 'step')}; a usual "
         f"step: step {anatomy.usual} of rank {first} ({_alike(anatomy)})"
     )
-    differences = (*anatomy.by_step, *anatomy.by_rank)
+    differences = (*anatomy.by_rank, *anatomy.by_step)
     lines = [line for block in anatomy.lanes[first] for line in block.lines]
     lines += [
         line for difference in differences for line, _ in (*difference.also, *difference.lacks)
@@ -30,10 +30,10 @@ def screen(anatomy: Anatomy, suspects: Sequence[Suspect]) -> Iterator[str]:
     width = max(len(line.place) for line in lines)
     for block in anatomy.lanes[first]:
         yield from _block(block, width)
-    for difference in differences[:_DIFFERENCES_MAX]:
-        yield from _difference(difference, width)
-    if more := len(differences[_DIFFERENCES_MAX:]):
-        yield f"{counted(more, 'more difference')} between steps or ranks (--json, --html)"
+    differing = [text for one in differences for text in _difference(one, width)]
+    yield from differing[:_DIFFERING_MAX]
+    if more := len(differing[_DIFFERING_MAX:]):
+        yield f"{counted(more, 'more line')} on other steps (--json, --html)"
     if not anatomy.by_rank and len(anatomy.lanes) > 1:
         yield "all ranks make the same calls in this step"
     for rank, problem in anatomy.problems.items():

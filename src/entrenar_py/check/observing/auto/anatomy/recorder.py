@@ -246,7 +246,9 @@ class Recorder:
         self.hook_calls(False)
         yield
         self.hook_calls(True)
-        self.call_ended(module, (), None)
+        # A parameter stands for the output, which requires a gradient if that does.
+        trains = torch.is_grad_enabled()
+        self.call_ended(module, (), next(module.parameters(), None) if trains else None)
 
     def wrap(self, wrapper: nn.Module, module: nn.Module, *_: Any, **__: Any) -> Watching:
         """Learn that a DistributedDataParallel is built around a module."""
