@@ -141,6 +141,7 @@ class Backward(Event):
     - `again`: a pass began at the same tensor before.
     - `reduced`: ranks exchanged tensors within the pass.
     - `gathered`: tensors that require a gradient were gathered before without one.
+    - `changed_root`: it was computed from a loss that ranks had reduced in place.
     """
 
     shape: str
@@ -161,7 +162,7 @@ class Backward(Event):
 class Collective(Event):
     """Ranks exchanged tensors, in `calls` calls.
 
-    - `operation`, `reduction`: `all_reduce` and `SUM`; `by`: "script", "DDP" or the wrapper.
+    - `operation`, `reduction`: `all_reduce` and `SUM`; `by`: "script", or a library.
     - `size`: the number of ranks of the group; `tensor_bytes`: of this rank's tensors.
     - `contents`: "gradients", "parameters", "buffers" or "other"; `touched`: the parameters.
     """

@@ -17,11 +17,16 @@ NAME = "anatomy"
 EXIT_SUSPECTS, EXIT_NOTHING_SEEN = 1, 4
 STEPS, DEADLINE_S = 8, 300.0
 
+DESCRIPTION = """\
+Runs a training command for some steps, without any line in the script, and
+shows what a usual step does: each call with the script's line, what differs
+between steps and ranks, and known anti-patterns that were seen."""
 EPILOG = """\
 exit codes:
   0  steps were seen; suspects don't change this
   1  with --strict: there are suspects
   2  the command line is invalid; nothing ran
+  3  the harness itself failed
   4  no step was seen, or the command failed
 
 example:
@@ -58,9 +63,7 @@ def build() -> argparse.ArgumentParser:
     cli = Parser(
         prog=f"{PROG} {NAME}",
         usage="%(prog)s [options] -- COMMAND ...",
-        description="Runs a training command for some steps, without any line in the script, and "
-        "shows what a usual step does: each call with the script's line, what differs between "
-        "steps and ranks, and known anti-patterns that were seen.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
