@@ -461,24 +461,24 @@ def bounds() -> str:
     timing = Timing()
     rows = [
         (
-            "header of a message that comes without a key",
+            "header of a message without a key",
             f"{frames.UNKEYED_HEADER_BYTES_MAX} bytes",
         ),
         ("header of any other", f"{frames.HEADER_BYTES_MAX} bytes"),
         ("text in a header", f"{messages.TEXT_CHARS_MAX} characters"),
         ("list in a header", f"{messages.LIST_MAX} numbers"),
         ("payload in one frame", f"{frames.CHUNK_BYTES} bytes"),
-        ("payload of a message", "what its receiver allows: the manifest says how much is right"),
+        ("payload of a message", "what its receiver allows, by the manifest"),
         ("piece of a file", f"{terms.PIECE_BYTES} bytes"),
         ("pieces that a worker wants before the first has come", f"{terms.WANTED_MAX}"),
         (
-            "connections that fetch files, beside one for each rank",
+            "connections that fetch files, in addition to one for each rank",
             f"{attendance.FETCHING_MAX}",
         ),
-        ("from a connection to its hello", f"{timing.hello_s:g} s"),
-        ("connections on their way in or out", f"{door.STRANGERS_MAX}"),
+        ("time from a connection to its `Hello`", f"{timing.hello_s:g} s"),
+        ("connections that are joining or leaving", f"{door.STRANGERS_MAX}"),
         ("between heartbeats", f"{timing.heartbeat_s:g} s"),
-        ("silence that is death", f"{timing.dead_after_s:g} s"),
+        ("silence after which a peer counts as dead", f"{timing.dead_after_s:g} s"),
         (
             "waiting for workers before a step; for one of them to load the state",
             f"{timing.gather_s:g} s",

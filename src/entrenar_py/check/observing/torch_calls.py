@@ -254,7 +254,7 @@ LINE_TABLE = (
     Patch(
         module="torch.autograd",
         name="backward",
-        reason="no hook tells which tensor, the loss, a backward pass is called on",
+        reason="no hook tells on which tensor (the loss) a backward pass is called",
         wrap=_backward,
     ),
     Patch(
@@ -304,7 +304,9 @@ LINE_TABLE = (
         Patch(
             module=module,
             name=name,
-            reason="a script that saves its weights in another way than torch's has a checkpoint",
+            reason=(
+                "a script may save its weights without torch.save, and then has a checkpoint, too"
+            ),
             wrap=_saved,
             optional=True,
         )
@@ -390,7 +392,7 @@ TABLE = (
         module="torch._dynamo.eval_frame",
         owner="OptimizedModule",
         name="__call__",
-        reason="it warns of hooks of all modules, and compiles these with the modules inside",
+        reason="a compiled module warns of hooks on all modules, and compiles them, too",
         wrap=_compiled,
     ),
 )

@@ -119,10 +119,10 @@ def begin(waiting: Waiting) -> None:
         return
     if settings.seed is not None:
         seed_process(settings.seed)
-    from entrenar_py.check.observing import reordered_groups, torch_calls
+    from entrenar_py.check.observing import planned_faults, torch_calls
     from entrenar_py.check.observing.auto import follower
 
-    reordered_groups.begin_if_planned()
+    planned_faults.begin()
     if not settings.follows:
         torch_calls.install_for_line(waiting.awaited)
         return
