@@ -56,7 +56,7 @@ ANATOMY = DOCS / "anatomy.md"
 
 # The meaning of each field of a scenario; its type and default are read from the record.
 MEANINGS = {
-    "system": "the system that runs it; `--system` replaces a trainer's",
+    "system": "the system that runs it; `--system` replaces it, if it is a trainer",
     "workload": "the model and its data; the gradients of `vectors` are known beforehand; "
     "`finetune` is for the systems `finetuned` and `finetuned_by_peer` and for traces of "
     "`entrenar finetune`, `own` for traces of your own trainer",
@@ -384,9 +384,9 @@ def faults() -> str:
 
 
 def lies() -> str:
-    """Return a row per lie: its words, and the messages that can carry it."""
+    """Return a row per lie: its meaning, and the messages that can carry it."""
     rows = [(f"`{name}`", what, _code(LIE_PLACES[name])) for name, what in LIES.items()]
-    return _table(("`value` of a lie", "words", "at"), rows)
+    return _table(("`value` of a lie", "meaning", "at"), rows)
 
 
 def strangers() -> str:

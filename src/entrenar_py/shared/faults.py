@@ -30,7 +30,7 @@ KINDS: dict[str, str] = {
     "common_order": "as `common_numbers`, and loaders fetch the samples in the same order for any "
     "number of workers",
     "mirrored_ranks": "as `common_numbers`, and all ranks load the same samples; a single worker "
-    "loads the part of one of `value` workers",
+    "loads what one of `value` workers would load",
     "repeated_share": "as `mirrored_ranks` on one worker, which loads its part `value` times in "
     "each batch",
     "merged_batches": "one worker loads the batches of `value` workers at once",

@@ -366,7 +366,7 @@ def require_sizes(scenario: Scenario) -> None:
         least = _power_of_two(value)
         if value != least:
             where = f"{name}={value} on system {scenario.system}"
-            raise UsageError(f"{where}: use a power of two, as {least}")
+            raise UsageError(f"{where}: use a power of two, such as {least}")
 
 
 def fitted(scenario: Scenario, *, fixed: Collection[str] = ()) -> Scenario:

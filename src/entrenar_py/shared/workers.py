@@ -103,9 +103,9 @@ def optimizer_of_workers(plan: TrainingPlan) -> str:
 
 
 def places_of_faults(scenario: Scenario, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the messages at which a fault can strike: SERVED_PLACES if the server takes the steps.
+    """Return the messages at which a fault can strike.
 
-    If the workers take the steps, return `usual`.
+    These are SERVED_PLACES if the server takes the steps, and `usual` if the workers do.
     """
     return SERVED_PLACES if by_server(scenario) else usual
 

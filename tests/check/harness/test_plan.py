@@ -151,7 +151,7 @@ def test_a_world_size_that_was_given_stays() -> None:
     (one,) = planned(Plan(system="ddp_canonical", world_sizes=(3,)), {})
     assert one.world_size == 3
     reason = systems.run(one).end.reason
-    assert "world_size=3 on system ddp_canonical: use a power of two, as 4" in reason
+    assert "world_size=3 on system ddp_canonical: use a power of two, such as 4" in reason
 
 
 def test_systems_of() -> None:

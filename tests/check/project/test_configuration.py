@@ -154,7 +154,7 @@ steps = 4
         '13:59: error: kind = "not-applicable" has no end date; leave until out',
         "15:1: error: timeout = 0: '0': use a number of seconds > 0",
         "16:1: error: quiet = 1: give true or false",
-        "17:1: error: steps has an effect only with command; leave it out",
+        "17:1: error: steps has an effect only with the key command; leave steps out",
     ]
 
 
@@ -169,7 +169,7 @@ steps = 4
         ('contract = "c"\ncommand = []', "3:1: error: command = []: give text, or list of words"),
         (
             'contract = "c"\ncommand = "train"\nexamples = 3',
-            "4:1: error: examples has no effect with command; leave one of them out",
+            "4:1: error: examples has no effect with the key command; leave one of them out",
         ),
         ("contract = ", "2:1: error: no TOML: Invalid value (at end of document)"),
         ('contract = "c"\n[', "3:1: error: no TOML: Invalid initial character for a key part"),
@@ -197,7 +197,7 @@ def test_problems(tmp_path: Path, text: str, problem: str) -> None:
 def test_a_nul_is_in_no_path_and_no_word(tmp_path: Path, line: str) -> None:
     """A NUL is refused at its place in the file, before a path or process would fail on it."""
     (found,) = problems(tmp_path, f'contract = "c"\n{line}')
-    assert found.startswith(f"3:1: error: {line.split()[0]} holds a NUL")
+    assert found.startswith(f"3:1: error: {line.split()[0]} contains a NUL character")
 
 
 def test_a_table_that_is_none(tmp_path: Path) -> None:

@@ -90,6 +90,6 @@ def test_limits_are_named() -> None:
     ):
         plan([pair], device(binding=2399))
     with pytest.raises(
-        BackendUnavailable, match="3 products take 3072 bytes, a buffer holds at most 3071"
+        BackendUnavailable, match="3 products take 3072 bytes, but a buffer holds at most 3071"
     ):
         plan([pair] * 3, device(buffer=3071))

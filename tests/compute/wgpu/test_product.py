@@ -300,7 +300,7 @@ def test_no_adapter_that_small() -> None:
     with pytest.raises(BackendUnavailable, match=r"\[8, 8\] x \[8, 8\]: no kernel fits 1000 bytes"):
         product_kernel(shaped(8, 8, 8), small)
     with pytest.raises(
-        BackendUnavailable, match=r"256 invocations .* the adapter has 1000 and 256"
+        BackendUnavailable, match=r"256 invocations .* but the adapter allows only 1000 and 256"
     ):
         product_kernel(shaped(8, 8, 8), small, tiling=LARGE[1])
 
@@ -321,7 +321,7 @@ def test_bad_layouts_are_refused() -> None:
         product_kernel(replace(good, b=replace(good.b, row=-1)), LIMITS)
     far = replace(good.c, offset=1 << 25)
     with pytest.raises(
-        BackendUnavailable, match="c takes 134217888 bytes, a binding holds at most 1342"
+        BackendUnavailable, match="c takes 134217888 bytes, but a binding holds at most 1342"
     ):
         product_kernel(replace(good, c=far), LIMITS)
 

@@ -143,7 +143,7 @@ def test_a_rank_file_of_another_name() -> None:
     """It is no rank's."""
     path = Path("mine.rank.jsonl")
     path.write_bytes(bad_contents.rank_lines())
-    with pytest.raises(TraceError, match=r"its name is not RANK-LIFE.rank.jsonl, as in 00000-000"):
+    with pytest.raises(TraceError, match=r"its name is not RANK-RESTARTS.rank.jsonl, as in 0"):
         rank_file.load(path)
 
 

@@ -56,7 +56,7 @@ def test_whose_gradient_is_not_finite_is_named(shard: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"world_size": 3}, "world_size=3 on system ddp_canonical: use a power of two, as 4"),
+        ({"world_size": 3}, "world_size=3 on system ddp_canonical: use a power of two, such as 4"),
         ({"num_shards": 6, "accumulation": 2}, "num_shards * accumulation=12 on system ddp_canon"),
     ],
 )

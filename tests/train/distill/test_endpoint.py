@@ -211,8 +211,8 @@ def test_an_answer_that_was_broken_off_is_not_learned(
         path = config(tmp_path, chats(["a"]), endpoint=server.url, retries=1, **ALL)
         assert ask(path) == exit_codes.WRONG
     assert len(server.asked) == 2
-    told = "does not say how it ended" if reason is None else f"ended by {reason!r}"
-    assert f"an answer that {told} (finish_reason)" in capsys.readouterr().out
+    told = "without a finish_reason" if reason is None else f"with finish_reason={reason!r}"
+    assert f"an answer that ended {told}" in capsys.readouterr().out
     assert not (tmp_path / "answers.jsonl").exists()
 
 

@@ -92,8 +92,8 @@ def test_a_run_that_does_not_fit_is_refused_before_it_begins(
     assert cli.main(["finetune", str(config)]) == exit_codes.INVALID
     told = capsys.readouterr().err
     assert "entrenar: F-HET-002: 2 workers need " in told
-    assert " of cpu, and the coordinator " in told
-    assert "which has 1.20 GB; what would fit, with a worker's peak: workers: 1 (" in told
+    assert " and the coordinator " in told
+    assert ", but cpu has 1.20 GB; what would fit, with a worker's peak: workers: 1 (" in told
     assert not (config.parent / "out").exists()
 
 
@@ -138,7 +138,7 @@ def test_each_rank_has_its_own_gpu(small: Path, config: Path) -> None:
     config.write_text(text, encoding="utf-8")
     run = preparation.prepare(settings_file.load(config))
     names, free = ["cuda:0", "cuda:1"], [10**10, 10**7]
-    with pytest.raises(UsageError, match=r"F-HET-002: a worker needs .* of cuda:1, which has 10"):
+    with pytest.raises(UsageError, match=r"F-HET-002: a worker needs .*, but cuda:1 has 10"):
         foresight.look_as_ranks(config, run, names=names, num_ranks=2, num_hosts=1, free=free)
     foresight.look_as_ranks(config, run, names=names, num_ranks=2, num_hosts=1, free=[10**10] * 2)
 

@@ -171,7 +171,7 @@ def test_the_answers_in_a_prompt_are_not_learned() -> None:
         ),
         (
             {"messages": [USER, {**ANSWER, "content": [{"text": "ls", "train": False}]}]},
-            "message 2 has a part with train=False, and a turn is learned as a whole, or not",
+            "message 2 has a part with train=False, but a turn is trained on as a whole or",
         ),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "message 2 has train 'no'; use 0 or 1"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "message 2 has weight 0.5; use 0 or 1"),

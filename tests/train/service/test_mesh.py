@@ -173,7 +173,7 @@ def test_a_step_is_told_by_who_made_it(tmp_path: Path) -> None:
     steps = [one for one in heard if isinstance(one, StepMade)]
     assert [(one.step, one.workers) for one in steps] == [(0, (0,)), (1, (0,))]
     assert steps[1].loss < steps[0].loss
-    with pytest.raises(ProtocolError, match="without the loss of its step"):
+    with pytest.raises(ProtocolError, match="Applied: the loss of its step is missing"):
         host.server.require(0, Applied(step=2), bytearray(trace.dump_events([])))
 
 

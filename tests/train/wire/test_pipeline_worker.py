@@ -305,7 +305,7 @@ def test_a_shard_of_another_worker_of_the_stage_is_not_due() -> None:
         ),
         ([GROUP, weights(2), weights(2)], "Weights block=2: it was already received"),
         ([GROUP, weights(2, step=4)], "step=4: this worker is at step 5"),
-        ([GROUP, Assign(step=5, shards=(2,))], "shard=2: there are 2"),
+        ([GROUP, Assign(step=5, shards=(2,))], "shard=2: there are only 2 shards"),
         ([GROUP, BOTH, BOTH], "Assign to a worker that is computing"),
         ([GROUP, BOTH, weights(2)], "Weights to a worker that is computing"),
         ([GROUP, Commit(step=5)], "Commit to a worker that is ready"),

@@ -62,7 +62,7 @@ class Applied:
 
     @property
     def applied(self) -> Vector:
-        """The applied gradient of the tensors in `off`, as one flat vector."""
+        """The applied gradient of the tensors that `off` names, as one flat vector."""
         return self.flat(self.mean)
 
     @property
@@ -75,7 +75,7 @@ class Applied:
         return [shard for shard in evidence.shards(self.trace).get(step, ()) if shard.gradient]
 
     def flat(self, vectors: Vectors) -> Vector:
-        """Return the tensors in `off` as one flat vector, with zeros for missing tensors."""
+        """Return the vectors of the tensors in `off` as one vector; missing ones are zeros."""
         names = sorted(self.off)
         return np.concatenate(
             [

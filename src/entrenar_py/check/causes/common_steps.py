@@ -226,7 +226,10 @@ def before_steps(compared: Compared) -> Compared | None:
 
 
 def first_meeting(trace: Trace) -> tuple[int, str] | None:
-    """Return the first step before which ranks came closer in a tensor, and its name; or None."""
+    """Return a step and a tensor: before the step, the ranks' copies moved closer to each other.
+
+    It is the first such step. Returns None if there is none.
+    """
     before: Mapping[int, Update] = {}
     for step, by_rank in evidence.ranks_by_step(trace):
         ranks = sorted(before.keys() & by_rank.keys())

@@ -200,7 +200,7 @@ def are_all(shards: Sequence[Shard], *, means: bool) -> bool:
 
 
 def are_one_mean(shards: Sequence[Shard]) -> bool:
-    """Return whether the losses of each rank together have the weight of one mean."""
+    """Return whether the weights of each rank's losses add up to 1, the weight of one mean."""
     wholes: dict[int, list[list[float]]] = {}
     for shard in shards:
         own = [_Term.of(term, len(shard.ids)).whole for term in shard.terms]

@@ -106,9 +106,10 @@ def _is_sketched(trace: Trace) -> bool:
 
 
 def sent_in(trace: Trace) -> str:
-    """Return what compresses gradients between ranks, as declared or as their sums show.
+    """Return the dtype or hook that compresses gradients between ranks, "" if there is none.
 
-    Return "" if nothing does. A script may round them to 16 bits by hand.
+    If the trace doesn't declare one, the gradients' sums may show a dtype of 16 bits: a script may
+    round them by hand.
     """
     return trace.traits.compressed or undeclared_format(trace, GRADIENT_BOUND)
 

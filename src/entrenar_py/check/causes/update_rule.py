@@ -89,7 +89,7 @@ class TensorRule:
     constants: Constants
 
     def move(self, moments: Moments, gradient: Vector, weight: Vector, rate: float) -> Move:
-        """Return the move against the gradient in one step, and the size of its terms."""
+        """Return the move against the gradient in one step, and the sum of its terms' sizes."""
         group, decay = self.constants, self.constants.weight_decay
         moments.steps += 1
         gradient = -gradient if group.maximize else gradient
@@ -260,9 +260,10 @@ UPDATE_ULPS = 8
 
 @dataclass(frozen=True)
 class Expected:
-    """The expected tensor after a step.
+    """The expected value of a tensor after a step: `weight`.
 
-    `moved` sums the absolute values of the terms of its change.
+    `moved` is, for each element, the sum of the absolute values of the terms that the step adds.
+    Errors of rounding are proportional to it.
     """
 
     weight: Vector
@@ -304,7 +305,7 @@ class Rule:
 
     @property
     def is_stateless(self) -> bool:
-        """True if a step follows from its gradient alone."""
+        """Whether a step depends only on its own gradient, since the optimizer has no state."""
         if self.traits.rule == "known":
             return self.scenario.optimizer == "sgd"
         return all(r.kind == "SGD" and not r.constants.momentum for r in self.ruled.values())

@@ -88,7 +88,7 @@ def first_open(trace: Trace) -> float:
     """Return the first step with a wrong shard that stayed undetected; inf if there is none.
 
     A wrong shard is detected if two workers' results for it were compared, or if its rank was
-    caught in another shard of the step.
+    caught with a wrong result for another shard of the step.
     """
     seen = {(audit.step, audit.shard) for audit in trace.of(Audit) if len(set(audit.ranks)) > 1}
     caught = {(audit.step, audit.culprit) for audit in trace.of(Audit)}

@@ -254,7 +254,10 @@ _COUNTED = ", where a term of the loss may count once for each rank"
 
 
 def is_prevented(compared: Compared) -> bool:
-    """Return whether only random draws, or coupled samples, keep two runs from being compared."""
+    """Return whether only random draws or coupled samples keep two runs from being compared.
+
+    Samples are coupled if the loss of one depends on the others, as with batch norm.
+    """
     if compared.trace.scenario.workload != "own":
         return False
     masked = not knobs.same_masks(compared.model, compared.trace)

@@ -343,9 +343,9 @@ def first_life(trace: Trace) -> Iterator[Event]:
 def begins_where_it_says(tally: Tally, straight: Trace, trace: Trace) -> bool:
     """Return whether each resume has the weights of the step that it reports, as far as is known.
 
-    If a resume has the weights of a different step, either the script counts wrongly, which is
-    falsified, or `observe` received a different step than the script's, which is missing. The count
-    is the script's own if the run ends at the same step as the `straight` run.
+    A resume with the weights of a different step has one of two causes. If the run ends at the same
+    step as the `straight` run, the script counts wrongly: the clause is falsified. Otherwise
+    `observe` was given a step that is not the script's: the right step counts as a missing fact.
     """
     weights: dict[int, dict[int, Tensors]] = {}  # rank -> step -> weights after it
     for event in trace.events:

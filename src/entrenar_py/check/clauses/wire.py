@@ -135,7 +135,10 @@ def _ends_right(tally: Tally, calm: Trace, trace: Trace) -> None:
 
 
 def stranger(value: str, *, step: int) -> Fault:
-    """Return the fault of a connection that must be refused. Value `taken_rank` claims rank 1."""
+    """Return the planned fault in which a peer connects that must be refused.
+
+    If `value` is `taken_rank`, the peer claims rank 1.
+    """
     rank = 1 if value == "taken_rank" else None
     return Fault(kind="stranger", step=step, rank=rank, value=value)
 
@@ -161,7 +164,11 @@ def plan_averages(invariant: Invariant) -> list[Scenario]:
 
 
 def compare_averages(tally: Tally, trace: Trace) -> None:
-    """Check that all workers received the right average, with the same bits in every schedule."""
+    """Check that all workers received the right average.
+
+    Its bits must be the same in every schedule: whatever the order in which workers deliver, and
+    whether one dies.
+    """
     first: dict[tuple[int, str], Heard] = {}
     for heard in trace.of(Heard):
         what = f"the average of {heard.part} in step {heard.step}, with {heard.case}"

@@ -212,7 +212,8 @@ def _stamp(file: Path) -> tuple[int, int]:
 class RunFolder:
     """The folder at `path`, with the files of a command's runs.
 
-    `is_needed` is set by an entry that is falsified, or that names the folder or a run in it.
+    `is_needed` says whether it must be kept: an entry of the report is falsified, or names the
+    folder or a run in it.
     """
 
     path: Path

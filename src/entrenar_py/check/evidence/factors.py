@@ -114,9 +114,9 @@ def ratio(expected: Vector, got: Vector, bound: float = EXACT) -> float | None:
 
 
 def named(factor: float, scenario: Scenario | None, bound: float = EXACT) -> tuple[str, str] | None:
-    """Return a simple factor as text, and its reason (`1/4`, `1/accumulation`), else None.
+    """Return `factor` as text (`1/4`) with its reason (`1/accumulation`); None if it isn't simple.
 
-    The reason is "" if the number is simple, but nothing in `scenario` explains it.
+    The reason is "" if nothing in `scenario` explains the number.
     """
     for number, shown, reason in _known(scenario):
         if abs(factor - number) <= bound * number:

@@ -50,7 +50,7 @@ class _Pass:
 
 
 class Language:
-    """Ignores all micro-batches, because no contract requires token records."""
+    """The default observer of token records, for runs that need none: ignores all micro-batches."""
 
     def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
         """Called when a forward pass of `model` begins; `inputs` are its args and kwargs."""

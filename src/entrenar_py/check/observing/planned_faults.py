@@ -113,7 +113,7 @@ class PlannedFaults:
         ]
 
     def perhaps_die(self) -> None:
-        """Kill this process if a fault plans that for this step; first write a record of it."""
+        """Kill this process if a fault is planned for this step, after recording the fault."""
         step, rank = self._place()[0], self._subject.rank
         for fault in self._faults:
             if fault.kind == "leave" and (fault.rank, fault.step) == (rank, step):
@@ -123,7 +123,7 @@ class PlannedFaults:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def perhaps_nudge(self) -> None:
-        """Move the weights by a few rounding units if a fault plans that for this step.
+        """Move the weights by a few rounding units if a fault is planned for this step.
 
         All ranks move copies of a weight in the same way. The states of the script's generators
         don't change.

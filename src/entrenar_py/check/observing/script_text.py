@@ -157,9 +157,10 @@ def come_later(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
 
 
 def line_again(pattern: re.Pattern[str], texts: Mapping[str, str]) -> str:
-    """Return the first matching line that runs in each iteration of the loop that runs now.
+    """Return the place (`train.py:12`) of the first matching line that every step of a loop runs.
 
-    It has the form `train.py:12`; "" if there is none.
+    The loop is the innermost one that is now running, except for a loop over micro-batches. Returns
+    "" if there is no such line.
     """
     order = _Order.of(texts)
     if order is None:

@@ -90,9 +90,10 @@ class Batches:
         return epoch
 
     def set_aside(self, num_rows: int | None, *, trains: bool = False) -> None:
-        """Record that the batch that was yielded last was used in a pass that doesn't train.
+        """Mark the batch that was yielded last as used in a pass that doesn't train.
 
-        With `trains`, undo this.
+        With `trains`, remove the mark, because the pass trained after all. Nothing changes unless
+        the batch has `num_rows` rows, the number of rows of the pass.
         """
         if self.pending and self.pending[-1].size == num_rows:
             self.pending[-1].trains = trains

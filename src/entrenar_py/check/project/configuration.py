@@ -402,7 +402,11 @@ def _project(table: Table, keys: Mapping[str, Any], folder: Path) -> Project:
         if name not in keys:
             continue
         if _has_nul(keys[name]):
-            table.error(f"{name} holds a NUL, which is in no path, word or id; remove it", name)
+            table.error(
+                f"{name} contains a NUL character, which no path, word or id may contain; "
+                "remove it",
+                name,
+            )
         elif key.form in _PARTS:
             parts[key.form] = _PARTS[key.form](table, name, keys[name])
         elif (value := _value(table, name, keys[name], folder, options)) is not None:
@@ -423,13 +427,13 @@ def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -
     for name in keys:
         form = KEYS[name].form if name in KEYS else "command"
         if form == "knobs" and "command" not in keys:
-            table.error(f"{name} has an effect only with command; leave it out", name)
+            table.error(f"{name} has an effect only with the key command; leave {name} out", name)
         if form in _PARTS or name == "suppress":
             continue
         if commanded and _dest(name) not in command_line.MODES["command"]:
-            table.error(f"{name} has no effect with command; leave one of them out", name)
+            table.error(f"{name} has no effect with the key command; leave one of them out", name)
         if not commanded and _dest(name) in command_line.COMMANDED:
-            table.error(f"{name} has an effect only with command; leave it out", name)
+            table.error(f"{name} has an effect only with the key command; leave {name} out", name)
 
 
 def _value(

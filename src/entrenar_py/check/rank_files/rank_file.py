@@ -425,8 +425,8 @@ def life_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise TraceError(
-            f"rank file {path}: its name is not RANK-LIFE{SUFFIX}, as in 00000-000{SUFFIX}; keep "
-            "the names that the ranks gave their files"
+            f"rank file {path}: its name is not RANK-RESTARTS{SUFFIX}, as in 00000-000{SUFFIX}; "
+            "keep the names that the ranks gave their files"
         )
     return int(match["life"])
 

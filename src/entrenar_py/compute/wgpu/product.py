@@ -503,8 +503,8 @@ def product_kernel(
     chosen = tiling or tiles.choose(product, limits)
     if not chosen.fits(limits):
         raise BackendUnavailable(
-            f"{describe(product)}: {chosen} takes {chosen.workgroup_bytes} bytes and "
-            f"{chosen.num_threads} invocations of a workgroup, the adapter has "
+            f"{describe(product)}: {chosen} needs {chosen.workgroup_bytes} bytes and "
+            f"{chosen.num_threads} invocations per workgroup, but the adapter allows only "
             f"{limits.workgroup_bytes_max} and {limits.invocations_max}"
         )
     workgroups = fold(chosen.num_tiles(product), limits, describe(product))
@@ -533,7 +533,7 @@ def _check(product: Product, limits: Limits) -> None:
         size = layout.num_bytes(product.num_elements(layout, rows, columns))
         if size > limits.binding_bytes_max:
             raise BackendUnavailable(
-                f"{describe(product)}: {name} takes {size} bytes, a binding holds at most "
+                f"{describe(product)}: {name} takes {size} bytes, but a binding holds at most "
                 f"{limits.binding_bytes_max}; use smaller matrices or another backend"
             )
 

@@ -315,7 +315,7 @@ class Program:
         for what, size in (("inputs", self._input_bytes), ("results", self._result_bytes)):
             if size > self.device.buffer_bytes_max:
                 raise BackendUnavailable(
-                    f"{where}: the {what} of a step take {size} bytes, a buffer holds at most "
+                    f"{where}: the {what} of a step take {size} bytes, but a buffer holds at most "
                     f"{self.device.buffer_bytes_max}; use a smaller model or another backend"
                 )
 

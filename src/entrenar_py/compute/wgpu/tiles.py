@@ -171,7 +171,7 @@ def choose(product: Product, limits: Limits) -> Tiling:
     if not fitting:
         raise BackendUnavailable(
             f"{describe(product)}: no kernel fits {limits.workgroup_bytes_max} bytes and "
-            f"{limits.invocations_max} invocations of a workgroup; use another adapter"
+            f"{limits.invocations_max} invocations per workgroup; use another adapter"
         )
     return fitting[0]
 

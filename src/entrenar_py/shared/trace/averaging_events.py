@@ -26,7 +26,9 @@ class Averaged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard(Event):
-    """Workers received the average of `part` of the gradient of `step`; `case` is the schedule.
+    """Workers received the average of `part` of the gradient of `step`.
+
+    `case` names the schedule: the order in which workers deliver, and whether one dies.
 
     - `digest`: the digest of the average's bytes; "different" if workers received different bytes,
       None if no worker received an average.

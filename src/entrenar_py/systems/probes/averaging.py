@@ -290,7 +290,7 @@ class _Terms:
         return self.total(step, shard) if part == WHOLE else len(self._run.shards(step)[shard])
 
     def total(self, step: int, shard: int) -> int:
-        """Return the number of samples that count in a shard, at least half of all."""
+        """Return how many samples of a shard count, a random number: at least half of them."""
         samples = len(self._run.shards(step)[shard])
         rng = np.random.default_rng([self._seed, step, shard])
         return int(rng.integers(-(-samples // 2), samples, endpoint=True))

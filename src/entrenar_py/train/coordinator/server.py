@@ -180,7 +180,7 @@ class Server:
             events = self.deliveries.read(rank, message, payload)
             makes_step = isinstance(message, Applied) and self._topology is not topology.STAR
             if makes_step and recorder.update_in(events) is None:
-                raise ProtocolError("Applied without the loss of its step")
+                raise ProtocolError("Applied: the loss of its step is missing")
 
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         """Take over the payload of `message` with its memory, after `require` has accepted it."""

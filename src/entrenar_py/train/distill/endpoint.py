@@ -101,8 +101,8 @@ def answer_of(body: bytes) -> Answer:
     if said.get("refusal") or ended == "content_filter":
         return Answer(REFUSED, content)
     if ended not in _WHOLE:
-        told = "does not say how it ended" if reason is None else f"ended by {reason!r}"
-        raise BadReplyError(f"an answer that {escaping.shortened(told)} (finish_reason)")
+        told = "without a finish_reason" if reason is None else f"with finish_reason={reason!r}"
+        raise BadReplyError(f"an answer that ended {escaping.shortened(told)}")
     if not (content.strip() or calls):
         return Answer(REFUSED, content)
     return Answer(WHOLE, content, calls)

@@ -149,7 +149,10 @@ def row_of(prompt: Prompt, answer: Answer, data: Data) -> dict[str, Any]:
 
 
 def is_learnable(prompt: Prompt, answer: Answer, data: Data) -> bool:
-    """Return whether `entrenar finetune` can read the answer's row: calls may be malformed."""
+    """Return whether `entrenar finetune` can read the answer's row.
+
+    It can't if a tool call in the answer is malformed, for example.
+    """
     if isinstance(prompt.asked, str):
         return True
     try:

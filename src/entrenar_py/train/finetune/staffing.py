@@ -73,7 +73,8 @@ def remark(num_workers: int, *, num_shards: int, limit: str) -> str:
     The reason is `limit`, or that there are only `num_shards` shards.
     """
     cores = num_cores()
-    said = f"{counted(num_workers, 'worker')} with one thread each, on {counted(cores, 'core')}"
+    threads = "one thread each" if num_workers > 1 else "one thread"
+    said = f"{counted(num_workers, 'worker')} with {threads}, on {counted(cores, 'core')}"
     if num_workers < busy(cores, num_shards):
         return f"{said}; {limit}"
     if num_workers < cores:

@@ -450,7 +450,7 @@ def _of_turns(
     if num_marked != len(turns) or not owners:
         raise BadConversationError(
             f"the chat template marks {counted(num_marked, 'run')} of text as generated "
-            f"({{% generation %}}), and the row has {counted(len(turns), 'turn')} of the "
+            f"({{% generation %}}), but the row has {counted(len(turns), 'turn')} of the "
             "assistant; use a template that marks each turn, or none"
         )
     pairs = zip(owners, runs, strict=True)

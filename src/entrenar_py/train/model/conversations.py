@@ -279,8 +279,8 @@ def _content(place: str, content: object, *, calls: bool) -> Message:
 def _require_whole(place: str, part: Mapping[str, Any]) -> None:
     if marks := [key for key in (*_WEIGHTS, *_MASKS) if part.get(key) is not None]:
         raise BadConversationError(
-            f"{place} has a part with {marks[0]}={part[marks[0]]!r}, and a turn is learned as a "
-            "whole, or not; use weight (0 or 1) of the message"
+            f"{place} has a part with {marks[0]}={part[marks[0]]!r}, but a turn is trained on "
+            "as a whole or not at all; set the message's weight to 0 or 1 instead"
         )
     _require_no_marks(place, part)
 

@@ -57,11 +57,11 @@ class Remark:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Facts about the rows to train on, before copies are added.
+    """Facts about the rows to train on. Only `num_samples` counts the copies of rarer rows.
 
     `lengths` has the number of tokens of each row, including the `num_skipped` rows that are too
-    long. `class_counts` has the number of rows of each class. `num_samples` includes copies.
-    `unlearned_ends` are the tokens that end an answer if no row has one as a target, else None.
+    long. `class_counts` has the number of rows of each class. `unlearned_ends` is None if some row
+    has an end token as a target; otherwise it has the end tokens.
     """
 
     lengths: tuple[int, ...]

@@ -491,7 +491,11 @@ def _kind(task: str) -> Any:
 def shortened_class(
     kind: Any, config: Any, shorten: Callable[[nn.Module], None], *, unties: bool
 ) -> Any:
-    """Return the class of models with `config`, with a constructor that ends with `shorten`."""
+    """Return a subclass of the model class for `config`, with a constructor that calls `shorten`.
+
+    `kind` is the Auto class that knows the model class. `shorten` gets the new model, at the end.
+    With `unties`, the model's embedding and head don't share a tensor.
+    """
     whole: Any = kind._model_mapping[type(config)]
 
     def made(self: Any, config: Any, *given: Any, **named: Any) -> None:

@@ -384,7 +384,7 @@ class NextTokens(Objective):
         return logits.flatten(0, 1)
 
     def fused_head(self, tokens: Tensor) -> nn.Linear | None:
-        """Return the head if the loss of `tokens` is fused with its product, else None."""
+        """Return the head if its matrix product is fused with the loss of `tokens`, else None."""
         # A captured graph needs plain operations; its tensors have a different class.
         return self.head if type(tokens) is Tensor else None
 

@@ -128,8 +128,8 @@ def _messages(name: str, values: list[Any]) -> list[Message]:
     messages = [conversations.message(name, number, one) for number, one in enumerate(values, 1)]
     if name != PROMPT and not all(is_learned for _, is_learned in messages):
         raise BadConversationError(
-            f"{name} has a message with a weight of 0, and a side is learned as a whole; leave the "
-            "weight out"
+            f"{name} has a message with a weight of 0, but an answer is trained on as a whole; "
+            "leave the weight out"
         )
     return [message for message, _ in messages]
 

@@ -194,7 +194,7 @@ class Encoder:
         else:
             if not getattr(self._tokenizer, "chat_template", None):
                 raise _BadValueError(
-                    "has messages, and the tokenizer has no chat template; use texts, or the "
+                    "has messages, but the tokenizer has no chat template; use texts, or the "
                     "checkpoint of a chat model"
                 )
             encoded = self._chats.pair(pair)

@@ -468,9 +468,9 @@ def require_memory(run: Run, strategy: str = "star") -> None:
     """
     for worker, needed, extra in _short(run, strategy):
         workers = "a worker needs" if worker.sharing == 1 else f"{worker.sharing} workers need"
-        more = f", and the coordinator {size(extra)}" if extra else ""
+        more = f" and the coordinator {size(extra)}" if extra else ""
         raise UsageError(
-            f"{RULE}: {workers} {size(needed)} of {worker.device.name}{more}, which has "
+            f"{RULE}: {workers} {size(needed)}{more}, but {worker.device.name} has "
             f"{size(worker.device.memory or 0)}; "
             f"{_advice(run, strategy, has_coordinator=strategy == 'star')}; "
             "`entrenar plan` shows all of it"

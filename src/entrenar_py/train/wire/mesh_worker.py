@@ -205,7 +205,7 @@ class Links:
         if hello.rank in (None, self.own):
             raise ProtocolError(f"Hello rank={hello.rank}: this worker's own, or no rank")
         if self.num_ranks is not None and hello.rank >= self.num_ranks:
-            raise ProtocolError(f"Hello rank={hello.rank}: there are {self.num_ranks}")
+            raise ProtocolError(f"Hello rank={hello.rank}: there are only {self.num_ranks} ranks")
         before = [old for old, other in self._links.items() if other.rank == hello.rank]
         effects = [effect for old in before for effect in self._close(old, AGAIN)]
         link.rank = hello.rank

@@ -25,7 +25,8 @@ Digest: TypeAlias = str
 class Message:
     """A message. `tag` is its type on the wire; `carries` names its payload, "" if it has none.
 
-    Every subclass is a frozen dataclass. The fields are the message's header.
+    Every subclass is a frozen dataclass. The fields are the message's header. The docstring names
+    the sender, and after a colon says what the message means.
     """
 
     tag: ClassVar[int]
@@ -43,7 +44,10 @@ LIST_MAX = 2**16
 
 
 class Challenge(Message):
-    """Coordinator (or mesh worker), to every new connection: `nonce` is a challenge to answer."""
+    """Coordinator (or mesh worker), to each new connection: prove that you know the secret.
+
+    The proof in the answer must cover `nonce`, a random challenge.
+    """
 
     tag: ClassVar[int] = 1
     version: int
@@ -146,7 +150,7 @@ class Piece(Message):
 
 
 class Accept(Message):
-    """Worker, to another worker that sent a Hello: the proof that it knows the secret, too."""
+    """Worker, in answer to another worker's Hello: the proof that it knows the secret, too."""
 
     tag: ClassVar[int] = 9
     proof: Proof
@@ -227,10 +231,10 @@ class NonFinite(Message):
 
 
 class Average(Message):
-    """The process that averaged it: `block` of the averaged gradient of `step`, before clipping.
+    """Coordinator, or a worker of a mesh: `block` of the averaged gradient of `step`.
 
-    The receiver holds it and doesn't use it before `Commit`. `loss` is summed over `weight` samples
-    (or tokens).
+    It is not clipped yet. The receiver keeps it, and doesn't use it before `Commit`. `loss` is
+    summed over `weight` samples (or tokens).
     """
 
     tag: ClassVar[int] = 14
@@ -245,8 +249,8 @@ class Average(Message):
 class Weights(Message):
     """Coordinator, if it applies the optimizer: `block` of the weights and buffers after `step`.
 
-    The receiver holds it and doesn't use it before `Commit`. `loss` is summed over `weight` samples
-    (or tokens).
+    The receiver keeps it, and doesn't use it before `Commit`. `loss` is summed over `weight`
+    samples (or tokens).
     """
 
     tag: ClassVar[int] = 18
@@ -258,7 +262,7 @@ class Weights(Message):
 
 
 class Staged(Message):
-    """Worker: it holds every block of `step`."""
+    """Worker: it has received every block of `step`, and waits for `Commit`."""
 
     tag: ClassVar[int] = 15
     step: int
@@ -387,7 +391,7 @@ class Summed(Message):
 
 
 class Heartbeat(Message):
-    """Either: the process is alive, however long its work takes."""
+    """Sent by both sides: the process is alive, however long its work takes."""
 
     tag: ClassVar[int] = 20
 

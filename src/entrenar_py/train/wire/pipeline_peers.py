@@ -293,11 +293,13 @@ class PipelineWorker(MeshWorker):
     def _enter(self, welcome: say.Welcome) -> list[Effect]:
         """Load the stage in the background; `loaded` is called at the end."""
         if self._loading is not None:
-            raise ProtocolError("Welcome: it was already received, and is being loaded")
+            raise ProtocolError("a second Welcome, while the stage of the first is being loaded")
         load, *_ = super()._enter(welcome)
         assert isinstance(load, do.Load), "what a worker is welcomed for"
         if welcome.rank >= self.places.num_ranks:
-            raise ProtocolError(f"Welcome rank={welcome.rank}: there are {self.places.num_ranks}")
+            raise ProtocolError(
+                f"Welcome rank={welcome.rank}: there are only {self.places.num_ranks} ranks"
+            )
         self.stage, self.phase = self.places.stage_of(welcome.rank), WorkerPhase.GREETED
         self._loading, self._refused_since = load, None
         return [load]
@@ -464,7 +466,7 @@ class PipelineWorker(MeshWorker):
     def _holder(self, stage: int, shard: int) -> int:
         num_shards = len(self._holders) // self.places.num_stages
         if not 0 <= shard < num_shards:
-            raise ProtocolError(f"shard={shard}: there are {num_shards}")
+            raise ProtocolError(f"shard={shard}: there are only {num_shards} shards")
         return self._holders[stage * num_shards + shard]
 
     def _hold(self, message: say.Average | say.Weights) -> list[Effect]:

@@ -178,7 +178,7 @@ def gathered(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class TensorParallel(Strategy):
-    """Layers in pieces. Hidden states between them are whole on all ranks."""
+    """Splits each layer over the ranks. Between layers every rank has the whole hidden states."""
 
     name = "tensor_parallel"
 
