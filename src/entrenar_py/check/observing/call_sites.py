@@ -33,7 +33,7 @@ def here() -> Site | None:
     frame = own_frame()
     if frame is None:
         return None
-    return _in_place(Path(frame.f_code.co_filename).resolve()), frame.f_lineno
+    return in_place(frame.f_code.co_filename), frame.f_lineno
 
 
 def own_frame() -> FrameType | None:
@@ -81,8 +81,9 @@ def is_ours(file: str) -> bool:
     return file.startswith(_OWN)
 
 
-def _in_place(file: Path) -> str:
-    """Return the path in the user's folder of a `file` that may lie in the run's copy of it."""
+def in_place(name: str | Path) -> str:
+    """Return the path in the user's folder of a file that may lie in the run's copy of it."""
+    file = Path(name).resolve()
     if FOLDER not in os.environ:
         return str(file)
     copied = (Path(os.environ[FOLDER]) / COPY).resolve()
