@@ -1,9 +1,8 @@
-"""The report on the terminal, and the line of progress before it.
+"""The report on the terminal, and the line that shows progress before it.
 
 The report needs no colour (a verdict is a word) and fits in 80 columns. In a pipe no line is
-wrapped, so that ids, paths and commands can be extracted. What a user needs fits on one screen: the
-findings, and in the last line the exit code with its reason. The rest is printed only if
-`verbose`.
+wrapped, so that ids, paths and commands can be extracted. The findings, and a last line with the
+exit code and its reason, should fit on one screen. The rest is printed only if `verbose`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from entrenar_py.shared.wording import counted
 class Progress:
     """A line that shows the progress of a run while the context is open, on a terminal only.
 
-    In a pipe or a file nothing is printed. When the context closes, the line is removed.
+    In a pipe or a file nothing is printed. When the context closes, the line is erased.
     """
 
     def __init__(self, console: Console) -> None:
@@ -61,7 +60,7 @@ class Progress:
         self._bar.stop()
 
     def show(self, invariant_id: str, done: int, planned: int, what: str) -> None:
-        """Show that `done` of `planned` (0: unknown) pieces of work on an invariant are done.
+        """Show that `done` of `planned` (0: unknown) pieces of work on a clause are done.
 
         `what` describes the work in progress.
         """
@@ -75,13 +74,17 @@ class Progress:
         )
 
     def know(self, entry: Entry) -> None:
-        """Show the verdict from now on if the clause did not hold. A later verdict replaces it."""
+        """From now on show the verdict of `entry` in the line, if its clause did not hold.
+
+        A later verdict on the clause replaces it.
+        """
         self._broken.pop(entry.invariant.id, None)
         if entry.verdict is not Verdict.HELD:
             self._broken[entry.invariant.id] = entry.verdict.upper()
 
 
-# Word and colour of each verdict. Bad verdicts are in capitals, so that they stand out uncoloured.
+# Verdict -> its word and colour. Bad verdicts are in capitals, so that they stand out without
+# colour.
 _WORDS = {
     Verdict.FALSIFIED: ("FALSIFIED", "bold red"),
     Verdict.INCONCLUSIVE: ("INCONCLUSIVE", "bold yellow"),
@@ -89,7 +92,7 @@ _WORDS = {
 }
 _NOT_APPLIED, _ADVICE = ("not applied", "dim"), ("ADVICE", "bold yellow")
 _ENDING_STYLES = {EXIT_HELD: "bold green", EXIT_FALSIFIED: "bold red"}
-_NUMBERS = ("compared", "runs", "s")  # columns that a narrow terminal leaves out, the last first
+_NUMBERS = ("compared", "runs", "s")  # columns that a narrow terminal leaves out, from the last on
 _GAP_CHARS = 2
 _LABEL_CHARS = 12
 _ID_CHARS_MAX = 28  # leaves room for the name in 80 columns; a longer id is folded, never cut
@@ -100,7 +103,10 @@ _COMPARED_WIDEST = 999_999  # the width of a column is fixed before its numbers 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """The amount to print: `quiet` leaves out what held; `verbose` adds rows, notes and places."""
+    """How much is printed: `quiet` omits clauses that held.
+
+    `verbose` adds rows, notes and places.
+    """
 
     quiet: bool = False
     verbose: bool = False
@@ -109,7 +115,7 @@ class Style:
 def begin(
     reports: Sequence[Report], console: Console, *, style: Style, foreseen: Sequence[str] = ()
 ) -> None:
-    """Print what is known before the first verdict: contracts, configuration, `foreseen` runs."""
+    """Print what is known before the first verdict: contracts, configuration, `foreseen` lines."""
     if style.quiet:
         return
     names: dict[str, list[str]] = {}
@@ -148,7 +154,7 @@ class Rows:
         self._columns = _columns(console, [_cells(console, entry) for entry in widest])
 
     def show(self, entry: Entry) -> None:
-        """Print the row of `entry` if it is the first one of its clause."""
+        """Print the row of `entry` unless its clause already has a row."""
         if entry.invariant.id in self._seen:
             return
         table = _table(self._columns, header=not self._seen, name=self._name_chars())
@@ -171,7 +177,7 @@ def render(
     ending: Ending | None,
     streamed: bool = False,
 ) -> None:
-    """Print the reports of one run: findings, worst verdict first, what held, and the `ending`.
+    """Print the reports of one call: findings, worst first, clauses that held, and the `ending`.
 
     A finding that several clauses share is printed once. If verdicts were `streamed`, their rows
     are not printed again. `ending` is None if the run could not be finished.
@@ -202,10 +208,7 @@ def render(
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print `table`: folded on a terminal, one line per row in a pipe.
-
-    Sets the width of `table`.
-    """
+    """Print `table`, and set its width: folded on a terminal, one line per row in a pipe."""
     if not console.is_terminal:
         endless = console.options.update(max_width=_PIPE_CHARS_MAX)
         table.width = console.measure(table, options=endless).maximum
@@ -215,7 +218,7 @@ def print_table(console: Console, table: Table) -> None:
 def _print_entries(console: Console, entries: Sequence[Entry]) -> None:
     cells = [_cells(console, entry) for entry in entries]
     columns = _columns(console, cells)
-    table = _table(columns, header=True, name=None)  # the name takes what is left
+    table = _table(columns, header=True, name=None)  # the name gets the rest of the width
     for row in cells:
         table.add_row(*(row[title] for title in columns))
     print_table(console, table)
@@ -246,7 +249,7 @@ def _word(entry: Entry) -> tuple[str, str]:
 
 
 def _cells(console: Console, entry: Entry) -> dict[str, Text]:
-    """Return the cells of an entry by column title."""
+    """Return column title -> cell for an entry."""
     clause, (word, style) = entry.invariant, _word(entry)
     return {
         "verdict": Text(word, style=style),
@@ -279,8 +282,8 @@ def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
 def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], style: Style) -> None:
     """Print what did not hold, each finding once.
 
-    If a clause is falsified and that is not accepted, inconclusive clauses and advice are only
-    named, unless the report is verbose.
+    If a clause is falsified and not accepted, inconclusive clauses and advice are only named,
+    unless the report is verbose.
     """
     broken = [pair for pair in pairs if pair[1].verdict is Verdict.FALSIFIED]
     named: list[Entry] = []
@@ -317,9 +320,9 @@ def _print_alike(console: Console, reason: str, entries: list[Entry]) -> None:
 def _print_evidence(
     console: Console, same: Sequence[tuple[Report, Entry]], *, verbose: bool, guesses: bool
 ) -> None:
-    """Print the common finding of these entries: the ids of all, and the evidence of the first.
+    """Print the finding that these entries share: the ids of all, and the evidence of the first.
 
-    A brief report shows what the finding could mean only with `guesses`.
+    A brief report shows possible causes only with `guesses`.
     """
     report, entry = same[0]
     word, style = _word(entry)
@@ -338,7 +341,7 @@ def _print_evidence(
 
 
 def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -> None:
-    """Print what was not tested: clauses that were left out, and placeholders of a command."""
+    """Print what was not tested: clauses left out, and placeholders that a command lacks."""
     for report in reports:
         for line in report.left_out if style.verbose else report.left_out_by_choice:
             _line(console, line)
@@ -353,7 +356,7 @@ def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -
     if names and style.verbose:
         told = (f"{' '.join(some)} ({', '.join(clauses)})" for clauses, some in names.items())
         _line(console, f"not tried, as the command lacks: {'; '.join(told)}")
-    elif names and not style.quiet and not _is_broken(reports):  # first fix what is broken
+    elif names and not style.quiet and not _is_broken(reports):  # what is broken comes first
         alone = (name for some in names.values() for name in some)
         _line(console, f"not tried, as the command lacks: {' '.join(alone)}")
 
@@ -419,7 +422,7 @@ def _seen(reports: Sequence[Report]) -> str:
 
 
 def _gate_text(report: Report) -> str:
-    """Return the gate's line. The clauses that were not applied are listed above it."""
+    """Return the gate's line. The clauses that don't apply are listed above it."""
     gate = report.contract.gate
     if gate is None:
         return f"gate: {report.contract.name} has none"
@@ -443,7 +446,7 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
 
 
 def _command(console: Console, text: str) -> None:
-    # For copying: no line is broken and no space is dropped.
+    # The text is meant to be copied, so no line is broken and no space is dropped.
     console.print(Text(_fit(console, escaping.exact(text))), soft_wrap=True)
 
 

@@ -1,9 +1,9 @@
 """The work of a coordinator: it adds and averages gradients, and keeps the state and the record.
 
-The protocol's state machine (`train/wire/coordinator.py`) decides, and its end carries out each
-decision by a call to a `Server`. A step is `gather`; then `require`, `keep` and `deliver` for each
-delivery; then `complete` and `reduce` for each block, in any thread; and finally `apply_average`.
-If the server applies the optimizer, `prepare` comes before that.
+The protocol's state machine (`train/wire/coordinator.py`) decides, and its endpoint carries out
+each decision by a call to a `Server`. A step is `gather`; then `require`, `keep` and `deliver` for
+each delivery; then `complete` and `reduce` for each block, in any thread; and finally
+`apply_average`. If the server applies the optimizer, `prepare` comes before that.
 
 A payload is taken over together with its memory, which `room` provides, because copying every
 gradient would double the memory of a large model.
@@ -262,8 +262,9 @@ class Server:
         self.reduction.sums.complete(block)
 
     def reduce(self, block: int) -> tuple[float, float] | str:
-        """Return summed loss and weight of `block`, now averaged, or the reason to halt."""
-        self._moved()  # with the previous average: this one reuses its memory
+        """Average `block`; return its summed loss and its weight, or the reason to halt."""
+        # the last step may still read the previous average, and this one reuses its memory
+        self._moved()
         averaged = self.reduction.reduce(block)
         if averaged is None:
             return "the average gradient or loss is not finite, though each worker's is"
@@ -271,7 +272,7 @@ class Server:
             vector, total = self.reduction.vector, self.reduction.total
             self._average = self._start(partial(self.replicas.averaged, vector, *total))
             if self._objection is not None:
-                return self._objection(self._average().norm) or averaged
+                return self._objection(self._average().clipped.norm) or averaged
         return averaged
 
     def average_held(self) -> replicas.Average:
@@ -288,8 +289,8 @@ class Server:
         if self._beside is None:
             self._beside = self.replicas.new_worker(_NOBODY, self.replica.replica.arrays)
         self._beside.follow(self.replica)
-        self.replicas.move(self._beside, average)
-        _ = average.record  # of the vector, which changes now
+        self.replicas.move(self._beside, average.clipped, average.mean)
+        _ = average.record  # recorded now, because the vector changes next
         self._beside.replica.copy_to(self.reduction.vector)
         return self.reduction.total
 
@@ -299,7 +300,8 @@ class Server:
             assert self._beside is not None, "what is applied was prepared"
             self.replica, self._beside = self._beside, self.replica
         else:
-            move = partial(self.replicas.move, self._replica, self.average_held())
+            average = self.average_held()
+            move = partial(self.replicas.move, self._replica, average.clipped, average.mean)
             self._moved = self._start(move)
         self.drawn = self.replicas.batch()
         self.replicas.advance(len(self.drawn))
@@ -378,10 +380,10 @@ class Server:
         average = self.average_held()
         return replace(
             event,
-            learning_rate=average.rate,
+            learning_rate=average.clipped.rate,
             gradient=average.record,
-            grad_norm=average.norm,
-            applied_norm=average.applied_norm,
+            grad_norm=average.clipped.norm,
+            applied_norm=average.clipped.applied_norm,
         )
 
     def _locate(self, block: int, place: int) -> tuple[str, int]:

@@ -105,7 +105,7 @@ class Host:
         self._passes: dict[int, tuple[int, ...]] = {}  # of the current step, by rank
         self._told = (0, 0)  # the traffic at the last step reported to listeners
 
-    # --- what the protocol wants done -------------------------------------------------------------
+    # --- called by the protocol -------------------------------------------------------------------
 
     def notify(self, effect: Effect) -> None:
         """Record `effect`, which the server has carried out, and notify the listeners."""
@@ -127,7 +127,7 @@ class Host:
             case do.Apply(step):
                 self._held_step = step + 1
                 average = self.server.average_held()
-                self._tell_made(step, average.loss, average.rate, average.norm)
+                self._tell_made(step, average.loss, average.clipped.rate, average.clipped.norm)
                 self._stepped(step + 1, lambda: self.server.replica.replica.arrays, self.tell)
             case do.Send(_, Commit()):
                 self._watch.exchanged()
@@ -206,7 +206,7 @@ class Host:
         self._write()
         self.note("saved", f"checkpoint before step {step}: {path}")
 
-    # --- what the service wants done --------------------------------------------------------------
+    # --- called by the service --------------------------------------------------------------------
 
     def resume(self) -> int:
         """Return the next step, after restoring the state from the checkpoint, if it exists."""
