@@ -112,7 +112,7 @@ def test_the_operation_of_a_command_that_is_not_deterministic_is_named(
     first = stored(tmp_path / "a", "", command="same")
     assert cli.main(["diff", first, stored(tmp_path / "b", "loss by hand", command="same")]) == 0
     shown = capsys.readouterr().out
-    assert "first bits that differ: step 0, rank 0, backward in" in shown
+    assert "first bits that differ: step 0, rank 0, backward in the script: gradient" in shown
     assert "operation of B: " in shown
 
 

@@ -19,6 +19,11 @@ from entrenar_py.shared.wording import counted, listed
 VERSION = 1
 _SHOWN = 3  # of what differs outside
 _ROWS_MAX, _STEPS_MAX = 80, 60  # of the heat map
+# Kinds of values that code between modules computes.
+_IN_CODE = (
+    *(border_file.INPUT, border_file.INPUT_GRADIENT, border_file.OUTPUT_GRADIENT),
+    border_file.LOSS,
+)
 _WORDS = {
     EQUAL: "equal: all compared bits are the same",
     ROUNDING: "rounding: no difference is larger than rounding makes it",
@@ -60,10 +65,9 @@ def place(difference: Difference) -> str:
     micro_batch = f", micro-batch {border.micro_batch}" if border.micro_batch > 0 else ""
     call = f", call {border.call}" if border.call else ""
     where = border.where
-    if not where:
-        where = {border_file.LOSS: "the script", border_file.INPUT: "the model"}.get(
-            border.kind, ""
-        )
+    if not where and border.kind in _IN_CODE:
+        is_inner = border.name and border.kind != border_file.LOSS
+        where = "the model" if is_inner else "the script"
     is_root = border.kind in (border_file.INPUT, border_file.OUTPUT) and not border.name
     inside = f" in {where}" if where and where != border.name and not is_root else ""
     if border.kind == border_file.RATE:

@@ -319,7 +319,9 @@ class Borders:
         # around the module that it is the output of.
         users = [border.name for border in names if border.kind == border_file.INPUT]
         value = None
-        for border in names:
+        for border in reversed(
+            names
+        ):  # the outermost output first: the model's own is the script's
             is_output = border.kind == border_file.OUTPUT
             kind = border_file.OUTPUT_GRADIENT if is_output else border_file.INPUT_GRADIENT
             place = {"call": border.call, "part": border.part, "phase": "backward"}
