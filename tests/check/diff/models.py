@@ -430,6 +430,10 @@ def _step(
         optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
     recorder.before_step(step, [optimizer])
     optimizer.step()
+    if change == "weights scaled in the step":
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.mul_(0.999)
     recorder.after_step()
     if change == "weights rounded to bfloat16":
         with torch.no_grad():

@@ -137,6 +137,24 @@ def test_infinite_values_at_the_same_places_agree() -> None:
     assert judge.judge(first, run(border(1, 1.0, **broken)), [first]).real is not None
 
 
+def test_an_element_that_is_turned_around_is_rounding() -> None:
+    """Adam steps by a sign: later steps follow from that, and are not judged."""
+    steps = {"micro_batch": -1, "phase": "update"}
+    numbers = np.full(100, 0.1, np.float32)
+    few, many = numbers.copy(), -numbers
+    few[:2] *= -1
+    shown: list[list[RankBorders]] = []
+    for update, value in ((numbers, 1.0), (few, 2.0), (many, 2.0)):
+        fields: dict[str, Any] = {"numbers": update, "shape": (100,), "digest": str(update[0])}
+        kind = border_file.UPDATE
+        shown.append(run(border(1, 1.0, kind, "w", **steps, **fields), border(2, value, step=1)))
+    first = shown[0]
+    judgement = judge.judge(first, shown[1], [first])
+    assert judgement.real is None
+    assert "later steps are not judged" in " ".join(judgement.alignment.notes)
+    assert judge.judge(first, shown[2], [first]).real is not None
+
+
 def test_a_choice_that_rounding_decides_is_no_difference() -> None:
     """If the experts of a token change in a disturbed run, other experts are rounding."""
     first, other = (run(border(1, value, numbers=None, dtype="int64")) for value in (1.0, 2.0))

@@ -71,6 +71,7 @@ DECODER = (
     Bug("coupled weight decay", "group 0 decoupled_weight_decay", "", "update"),
     Bug("beta2", "group 0 betas[1]", "", "update"),
     Bug("optimizer eps", "group 0 eps", "", "update"),
+    Bug("weights scaled in the step", "embedding.weight", "mul_", "update"),
     Bug("amsgrad", "group 0 amsgrad", "", "update"),
     Bug("weights rounded to bfloat16", "embedding", "embedding", step=1),
 )
