@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -113,7 +114,9 @@ def _site(frame: FrameType) -> str:
     return f"{_in_place(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-_in_place = cache(call_sites.in_place)
+@cache
+def _in_place(file: str) -> str:
+    return call_sites.in_place(Path(file).resolve())
 
 
 def _text(name: str, args: Any, named: Any) -> str:
