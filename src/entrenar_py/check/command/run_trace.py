@@ -453,7 +453,8 @@ def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
     if error and not notes.problems(ended.output.parent):
         return f"nothing was recorded before it failed: {how}"
     if why := notes.why_nothing(ended.output.parent):
-        return f"nothing was recorded: {why}; {how}"
+        parts = (how, why) if ended.code else (why, how)  # a failure comes first
+        return f"nothing was recorded: {'; '.join(parts)}"
     if ended.code:  # why it failed comes first: most such scripts have the line
         return f"nothing was recorded: {how}; check that the script that trains calls `{LINE}`"
     return f"nothing was recorded: add `{LINE}` to the script; {how}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +35,8 @@ SHORT_S = 15.0  # a shorter run mostly waits
 _PATH = "PATH"  # at the end of an option that needs one
 
 Likes = Mapping[RunSettings, Trace]  # completed runs that later runs resemble, the first run first
-Show = Callable[[str], None]  # called with the name of each run before its launch
+# Called before each launch, with the settings of the run and the number of runs planned after it.
+Show = Callable[[RunSettings, int], None]
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
@@ -66,7 +66,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             continue  # the run that it would be compared with has failed
         like = _like(settings, likes)
         if settings not in plan.made:
-            show(f"{shlex.join(plan.command)} ({name})")
+            show(settings, sum(other not in plan.made for other in planned.values()))
             ended = ahead.launched(name, settings, planned, likes)
             before = arranging.after(name, settings, ended)
             for file, run in _read_again(plan, before, likes, (settings, *planned.values())):

@@ -128,7 +128,11 @@ class ScriptFacts:
         checkpoints.first_step()
         selected = self.samples.selected()
         selection = [] if selected is None else [trace.Selection(rank=self._rank, ids=selected)]
-        sites = {"step": call_sites.here(), "samples": call_sites.Samples.site}
+        sites = {
+            "step": call_sites.here(),
+            "samples": call_sites.Samples.site,
+            "backward": call_sites.Backward.site,
+        }
         lines = [self._sites.event(what, site) for what, site in sites.items()]
         return [*selection, *chain.from_iterable(lines)]
 
