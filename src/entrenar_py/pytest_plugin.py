@@ -161,7 +161,7 @@ def _judged(item: pytest.Item) -> Iterator[Judged | Trained]:
         if request not in known:
             known[request] = judging.judge(request)
         yield known[request]
-    for training in (judging.training_of(mark, item.config.rootpath) for mark in commands):
-        if training not in known:
-            known[training] = judging.train(training)
-        yield known[training]
+    for call in map(judging.call_of, commands):
+        if call not in known:
+            known[call] = judging.train(call, item.config.rootpath)
+        yield known[call]

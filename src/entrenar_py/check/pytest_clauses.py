@@ -190,15 +190,7 @@ def judge(request: Request) -> Judged:
 
 # --- clauses for a command ------------------------------------------------------------------------
 
-_OF_COMMANDS = ("only", "contract", "steps", "epochs", "seed", "deadline")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """A command to check, with further options of `entrenar-check`, in the folder `root`."""
-
-    arguments: tuple[str, ...]
-    root: Path
+_OF_COMMANDS = {"only", "contract", "steps", "epochs", "seed", "deadline"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,34 +221,33 @@ class Trained:
             judged.settle(allow_inconclusive=allow_inconclusive)
 
 
-def training_of(mark: pytest.Mark, root: Path) -> Training:
-    """Return the command and options that a mark names; an invalid mark fails the test."""
-    strange = [name for name in mark.kwargs if name not in _OF_COMMANDS]
-    if len(mark.args) != 1 or not isinstance(mark.args[0], str) or strange:
-        names = ", ".join(_OF_COMMANDS)
+def call_of(mark: pytest.Mark) -> tuple[str, ...]:
+    """Return the call of `entrenar-check` that a mark means; an invalid mark fails the test."""
+    if len(mark.args) != 1 or not isinstance(mark.args[0], str) or {*mark.kwargs} - _OF_COMMANDS:
+        names = ", ".join(sorted(_OF_COMMANDS))
         _refuse(f"{mark}: give one command as text, and no keywords but {names}")
     words = []
     for name, value in mark.kwargs.items():
         values = [value] if isinstance(value, str | int | float) else [*value]
         joined = [",".join(map(str, values))] if name == "only" else map(str, values)
         words += [word for text in joined for word in (f"--{name}", text)]
-    return Training(arguments=(*words, "--", *shlex.split(mark.args[0])), root=root)
+    return (*words, "--", *shlex.split(mark.args[0]))
 
 
-def train(training: Training) -> Trained:
-    """Run the command of a mark and judge it; if that isn't possible, the test fails."""
+def train(call: Sequence[str], root: Path) -> Trained:
+    """Make a call with a command in the folder `root`; if that isn't possible, the test fails."""
     try:
-        options = command_line.configured(command_line.read(training.arguments))
-        options.command_folder, options.quiet = options.command_folder or training.root, True
+        options = command_line.configured(command_line.read(call))
+        options.command_folder, options.quiet = options.command_folder or root, True
         cli.require_possible(options)
         with process.deferred_interrupts(), ExitStack() as opened:
             cli.begin(options, opened)
-            reports = session.reports_of_command(options, training.arguments)
+            reports = session.reports_of_command(options, call)
     except EntrenarError as error:
         _refuse(str(error))
     judged = [Judged(entry=entry, report=report) for report in reports for entry in report.ranked]
     if not judged:
-        _refuse(f"{shlex.join(training.arguments)}: no clause was selected, or none applies")
+        _refuse(f"{shlex.join(call)}: no clause was selected, or none applies")
     return Trained(judged=tuple(sorted(judged, key=lambda one: rank(one.entry))))
 
 

@@ -287,7 +287,8 @@ def test_a_command_that_breaks_clauses(run: type[Run], monkeypatch: pytest.Monke
 
 def test_a_command_that_can_not_be_checked(run: type[Run]) -> None:
     """A wrong keyword, and a script that fails, fail the test; the latter may be skipped."""
-    assert "no keywords but only, contract" in run(TRAINS.format(", steps_max=3")).text
+    found = run(TRAINS.format(", steps_max=3"))
+    assert "no keywords but contract, deadline, epochs, only, seed, steps" in found.text
     Path("train.py").write_text("raise SystemExit('no data')")
     found = run(TRAINS.format(", only='F-TI-008'"))
     found.result.assert_outcomes(failed=1)

@@ -13,16 +13,8 @@ from pathlib import Path
 from entrenar_py.check import cli
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.cli.reporting import Work
-from entrenar_py.check.command import (
-    folders,
-    judging,
-    launch,
-    placeholders,
-    run_plan,
-    run_settings,
-    runs,
-)
-from entrenar_py.check.command.run_settings import Run, RunSettings
+from entrenar_py.check.command import folders, judging, launch, placeholders, run_plan, runs
+from entrenar_py.check.command.run_settings import Run, RunSettings, in_words
 from entrenar_py.check.contract import Position
 from entrenar_py.check.evidence.needs import PROBED
 from entrenar_py.check.harness import judgement
@@ -120,8 +112,7 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
 
     def begins(show: Progress, settings: RunSettings, num_left: int) -> None:
         done, total, left = shared.pace.begins(num_left)
-        words = run_settings.in_words(settings, plan.most)
-        show("run", done, total, ", ".join(filter(None, (words, left))))
+        show("run", done, total, ", ".join(filter(None, (in_words(settings, plan.most), left))))
 
     def entries(show: Progress, judged: Listener) -> Iterator[Entry]:
         kept = shared.folder(options.trace_dir)

@@ -13,10 +13,10 @@ import json
 import os
 import shlex
 import shutil
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ RUNS_BYTES_MAX = 2**26  # of all traces; larger ones are not kept
 RECORD_BYTES_MAX = 2**20
 FILES_MAX = 4000  # of a project; the runs of a larger one are not used again
 _RECORD, _RUNS = "last.json", "runs"
+_PATHS = sysconfig.get_paths()
 # Options on which the runs of a command depend, besides the command itself.
 _SETTINGS = ("steps", "epochs", "seed", "auto", "in_place", "launcher", "world_size", "knobs")
 # Variables that differ between two terminals, but not between two trainings.
@@ -51,15 +52,12 @@ _OF_TERMINALS = (
 
 @dataclass(frozen=True)
 class Last:
-    """The last call: its arguments, the ids that it falsified, and the scenarios of the findings.
-
-    `digest` identifies what its runs depend on; "" if that is unknown.
-    """
+    """The last call: its arguments, the falsified ids, and the scenarios of their findings."""
 
     arguments: tuple[str, ...]
     ids: tuple[str, ...]
     scenarios: tuple[Mapping[str, Any], ...]
-    digest: str
+    digest: str  # of what its runs depend on; "" if it is unknown
 
     @property
     def needs(self) -> set[Need]:
@@ -74,10 +72,9 @@ class Last:
 
 
 def repeated(typed: Sequence[str]) -> list[str]:
-    """Return the arguments of a call; with --last-failed and no command, those of the last call.
+    """Return the arguments of a call; with --last-failed and no command, after the last call's.
 
-    Further options that were typed follow those of the last call. Raises UsageError if no earlier
-    call is known.
+    Raises UsageError if no earlier call is known.
     """
     own, command = _split(typed)
     if OPTION not in own or command or toml_file.find(Path.cwd()) is not None:
@@ -98,14 +95,11 @@ def folder_of(options: argparse.Namespace) -> Path:
 
 
 def read(folder: Path) -> Last | None:
-    """Return the last call that falsified a clause in `folder`; None if none is known.
-
-    A file of another user is ignored, since it names a command to run.
-    """
+    """Return the last call that falsified a clause in `folder`; None if none is known."""
     file = folder / FOLDER / _RECORD
     try:
         record = json.loads(files.read(file, bytes_max=RECORD_BYTES_MAX))
-        if file.stat().st_uid != os.getuid():
+        if file.stat().st_uid != os.getuid():  # it names a command to run
             return None
         return Last(
             arguments=tuple(map(str, record["arguments"])),
@@ -129,10 +123,7 @@ def kept(options: argparse.Namespace) -> dict[Path, Run]:
 
 
 class Conclusion:
-    """The end of a call with a command: it updates the state, and says what to run next.
-
-    `folders` hold the traces of the runs, once these are made.
-    """
+    """The end of a call with a command, with traces of its runs in `folders`."""
 
     def __init__(
         self, options: argparse.Namespace, typed: Sequence[str], folders: Sequence[Path]
@@ -142,6 +133,7 @@ class Conclusion:
         self._before = read(self._folder.parent)
         own, command = _split(typed)
         self._is_again = options.last_failed
+        self._is_part = self._is_again or options.only or options.exclude or options.severity
         self._typed = (*(word for word in own if word != OPTION), *command)
         if self._is_again and not command and self._before is not None and self._is_new:
             self._typed = self._before.arguments
@@ -165,15 +157,15 @@ class Conclusion:
     def _store(self, reports: Sequence[Report]) -> bool:
         """Store the state of a call that falsified something; return whether it was stored.
 
-        A clause that an earlier call of the same command falsified, and that this call did not
-        judge, counts as falsified.
+        If this call judged only some clauses, the others stay as the last call left them.
         """
         entries = [entry for report in reports for entry in report.entries]
         broken = [e for e in entries if e.verdict is Verdict.FALSIFIED and not e.is_accepted]
         ids = [entry.invariant.id for entry in broken]
-        judged = {entry.invariant.id for entry in entries}
-        if self._before is not None and _split(self._before.arguments)[1] == _split(self._typed)[1]:
-            ids += [name for name in self._before.ids if name not in judged]
+        if self._is_part and self._before is not None:
+            seen = {left.invariant.id for report in reports for left in report.not_applying}
+            seen |= {entry.invariant.id for entry in entries}
+            ids += [name for name in self._before.ids if name not in seen]
         if not ids:
             shutil.rmtree(self._folder, ignore_errors=True)
             return False
@@ -191,10 +183,7 @@ class Conclusion:
         return True
 
     def _keep_runs(self) -> bool:
-        """Copy the traces of this call's runs; return False if they are too large to be kept.
-
-        If no run was made, the stored ones stay.
-        """
+        """Copy the traces of this call's runs, if any; return False if they are too large."""
         runs = self._folder / _RUNS
         if not self._folders:
             return runs.is_dir()
@@ -215,10 +204,10 @@ def _split(typed: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def digest(options: argparse.Namespace) -> str:
-    """Return a digest of all that the runs of a command depend on; "" if there are too many files.
+    """Return a digest of what the runs of a command depend on; "" if there are too many files.
 
-    That is the command, its settings, the variables of the environment, the installed packages, and
-    name, time and size of each file in the folder and of each file that the script imports.
+    That is the command, its settings and environment, and the time and size of the installed
+    packages, of each file in the folder, and of each file that the script imports.
     """
     folder = (options.command_folder or Path.cwd()).resolve()
     project = [*islice(script_line.below(folder), FILES_MAX + 1)]
@@ -232,9 +221,7 @@ def digest(options: argparse.Namespace) -> str:
         "command": [*options.command, str(folder)],
         "settings": {name: getattr(options, name) for name in _SETTINGS},
         "variables": {k: v for k, v in os.environ.items() if k not in _OF_TERMINALS},
-        "packages": sorted(
-            str(one.metadata["Name"]) + one.version for one in metadata.distributions()
-        ),
+        "packages": [_stamp(Path(_PATHS[name])) for name in ("purelib", "platlib")],
         "files": sorted(_stamp(file) for file in sources if not _is_written(file, patterns)),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -188,7 +188,7 @@ def _of_command(
         own.only, own.exclude = package_data.NEVER_MEANT, ()
         jobs.append(replace(_prepared(own, _load(own), make), is_aside=options.last is None))
     if options.last is not None:
-        jobs = [job for job in jobs if job.standing.selected]
+        jobs = [job for job in jobs if job.standing.selected] or jobs[:1]
     return jobs
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from entrenar_py.check.clauses import resume
 from entrenar_py.check.clauses.knobs import KNOBS, UNCLIPPED
-from entrenar_py.check.command import folders, placeholders, run_trace, witnesses
+from entrenar_py.check.command import folders, placeholders, run_trace, warm, witnesses
 from entrenar_py.check.command.launch import OUTPUT, Ended
 from entrenar_py.check.command.run_plan import Plan
 from entrenar_py.check.command.run_settings import Run, RunSettings
@@ -196,7 +196,7 @@ def _like(settings: RunSettings, likes: Likes) -> Trace | None:
 def _is_light(ended: Ended, settings: RunSettings) -> bool:
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = 2 * (settings.world_size + 1) * ended.peak_bytes
-    return ended.seconds < SHORT_S and needed < pages and not Path("/dev/nvidiactl").exists()
+    return ended.seconds < SHORT_S and needed < pages and not warm.GPUS.exists()
 
 
 def _launched(

@@ -112,12 +112,7 @@ def _run(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 # Check -> the part of a script that it is about, if that is not the optimizer's step.
-_ABOUT = {
-    "coverage": "samples",
-    "resume": "save",
-    "parity": "backward",
-    "weighting": "backward",
-}
+_ABOUT = {"coverage": "samples", "resume": "save", "parity": "backward", "weighting": "backward"}
 
 
 # Part of a script -> words for the line with it.
