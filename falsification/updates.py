@@ -52,18 +52,21 @@ def says_nothing(
 def clipped_block_by_block(self: Server, step: int) -> tuple[float, float]:
     """Clips each block by its own norm, as if it were the whole gradient."""
     average, limit = self.average_held(), self.plan.clip_norm
-    clipped = average.clipped.copy()
+    clipped = average.clipped.gradient.copy()
     blocks, gradient = self.reduction.blocks, average.mean[: self.replicas.layout.num_trainable]
     for block in blocks.order():
         part = gradient[blocks.part(block)]
         clipped[blocks.part(block)] = optimizer.clip(part, optimizer.norm_l2(part), limit)
-    self._average = lambda: replace(average, clipped=clipped)
+    self._average = lambda: replace(
+        average, clipped=replace(average.clipped, gradient=clipped, is_as_before=False)
+    )
     return _prepare(self, step)
 
 
 def made_in_place(self: Server, step: int) -> tuple[float, float]:
     """Makes the step on the server's own state, before any worker has the new weights."""
-    self.replicas.move(self.replica, self.average_held())
+    average = self.average_held()
+    self.replicas.move(self.replica, average.clipped, average.mean)
     self.replica.replica.copy_to(self.reduction.vector)
     return self.reduction.total
 

@@ -89,7 +89,7 @@ def stepped_twice(self: Server, step: int) -> None:
     if self in _bereaved:
         _bereaved.discard(self)
         average = self.average_held()
-        self.replicas.move(self.replica, average)
+        self.replicas.move(self.replica, average.clipped, average.mean)
     _apply_average(self, step)
 
 

@@ -109,6 +109,17 @@ class CudaBackend:
 Result = tuple[float, list[Array]]  # of a `Stepper`
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A step that the GPU has started; `wait` returns its result on the host.
+
+    `gradients` are the same on the GPU, float32 [num_trainable].
+    """
+
+    gradients: Tensor
+    wait: Callable[[], Result]
+
+
 class ResidentStep:
     """A `Stepper` that keeps a copy of all tensors on the GPU.
 
@@ -154,8 +165,8 @@ class ResidentStep:
             self.upload()
             return self._fetch(self._computed(batch, drop))()
 
-    def begin(self, ids: Sequence[int]) -> Callable[[], Result] | None:
-        """Start the step of `ids` without dropout; return a function that waits for its result.
+    def begin(self, ids: Sequence[int]) -> Begun | None:
+        """Start the step of `ids` without dropout.
 
         Returns None, and starts nothing, if this would take time: unless the operations are
         recorded, they are launched one by one; a large result is not copied while the GPU computes;
@@ -169,7 +180,8 @@ class ResidentStep:
             return None
         with self._backend.failures():
             self.upload()
-            return self._fetch(self._computed(batch, _same))
+            flat = self._computed(batch, _same).clone()  # the next replay writes to the result
+            return Begun(flat[:-1], self._fetch(flat))
 
     @property
     def failures(self) -> Callable[[], AbstractContextManager[None]]:
@@ -197,19 +209,18 @@ class ResidentStep:
     def _fetch(self, flat: Tensor) -> Callable[[], Result]:
         """Start to copy a result to the host; return a function that waits for the copy.
 
-        The GPU can write directly to pinned memory, and computes meanwhile. A large result is
-        copied at once.
+        The GPU can write directly to pinned memory, and computes meanwhile, but must not change
+        `flat`. A large result is copied at once.
         """
         if flat.nbytes > _PINNED_BYTES_MAX:
             result = self._parts(flat.cpu().numpy())
             return lambda: result
-        kept = flat.clone()  # the next replay of recorded operations writes to `flat`
-        host = torch.empty(kept.shape, pin_memory=True)
+        host = torch.empty(flat.shape, pin_memory=True)
         self._fetching.wait_stream(torch.cuda.current_stream(self._backend.place))
         with torch.cuda.stream(self._fetching):
-            host.copy_(kept, non_blocking=True)
+            host.copy_(flat, non_blocking=True)
             copied = self._fetching.record_event()
-        kept.record_stream(self._fetching)
+        flat.record_stream(self._fetching)
 
         def wait() -> Result:
             with self._backend.failures():

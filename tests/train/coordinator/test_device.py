@@ -12,6 +12,7 @@ import torch
 from entrenar_py.compute import on_torch
 from entrenar_py.compute.on_torch import CpuBackend, ResidentStep
 from entrenar_py.shared import trace
+from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.coordinator.replicas import Worker
 from tests.systems import by_hand, stars
@@ -48,16 +49,16 @@ class Device(ResidentStep):
         self.log.append("computed at once")
         return self._computed_with(self.weights.clone(), ids, drop)
 
-    def begin(self, ids: Sequence[int]) -> Callable[[], Any]:
+    def begin(self, ids: Sequence[int]) -> on_torch.Begun:
         self.upload()
         self.log.append("begun")
-        held = self.weights.clone()  # what a GPU would read from here on
+        loss, gradients = self._computed_with(self.weights.clone(), ids, lambda tensor: tensor)
 
         def wait() -> Any:
             self.log.append("waited")
-            return self._computed_with(held, ids, lambda tensor: tensor)
+            return loss, [gradient.copy() for gradient in gradients]
 
-        return wait
+        return on_torch.Begun(torch.cat([torch.tensor(g).flatten() for g in gradients]), wait)
 
     def _computed_with(self, weights: torch.Tensor, ids: Sequence[int], drop: Any) -> Any:
         parts = zip(self._there, torch.split(weights, self._sizes), strict=True)
@@ -76,8 +77,8 @@ class Gpu(CpuBackend):
         return Device(workload, tensors, scale)
 
 
-def trained(*, on_device: bool, shards: Callable[[int], list[tuple[int, ...]]]) -> by_hand.Hands:
-    """Return the hands of a run in which one worker gets the `shards` of each step in parts."""
+def met(*, on_device: bool) -> by_hand.Hands:
+    """Return a server and one worker before the first step."""
     subject = stars.subject(
         "parameter_server",
         world_size=1,
@@ -88,7 +89,12 @@ def trained(*, on_device: bool, shards: Callable[[int], list[tuple[int, ...]]]) 
         weight_decay=0.1,
         workload="linear",
     )
-    hands = by_hand.met(subject, backend=Gpu("gpu") if on_device else on_torch.open_cpu())
+    return by_hand.met(subject, backend=Gpu("gpu") if on_device else on_torch.open_cpu())
+
+
+def trained(*, on_device: bool, shards: Callable[[int], list[tuple[int, ...]]]) -> by_hand.Hands:
+    """Return the hands of a run in which one worker gets the `shards` of each step in parts."""
+    hands = met(on_device=on_device)
     for step in range(NUM_STEPS):
         for part in shards(step):
             by_hand.deliver(hands, 0, step, part)
@@ -127,11 +133,33 @@ def test_a_worker_that_computes_ahead_has_the_bits_of_one_that_does_not(
 
 def test_the_first_shard_is_begun_before_the_step_is_recorded() -> None:
     """It is begun after the norm of the clipped gradient, and waited for in the next step."""
-    hands = trained(on_device=True, shards=lambda step: [(0, 1, 2, 3)])
+    hands = trained(on_device=True, shards=lambda step: [(0, 1), (2, 3)])
     device = hands.members[0].worker.replica.resident
     assert isinstance(device, Device)
     assert device.log.count("begun") == device.log.count("waited") > NUM_STEPS
     assert "computed at once" not in device.log
     # The first shard of a step is begun at the end of the step before, and the next one with it.
-    assert device.log[:4] == ["begun", "begun", "waited", "begun"]
+    assert device.log[:8] == ["begun", "begun", "waited", "waited"] * 2
+    assert device.log[8:12] == ["begun", "begun", "waited", "waited"]
     assert Member is type(hands.members[0])
+
+
+def test_a_worker_with_all_shards_takes_the_step_before_it_reads_the_last_gradient() -> None:
+    """It has the sum itself, and begins the next step without the coordinator's average."""
+    hands = trained(on_device=True, shards=lambda step: [(0, 1, 2, 3)])
+    device = hands.members[0].worker.replica.resident
+    assert isinstance(device, Device)
+    # The epoch's last step has empty shards.
+    full = 8 * (NUM_STEPS - 1)
+    assert device.log[:full] == ["begun", *["begun", "waited"] * (4 * NUM_STEPS)][:full]
+
+
+def test_an_average_that_differs_from_the_one_used_is_refused() -> None:
+    """The worker must not go on from weights that differ from the coordinator's."""
+    hands = met(on_device=True)
+    by_hand.deliver(hands, 0, 0, (0, 1, 2, 3))
+    by_hand.average(hands, 0, 0)
+    member = hands.members[0]
+    member.held.vector[0] += 1
+    with pytest.raises(ProtocolError, match=r"Average of step 0: it differs"):
+        member.make_held(0)

@@ -89,12 +89,12 @@ def test_the_average_is_clipped_once() -> None:
     replicas, worker = _alone(clip_norm=1e-3)
     leaf = replicas.compute(worker, 0, 0, [0, 1, 2])
     average = replicas.averaged(leaf.vector, leaf.loss, leaf.weight)
-    assert average.norm > 1e-3 >= average.applied_norm
+    assert average.clipped.norm > 1e-3 >= average.clipped.applied_norm
     assert average.loss == leaf.loss / leaf.weight
     assert np.array_equal(average.mean, leaf.vector)
     loose, _ = _alone(clip_norm=1e9)
     kept = loose.averaged(leaf.vector, leaf.loss, leaf.weight)
-    assert kept.norm == kept.applied_norm
+    assert kept.clipped.norm == kept.clipped.applied_norm
     assert kept.record == average.record
 
 

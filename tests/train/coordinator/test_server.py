@@ -19,7 +19,7 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Halt, Membership, Saved, Update
 from entrenar_py.train.arithmetic import blocks
-from entrenar_py.train.coordinator import replicas, server
+from entrenar_py.train.coordinator import server
 from entrenar_py.train.coordinator.replicas import Replicas, Worker
 from entrenar_py.train.coordinator.server import Server
 from entrenar_py.train.wire.effects import Left, Stop
@@ -83,11 +83,11 @@ def test_a_step_made_aside_is_the_same(
     begun: list[float] = []
     move = Replicas.move
 
-    def late(self: Replicas, worker: Worker, average: replicas.Average) -> None:
+    def late(self: Replicas, worker: Worker, *average: Any) -> None:
         if worker.rank < 0:
             time.sleep(0.05)
             begun.append(time.monotonic())
-        move(self, worker, average)
+        move(self, worker, *average)
 
     monkeypatch.setattr(Replicas, "move", late)
     scenario = _subject(num_steps=3, clip_norm=clip_norm, options={"block_bytes": 64})
@@ -110,7 +110,7 @@ def test_what_fails_aside_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, shards in by_hand.shards_of(hands).items():
         by_hand.deliver(hands, rank, 0, shards)
 
-    def fails(self: Replicas, worker: Worker, average: replicas.Average) -> None:
+    def fails(self: Replicas, worker: Worker, *average: Any) -> None:
         if worker.rank < 0:
             raise MemoryError
 

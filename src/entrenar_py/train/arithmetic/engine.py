@@ -8,6 +8,7 @@ to a finite mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,18 @@ def scale_of(weight_max: int) -> float:
     return 2.0 ** -(weight_max - 1).bit_length()
 
 
+@dataclass(frozen=True)
+class BegunShard:
+    """A shard that a device has started to compute; `wait` returns what `Engine.shard` returns.
+
+    `gradients` are the gradients of that on the device, float32 [num_trainable].
+    """
+
+    gradients: torch.Tensor
+    weight: float
+    wait: Callable[[], tuple[Array, float, float]]
+
+
 class Engine:
     """A replica: all tensors of a workload, the trainable ones as one flat vector.
 
@@ -141,15 +154,15 @@ class Engine:
         total = reduction.root(leaves, accumulation)
         return total.vector, total.loss, total.weight
 
-    def begin(self, ids: sharding.Ids) -> Callable[[], tuple[Array, float, float]] | None:
-        """Start `shard` of `ids`; return a function that waits for its result.
-
-        Returns None unless the device can start the shard at once (`ResidentStep.begin`).
-        """
+    def begin(self, ids: sharding.Ids) -> BegunShard | None:
+        """Start `shard` of `ids`, if the device can do that at once (`ResidentStep.begin`)."""
         if self.resident is None or len(ids) == 0:
             return None
-        wait = self.resident.begin(ids)
-        return None if wait is None else lambda: self._joined(ids, *wait())
+        begun = self.resident.begin(ids)
+        if begun is None:
+            return None
+        weight = float(self.workload.weight(ids))
+        return BegunShard(begun.gradients, weight, lambda: self._joined(ids, *begun.wait()))
 
     def changed(self) -> None:
         """Note that tensors have changed, since a device may have copies of them."""

@@ -14,8 +14,9 @@ GPU computes the next shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from entrenar_py.train.arithmetic.optimizer import (
     Vector,
     power_of_two,
 )
+from entrenar_py.train.arithmetic.reduction import Node
 
 BYTES_MAX = 2**28  # of the weights: larger ones and their moments would crowd out activations
 
@@ -82,6 +84,32 @@ class DeviceOptimizer:
         with self._failures():
             return torch.from_numpy(vector).to(self.weights.device)
 
+    def download(self, gradient: Tensor) -> Callable[[], Vector]:
+        """Start to copy `gradient` to the host; return a function that waits for the copy."""
+        is_cuda = self._stream is not None
+        with self._failures():
+            host = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=is_cuda)
+            self._copy_aside([(host, gradient)])
+            gradient_is_there = self._stream.record_event() if self._stream is not None else None
+
+        def wait() -> Vector:
+            if gradient_is_there is not None:
+                with self._failures():
+                    gradient_is_there.synchronize()
+            vector: Vector = host.numpy()
+            return vector
+
+        return wait
+
+    def mean(self, total: Node, scale: float) -> Tensor:
+        """Return `optimizer.mean` of `total`, which is on the device, float32 [num_trainable].
+
+        `scale` multiplies its weight.
+        """
+        vector = cast("Tensor", total.vector)
+        with self._failures():
+            return vector / torch.full_like(vector[:1], total.weight * scale)
+
     def norm_l2(self, gradient: Tensor) -> float:
         """Return `optimizer.norm_l2` of `gradient`."""
         with self._failures():
@@ -101,7 +129,7 @@ class DeviceOptimizer:
         """Take the step of `optimizer.step`, and start to copy the results to the host."""
         with self._failures(), torch.no_grad():
             self._step(gradient, rate)
-            self._begin_copies()
+            self._copy_aside(zip(self._copies, (self.weights, *self._moments), strict=True))
 
     def _step(self, gradient: Tensor, rate: float) -> None:
         self._state["count"] += 1
@@ -128,19 +156,32 @@ class DeviceOptimizer:
         for target, copy in zip(targets, self._copies, strict=True):
             np.copyto(target, copy.numpy())
 
-    def _begin_copies(self) -> None:
-        tensors = (self.weights, *self._moments)
+    def _copy_aside(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Start to copy the second of each pair to the first, after all work so far."""
         if self._stream is None:
-            for copy, tensor in zip(self._copies, tensors, strict=True):
+            for copy, tensor in pairs:
                 copy.copy_(tensor)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.weights.device))
         with torch.cuda.stream(self._stream):
-            for copy, tensor in zip(self._copies, tensors, strict=True):
+            for copy, tensor in pairs:
                 copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._stream)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def leaf(shard: int, gradient: Tensor, weight: float) -> Node:
+    """Return the leaf of `shard` for `add`; its vector is on a device, and its loss unknown."""
+    return Node(0, shard, cast("Vector", gradient), math.nan, weight)
+
+
+def add(node: Node, sibling: Node) -> Node:
+    """Return `reduction.add` of nodes with vectors on a device, as a new vector there."""
+    left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
+    loss, weight = left.loss + right.loss, left.weight + right.weight
+    return Node(left.level + 1, left.index // 2, left.vector + right.vector, loss, weight)
 
 
 def _added_by_halves(rows: Tensor) -> Tensor:

@@ -48,13 +48,16 @@ def shards_under(level: int, index: int, num_shards: int) -> range:
     return range(index << level, min((index + 1) << level, num_shards))
 
 
-def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
+def fold(
+    nodes: Iterable[Node], num_shards: int, plus: Callable[[Node, Node], Node] | None = None
+) -> list[Node]:
     """Add siblings until none are left; return the remaining nodes in shard order.
 
     `nodes` are disjoint, in any order, and consumed one at a time. For n consecutive leaves in
     order, at most log2(n) + 1 vectors are alive if the first leaf is shard 0, otherwise 2 log2(n) +
-    1. Writable vectors are added in place. Raises ValueError for a node that doesn't belong to a
-    tree over `num_shards` leaves, or that covers a shard of an earlier node.
+    1. `add` adds writable vectors in place; `plus` replaces it for vectors on a device. Raises
+    ValueError for a node that doesn't belong to a tree over `num_shards` leaves, or that covers a
+    shard of an earlier node.
     """
     waiting: dict[tuple[int, int], Node] = {}
     top = height(num_shards)
@@ -64,7 +67,7 @@ def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
         while node.level < top:
             sibling = waiting.pop((node.level, node.index ^ 1), None)
             if sibling is not None:
-                node = add(node, sibling)
+                node = (plus or add)(node, sibling)
             elif _at_ragged_edge(node, num_shards):
                 node = Node(node.level + 1, node.index // 2, node.vector, node.loss, node.weight)
             else:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from entrenar_py.compute import Stepping
 from entrenar_py.shared import trace, workers
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.faults import SILENT, Fault
 from entrenar_py.shared.scenario import TrainingPlan
-from entrenar_py.train.arithmetic import blocks, checkpoint, engine, reduction, sharding
-from entrenar_py.train.arithmetic.tensors import Workload
+from entrenar_py.train.arithmetic import (
+    blocks,
+    checkpoint,
+    engine,
+    on_device,
+    reduction,
+    sharding,
+)
+from entrenar_py.train.arithmetic.tensors import Array, Workload
 from entrenar_py.train.arithmetic.workload import GivenVectors
-from entrenar_py.train.coordinator import models, recorder, topology
-from entrenar_py.train.coordinator.replicas import Replicas, Worker
+from entrenar_py.train.coordinator import audits, models, recorder, topology
+from entrenar_py.train.coordinator.replicas import Clipped, Replicas, Worker
 from entrenar_py.train.coordinator.topology import Held, RingExchange, TreeExchange
 from entrenar_py.train.wire.frames import Buffer, new_room
 from entrenar_py.train.wire.messages import (
@@ -29,6 +39,14 @@ from entrenar_py.train.wire.messages import (
     Weights,
     Welcome,
 )
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A step taken before the average arrived; `gradient` waits for the average used there."""
+
+    clipped: Clipped
+    gradient: Callable[[], Array]
 
 
 class Member:
@@ -54,6 +72,8 @@ class Member:
         self.shards: list[sharding.Ids] = []
         self.step = 0
         self._first: int | None = None  # the first shard that was computed in this step
+        self._placed: list[reduction.Node] = []  # this step's nodes on the device, if complete
+        self._ahead: _Ahead | None = None  # the step, if it was taken before the average arrived
         self._comes: type[Average | Weights] = Weights if workers.by_server(plan) else Average
         self._sizes = self.sizes()
         self._applied: tuple[int, bytes] | None = None  # the last applied step, and its payload
@@ -128,7 +148,8 @@ class Member:
         self.recorder.drain()  # events of an earlier session
         self._applied = None
         self.replicas.workers = {self.rank: self.replicas.take_over(self.rank, payload)}
-        self._first = None
+        self._first = self._ahead = None
+        self._placed = []
         if (device := self.worker.on_device) is not None:
             self.held.vector = device.new_vector(self.held.vector.size)
         self.nodes.clear()
@@ -143,12 +164,15 @@ class Member:
 
         If a shard is not finite, return a NonFinite for the first such shard instead.
         """
+        assert self._ahead is None, "the weights are those after the step"
         problems: list[NonFinite] = []
 
         def leaves() -> Iterator[reduction.Node]:
             for place, shard in enumerate(shards):
                 for soon in shards[place : place + 2]:  # a device computes while the host records
-                    self.replicas.begin(self.worker, soon, self.shards[soon])
+                    self.replicas.begin(self.worker, step, soon, self.shards[soon])
+                if self._has_all(shards):
+                    self._go_ahead(step, shard)
                 ids = self.shards[shard]
                 leaf = self.replicas.compute(self.worker, step, shard, ids)
                 halt = self.replicas.guard(leaf, self.worker, step, shard, ids)
@@ -162,6 +186,43 @@ class Member:
             self._first = next(iter(shards), None)
         nodes = reduction.fold(leaves(), self.plan.num_shards)
         return problems[0] if problems else self.named(step, nodes)
+
+    def _has_all(self, shards: Sequence[int]) -> bool:
+        """Return whether the average is certain to be that of `shards`, and of nothing else."""
+        return (
+            self._comes is Average
+            and self._exchange is None
+            and len(shards) == self.plan.num_shards
+            and not (self.faults or self.replicas.layout.buffers or audits.share_of(self.plan))
+        )
+
+    def _go_ahead(self, step: int, shard: int) -> None:
+        """Add `shard` to the step's sum on the device; take the step there once the sum is whole.
+
+        So the device begins the next step's first shard before the host has the last gradient of
+        this step. `make_held` compares the average that arrives with the one used here.
+        """
+        worker, plan = self.worker, self.plan
+        device, begun = worker.on_device, worker.begun.get((step, shard))
+        if device is None or begun is None:
+            return
+        leaf = on_device.leaf(shard, begun.gradients, begun.weight)
+        self._placed = reduction.fold([*self._placed, leaf], plan.num_shards, on_device.add)
+        total = self._placed[0]
+        if total.level < reduction.height(plan.num_shards):
+            return
+        gradient = device.mean(total, self.replicas.scale)
+        clipped = self.replicas.clipped(gradient, device)
+        self.replicas.move(worker, clipped, self.held.vector)
+        self._ahead = _Ahead(clipped, device.download(gradient))
+        position = self.replicas.position_after(sum(map(len, self.shards)))
+        following = sharding.cut(self.replicas.batch(position), plan.num_shards)
+        self._begin_first(step + 1, following)
+
+    def _begin_first(self, step: int, shards: Sequence[sharding.Ids]) -> None:
+        """Begin the shard of `step` that this worker probably computes first."""
+        if self._first is not None and step < self.plan.num_steps:
+            self.replicas.begin(self.worker, step, self._first, shards[self._first])
 
     def named(self, step: int, nodes: Sequence[reduction.Node]) -> list[TreeNode]:
         """Return the messages with all blocks of `nodes`, in sending order; keep the nodes."""
@@ -218,22 +279,33 @@ class Member:
             self._go_on(step + 1)
             return
         mean, workload, ids = self.held.vector, self.replicas.workload, self.replicas.batch()
-        device = self.worker.on_device
-        average = self.replicas.averaged(mean, *self.held.total, device)
-        self.replicas.move(self.worker, average)
+        gradient = mean[: self.replicas.layout.num_trainable]
+        if self._ahead is not None:
+            clipped = self._ahead.clipped
+            if not np.array_equal(self._ahead.gradient(), gradient):
+                raise ProtocolError(
+                    f"Average of step {step}: it differs from the average of all shards, which "
+                    "this worker computed alone"
+                )
+        else:
+            device = self.worker.on_device
+            placed = gradient if device is None else device.upload(gradient)
+            clipped = self.replicas.clipped(placed, device)
+            self.replicas.move(self.worker, clipped, mean)
+        average = self.replicas.averaged(mean, *self.held.total, clipped)
         self._go_on(step + 1)
-        _ = average.applied_norm  # later the device would compute the next shard first
         # What a device computes from here on, it computes while the host records the step.
-        first, self._first = self._first, None
-        if first is not None and step + 1 < self.plan.num_steps:
-            self.replicas.begin(self.worker, first, self.shards[first])
+        self._begin_first(step + 1, self.shards)
+        self._first = None
         self.recorder.emit(self.replicas.update(self.worker, step, average))
         if isinstance(workload, GivenVectors):
             self.recorder.emit(recorder.reduced(step, self.rank, mean, workload, ids))
 
     def _go_on(self, step: int) -> None:
         self.nodes.clear()
-        self.worker.begun.clear()
+        begun = self.worker.begun
+        self.worker.begun = {key: begun[key] for key in begun if key[0] >= step}
+        self._placed, self._ahead = [], None
         self.held.there.clear()
         self.replicas.advance(sum(map(len, self.shards)))
         self._begin(step)

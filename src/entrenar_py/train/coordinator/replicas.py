@@ -42,22 +42,20 @@ from entrenar_py.train.coordinator.recorder import Recorder
 from entrenar_py.train.wire.messages import Partial, TreeNode
 from entrenar_py.train.wire.terms import Terms
 
-Begun = Callable[[], tuple[Array, float, float]]  # waits for a shard's vector, loss and weight
-
 
 @dataclass
 class Worker:
     """One worker: its replica and its optimizer state.
 
     With an `on_device`, steps are taken there. `settle` copies their results to the host. `begun`
-    has the shards of the current step that the device computes already.
+    has the shards, by step and number, that the device computes already.
     """
 
     rank: int
     replica: engine.Engine
     state: optimizer.State
     on_device: DeviceOptimizer | None = None
-    begun: dict[int, Begun] = field(default_factory=dict)
+    begun: dict[tuple[int, int], engine.BegunShard] = field(default_factory=dict)
 
     def move_to_device(self, rule: optimizer.Rule) -> None:
         """Take all further steps on the replica's device, if it keeps the weights."""
@@ -91,27 +89,36 @@ class Worker:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Clipped:
+    """The `gradient` of one step after clipping, where steps are taken, and the learning `rate`.
+
+    `norm` is the L2 norm before clipping, and `norm_of` computes such a norm.
+    """
+
+    gradient: Any
+    norm: float
+    rate: float
+    norm_of: Callable[[Any], float]
+    is_as_before: bool
+
+    @cached_property
+    def applied_norm(self) -> float:
+        """The L2 norm after clipping, computed at its first use."""
+        return self.norm if self.is_as_before else self.norm_of(self.gradient)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Average:
     """The average of one step: `mean` is the averaged vector, `clipped` its clipped gradient.
 
-    `loss` is the batch's summed loss divided by its `weight`, and `rate` the learning rate.
-    `norm` is the gradient's L2 norm before clipping. `clipped` lies where steps are taken, and
-    `clipped_norm` returns its norm.
+    `loss` is the batch's summed loss divided by its `weight`.
     """
 
     mean: Array
     loss: float
     weight: float
-    rate: float
-    clipped: Any
-    norm: float
-    clipped_norm: Callable[[], float]
+    clipped: Clipped
     recorded: Callable[[], trace.Tensors]
-
-    @cached_property
-    def applied_norm(self) -> float:
-        """The L2 norm of `clipped`, computed at its first use."""
-        return self.clipped_norm()
 
     @cached_property
     def record(self) -> trace.Tensors:
@@ -165,31 +172,39 @@ class Replicas:
         """Return the initial tensors of every replica."""
         return self.workload.initial(self.plan.rng("initial"))
 
-    def batch(self) -> sharding.Ids:
-        """Return the sample ids of the next step."""
-        return sharding.batch(self._order(), self.position, self.plan.batch_size)
+    def batch(self, position: sharding.Position | None = None) -> sharding.Ids:
+        """Return the sample ids of the next step, or of the step at `position`."""
+        position = position or self.position
+        return sharding.batch(self._order(position.epoch), position, self.plan.batch_size)
+
+    def position_after(self, drawn: int) -> sharding.Position:
+        """Return the position in the data after a step that used `drawn` samples."""
+        return sharding.advance(self.position, drawn, self.plan.num_samples)
 
     def advance(self, drawn: int) -> None:
         """Advance the data position and the schedule past a step that used the samples `drawn`."""
-        self.position = sharding.advance(self.position, drawn, self.plan.num_samples)
+        self.position = self.position_after(drawn)
         self.schedule_step += 1
 
-    def begin(self, worker: Worker, shard: int, ids: sharding.Ids) -> None:
-        """Start to compute a shard of the current step, if its device can start it at once."""
-        if shard in worker.begun:
+    def begin(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> None:
+        """Start to compute a shard with the worker's weights, if its device can start it at once.
+
+        The weights must be those before `step`.
+        """
+        if (step, shard) in worker.begun:
             return
         if self.plan.accumulation == 1 and not self.plan.dropout:
             begun = worker.replica.begin(ids)
             if begun is not None:
-                worker.begun[shard] = begun
+                worker.begun[step, shard] = begun
 
     def compute(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> reduction.Node:
         """Return the leaf of a shard, which may have begun already, and record it."""
         rate = self.plan.dropout
         draws = rate or self.workload.draws
         drop = engine.Dropout(rate, self.plan.rng("dropout", step, shard)) if draws else None
-        if (begun := worker.begun.pop(shard, None)) is not None:
-            vector, loss, weight = begun()
+        if (begun := worker.begun.pop((step, shard), None)) is not None:
+            vector, loss, weight = begun.wait()
         else:
             vector, loss, weight = worker.replica.shard(
                 ids,
@@ -235,27 +250,39 @@ class Replicas:
             ids=tuple(ids),
         )
 
+    def clipped(self, gradient: Any, device: DeviceOptimizer | None = None) -> Clipped:
+        """Return an averaged `gradient`, float32 [num_trainable], clipped for the next step.
+
+        With a `device`, `gradient` is there.
+        """
+        of: Any = optimizer if device is None else device
+        norm = of.norm_l2(gradient)
+        clipped = of.clip(gradient, norm, self.plan.clip_norm)
+        result = Clipped(
+            gradient=clipped,
+            norm=norm,
+            rate=self.rate(),
+            norm_of=of.norm_l2,
+            is_as_before=clipped is gradient,
+        )
+        if device is not None:
+            _ = result.applied_norm  # later the device would compute the next shard first
+        return result
+
     def averaged(
-        self, mean: Array, loss: float, weight: float, device: DeviceOptimizer | None = None
+        self, mean: Array, loss: float, weight: float, clipped: Clipped | None = None
     ) -> Average:
         """Return the Average that every worker's step needs; `mean` is the averaged vector.
 
-        `loss` is the batch's summed loss, not yet divided by the batch's `weight`. With a
-        `device`, the gradient is clipped there.
+        `loss` is the batch's summed loss, not yet divided by the batch's `weight`. The gradient is
+        clipped here, on the host, unless that is done already.
         """
         gradient = mean[: self.layout.num_trainable]
-        of: Any = optimizer if device is None else device
-        placed = gradient if device is None else device.upload(gradient)
-        norm = of.norm_l2(placed)
-        clipped = of.clip(placed, norm, self.plan.clip_norm)
         return Average(
             mean=mean,
             loss=loss / weight,
             weight=weight,
-            rate=self.rate(),
-            clipped=clipped,
-            norm=norm,
-            clipped_norm=lambda: norm if clipped is placed else of.norm_l2(clipped),
+            clipped=clipped or self.clipped(gradient),
             recorded=lambda: self.recorder.slices(gradient, self.layout.trainable),
         )
 
@@ -269,15 +296,18 @@ class Replicas:
             num_steps=self.plan.num_steps,
         )
 
-    def move(self, worker: Worker, average: Average) -> None:
-        """Update one worker's replica with `average`, which was computed for its device."""
-        replica, clipped = worker.replica, average.clipped
+    def move(self, worker: Worker, clipped: Clipped, mean: Array) -> None:
+        """Update one worker's replica; the gradient was clipped where the worker takes steps.
+
+        Running means of buffers move towards those in `mean`, the averaged vector.
+        """
+        replica, gradient = worker.replica, clipped.gradient
         if worker.on_device is not None:
-            worker.on_device.step(clipped, average.rate)
+            worker.on_device.step(gradient, clipped.rate)
         else:
-            optimizer.step(self.rule, replica.parameters, clipped, worker.state, average.rate)
+            optimizer.step(self.rule, replica.parameters, gradient, worker.state, clipped.rate)
             replica.changed()
-        replica.average_buffers(average.mean)
+        replica.average_buffers(mean)
 
     def update(self, worker: Worker, step: int, average: Average) -> trace.Update:
         """Return the event that records the step that `move` took with `average`."""
@@ -288,12 +318,12 @@ class Replicas:
             rank=worker.rank,
             loss=average.loss,
             weight=average.weight,
-            learning_rate=average.rate,
+            learning_rate=average.clipped.rate,
             rates={},
             finite=engine.non_finite(replica.parameters) is None,
             gradient=average.record,
-            grad_norm=average.norm,
-            applied_norm=average.applied_norm,
+            grad_norm=average.clipped.norm,
+            applied_norm=average.clipped.applied_norm,
             **self.state(worker),
         )
 
@@ -305,7 +335,7 @@ class Replicas:
         mean = optimizer.mean(total.vector, total.weight * self.scale)
         average = self.averaged(mean, total.loss, total.weight)
         for worker in self.workers.values():
-            self.move(worker, average)
+            self.move(worker, average.clipped, mean)
             self.recorder.emit(self.update(worker, step, average))
 
     def inject(
@@ -386,8 +416,7 @@ class Replicas:
                 f"use 0 to {most}, and a finite loss (NonFinite reports others)"
             )
 
-    def _order(self) -> sharding.Ids:
-        epoch = self.position.epoch
+    def _order(self, epoch: int) -> sharding.Ids:
         if self._visit is None or self._visit[0] != epoch:
             rng = self.plan.rng("order", epoch)
             self._visit = epoch, sharding.order(self.plan.num_samples, rng)

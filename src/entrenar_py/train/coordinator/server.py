@@ -271,7 +271,7 @@ class Server:
             vector, total = self.reduction.vector, self.reduction.total
             self._average = self._start(partial(self.replicas.averaged, vector, *total))
             if self._objection is not None:
-                return self._objection(self._average().norm) or averaged
+                return self._objection(self._average().clipped.norm) or averaged
         return averaged
 
     def average_held(self) -> replicas.Average:
@@ -288,7 +288,7 @@ class Server:
         if self._beside is None:
             self._beside = self.replicas.new_worker(_NOBODY, self.replica.replica.arrays)
         self._beside.follow(self.replica)
-        self.replicas.move(self._beside, average)
+        self.replicas.move(self._beside, average.clipped, average.mean)
         _ = average.record  # of the vector, which changes now
         self._beside.replica.copy_to(self.reduction.vector)
         return self.reduction.total
@@ -299,7 +299,8 @@ class Server:
             assert self._beside is not None, "what is applied was prepared"
             self.replica, self._beside = self._beside, self.replica
         else:
-            move = partial(self.replicas.move, self._replica, self.average_held())
+            average = self.average_held()
+            move = partial(self.replicas.move, self._replica, average.clipped, average.mean)
             self._moved = self._start(move)
         self.drawn = self.replicas.batch()
         self.replicas.advance(len(self.drawn))
@@ -378,10 +379,10 @@ class Server:
         average = self.average_held()
         return replace(
             event,
-            learning_rate=average.rate,
+            learning_rate=average.clipped.rate,
             gradient=average.record,
-            grad_norm=average.norm,
-            applied_norm=average.applied_norm,
+            grad_norm=average.clipped.norm,
+            applied_norm=average.clipped.applied_norm,
         )
 
     def _locate(self, block: int, place: int) -> tuple[str, int]:

@@ -127,7 +127,7 @@ class Host:
             case do.Apply(step):
                 self._held_step = step + 1
                 average = self.server.average_held()
-                self._tell_made(step, average.loss, average.rate, average.norm)
+                self._tell_made(step, average.loss, average.clipped.rate, average.clipped.norm)
                 self._stepped(step + 1, lambda: self.server.replica.replica.arrays, self.tell)
             case do.Send(_, Commit()):
                 self._watch.exchanged()
