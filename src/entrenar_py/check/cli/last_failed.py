@@ -15,6 +15,7 @@ import shlex
 import shutil
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
@@ -31,7 +32,7 @@ from entrenar_py.check.reports.report import EXIT_FALSIFIED, EXIT_HELD, Ending, 
 from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import EntrenarError, UsageError
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.untrusted import files, printing
+from entrenar_py.shared.untrusted import files, json_text, printing
 from entrenar_py.shared.verdict import Verdict
 
 OPTION = "--last-failed"
@@ -40,7 +41,6 @@ RUNS_BYTES_MAX = 2**26  # of all traces; larger ones are not kept
 RECORD_BYTES_MAX = 2**20
 FILES_MAX = 4000  # of a project; the runs of a larger one are not used again
 _RECORD, _RUNS = "last.json", "runs"
-_PATHS = sysconfig.get_paths()
 # Options on which the runs of a command depend, besides the command itself.
 _SETTINGS = ("steps", "epochs", "seed", "auto", "in_place", "launcher", "world_size", "knobs")
 # Variables that differ between two terminals, but not between two trainings.
@@ -98,13 +98,13 @@ def read(folder: Path) -> Last | None:
     """Return the last call that falsified a clause in `folder`; None if none is known."""
     file = folder / FOLDER / _RECORD
     try:
-        record = json.loads(files.read(file, bytes_max=RECORD_BYTES_MAX))
+        record = json_text.load(files.read(file, bytes_max=RECORD_BYTES_MAX))
         if file.stat().st_uid != os.getuid():  # it names a command to run
             return None
         return Last(
             arguments=tuple(map(str, record["arguments"])),
             ids=tuple(map(str, record["ids"])),
-            scenarios=tuple(record["scenarios"]),
+            scenarios=tuple(map(dict, record["scenarios"])),
             digest=str(record["digest"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
@@ -114,12 +114,10 @@ def read(folder: Path) -> Last | None:
 def kept(options: argparse.Namespace) -> dict[Path, Run]:
     """Return the runs of the last call, by file, if nothing that they depend on has changed."""
     last, folder = options.last, folder_of(options) / FOLDER / _RUNS
-    if last is None or not last.digest or last.digest != digest(options):
-        return {}
-    try:
-        return run_settings.stored(judgement.load_stored([folder]))
-    except EntrenarError:  # they are incomplete, or from a different release
-        return {}
+    if last is not None and last.digest and last.digest == digest(options):
+        with suppress(EntrenarError):  # they are incomplete, or from a different release
+            return run_settings.stored(judgement.load_stored([folder]))
+    return {}
 
 
 class Conclusion:
@@ -221,7 +219,7 @@ def digest(options: argparse.Namespace) -> str:
         "command": [*options.command, str(folder)],
         "settings": {name: getattr(options, name) for name in _SETTINGS},
         "variables": {k: v for k, v in os.environ.items() if k not in _OF_TERMINALS},
-        "packages": [_stamp(Path(_PATHS[name])) for name in ("purelib", "platlib")],
+        "packages": [_stamp(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib")],
         "files": sorted(_stamp(file) for file in sources if not _is_written(file, patterns)),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
