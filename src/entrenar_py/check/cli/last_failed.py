@@ -148,7 +148,7 @@ class Conclusion:
                 return shlex.join((PROG, *self._typed))
             return f"{PROG} init -- {command}" if command and self._is_new else ""
         reasons = [entry.finding.reason for report in reports for entry in report.entries]
-        if command and any(" failed: nothing was recorded" in reason for reason in reasons):
+        if command and all(" failed: " in reason for reason in reasons):
             return command  # its own error is easier to find without the harness
         return shlex.join((PROG, "-v", *self._typed))
 
