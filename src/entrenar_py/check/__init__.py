@@ -1,1 +1,1 @@
-"""The checker: contracts, the clauses that judge traces, and the command `entrenar-check`."""
+"""The checker: contracts, the checks that judge traces, and the command `entrenar-check`."""

@@ -1,4 +1,4 @@
-"""`entrenar doctor`: the devices and versions of this machine, and the clauses it can exercise."""
+"""`entrenar doctor`: this machine's devices and versions, and the clauses it can exercise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEMA = "entrenar-doctor/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """A trainer, the backends on which it can compute here, and its limits there."""
+    """A trainer, the backends on which it can compute here, and its limits on them."""
 
     system: str
     backends: tuple[str, ...]
@@ -39,10 +39,10 @@ class Trainer:
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """The number of a clause's own scenarios that this machine can exercise.
+    """How many of a clause's own scenarios this machine can exercise.
 
     `can` of the `planned` scenarios can run, some of them with something missing. `lacking` lists
-    all that this machine lacks for the planned scenarios. `state` is yes, partly or no.
+    everything that the machine lacks for the planned scenarios.
     """
 
     contract: str
@@ -62,7 +62,10 @@ class Reach:
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """The result of an examination; `versions` has a text even for a library that is missing."""
+    """The devices, versions and trainers of this machine, and the reach of clauses.
+
+    `versions` has a text even for a library that is missing.
+    """
 
     versions: dict[str, str]
     backends: Sequence[Found]
@@ -70,7 +73,7 @@ class Examination:
     clauses: Sequence[Reach]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the examination as data for JSON."""
+        """Return the examination as a dict that JSON can hold."""
         record = asdict(self)
         for clause, one in zip(record["clauses"], self.clauses, strict=True):
             clause["state"] = one.state
@@ -103,7 +106,7 @@ def trainers(backends: Sequence[Found]) -> list[Trainer]:
 
 
 def reaches(backends: Sequence[Found]) -> list[Reach]:
-    """Return the reach of every clause of every shipped contract, with its own scenarios."""
+    """Return the reach of every clause of every shipped contract, for its own scenarios."""
     known = session.vocabulary()
     records = []
     for path in package_data.shipped_contracts():
@@ -191,9 +194,9 @@ def run(path: Path | None, *, clauses: bool, color: bool) -> None:
 
 
 def examine(*, clauses: bool) -> Examination:
-    """Return the examination of this machine, with or without the clauses that it can exercise.
+    """Return the examination of this machine; with `clauses`, also the reach of each clause.
 
-    Opens every device that it finds.
+    Every device that is found is opened.
     """
     backends = machine.found()
     return Examination(
@@ -228,7 +231,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    # Devices and drivers choose their own names.
+    # Escaped, since devices and drivers choose their own names.
     table.add_row(*map(escaping.line, cells))
 
 
@@ -277,7 +280,7 @@ def _bytes(number: int) -> str:
 
 def _trainers(examined: Examination) -> Table:
     table = _table("trainers", "computes here on", "--system", "limits")
-    alike: dict[tuple[str, str], list[str]] = {}  # trainers with the same backends and limits
+    alike: dict[tuple[str, str], list[str]] = {}  # (backends, limits) -> trainers
     for one in examined.trainers:
         place = ", ".join(one.backends) or "nothing", "; ".join(one.limits)
         alike.setdefault(place, []).append(one.system)

@@ -1,8 +1,8 @@
 """The kill matrix: every planted bug against the clauses that claim to detect it.
 
-A clause kills a mutant if the mutant falsifies it. It kills it for the right reason only if the
-finding names the planted place. On a benign variant every clause that it lists as `tried` must
-hold, and no clause may be falsified.
+A clause kills a mutant if the mutant falsifies it. The kill has the right reason only if the
+finding names the planted place. On a benign variant, every clause in its `tried` must hold, and no
+clause may be falsified.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def place_right(self) -> bool:
-        """True if the counterexample has the value of each field of the planted place."""
+        """True if the counterexample has the same value in each field of the planted place."""
         broken = self.finding.counterexample
         return broken is not None and all(
             getattr(broken, name) == value for name, value in self.variant.place.items()
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """`killed`, `SURVIVED`, or the verdict on a benign variant, in capitals if wrong."""
+        """`killed`, `SURVIVED`, or the verdict on a benign variant; in capitals if it is wrong."""
         if not self.variant.benign:
             return "killed" if self.killed else "SURVIVED"
         verdict = self.finding.verdict
@@ -98,7 +98,7 @@ def of_mutants(rows: Sequence[Row]) -> list[Row]:
 
 
 def of_benign(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each benign variant, by its name."""
+    """Return name of a benign variant -> its rows."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         if row.variant.benign:
@@ -112,7 +112,7 @@ def all_right(rows: Sequence[Row]) -> bool:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return a line: how many mutants were killed rightly, how many benign variants were silent."""
+    """Return a line: how many mutants were killed rightly, how many benign variants passed."""
     right: dict[str, bool] = {}
     for row in rows:
         right[row.variant.name] = right.get(row.variant.name, True) and row.right
@@ -126,7 +126,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def mutants_table(rows: Sequence[Row]) -> Table:
-    """Return the table of mutants: which clause killed each one, and the place that it named."""
+    """Return the table of mutants: which clause killed each, and the place in its finding."""
     shown = _table(
         "mutant", "source", "clause", "verdict", "found at", "place", long=("source", "found at")
     )
@@ -180,7 +180,7 @@ __all__ = [
 
 
 def invariants() -> dict[str, Invariant]:
-    """Return every clause of the shipped contracts that a check decides, by id.
+    """Return id -> clause for the clauses of the shipped contracts that a check decides.
 
     Raises ContractError if a clause names a mutant that is not in the catalogue.
     """
@@ -209,9 +209,10 @@ def run(
     invariants: Mapping[str, Invariant],
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Judge each variant by its clauses. Return the rows, and pass each row to `on_row` at once.
+    """Judge each variant by its clauses, and return the rows.
 
-    Raises UsageError for a clause that is not in `invariants`.
+    Each row is passed to `on_row` as soon as it is known. Raises UsageError if a variant names a
+    clause that is not in `invariants`.
     """
     runner = Runner()
     rows = []

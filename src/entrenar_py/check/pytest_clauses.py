@@ -1,4 +1,4 @@
-"""Judgement of clauses for a pytest test, with the search and wording of `entrenar-check`."""
+"""Judging of clauses in a pytest test, with the search and the words of `entrenar-check`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from entrenar_py.shared.errors import EntrenarError
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict
 
-_CONFIGURABLE = ("system", "world_size", "seed", "examples")  # what a mark may leave out
+_CONFIGURABLE = ("system", "world_size", "seed", "examples")  # may come from the configuration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,10 @@ class Request:
     examples: int = 20
     bind: tuple[Path, ...] = ()
     note: str = ""  # a note of the configuration, shown with the verdict
-    left_out: str = ""  # why the project's configuration skips it
+    left_out: str = ""  # why the configuration excludes it; "" if it doesn't
 
     def plan(self) -> plan.Plan:
-        """Return the plan of the clause's runs; raises UsageError if they are impossible."""
+        """Return the plan of the clause's runs. Raises UsageError if they are impossible."""
         return plan.Plan(
             system=self.system,
             world_sizes=self.world_size,
@@ -51,7 +51,7 @@ class Request:
         )
 
     def command(self) -> str:
-        """Return the `entrenar-check` command that does the same."""
+        """Return the `entrenar-check` command that judges the same clause with these options."""
         words = ["entrenar-check", "--contract", self.contract, "--only", self.clause]
         words += [word for path in self.bind for word in ("--bind", str(path))]
         words += ["--system", self.system] if self.system else []
@@ -69,7 +69,10 @@ class Judged:
     report: Report
 
     def settle(self, *, allow_inconclusive: bool) -> None:
-        """Fail the test if the clause didn't hold; skip if inconclusive and that is allowed."""
+        """Fail the test if the clause didn't hold.
+
+        Skip it if it is inconclusive and that is allowed.
+        """
         if self.entry.verdict is Verdict.INCONCLUSIVE and allow_inconclusive:
             pytest.skip(evidence.one_line(f"inconclusive: {self.entry.finding.reason}"))
         if self.entry.verdict is not Verdict.HELD:
@@ -77,7 +80,7 @@ class Judged:
 
     @property
     def notes(self) -> str:
-        """The notes that are shown with any verdict, such as on scenarios that were left out."""
+        """The notes to show with any verdict, such as on scenarios that were left out."""
         return "\n".join(evidence.note_lines(self.entry))
 
     def text(self) -> str:
@@ -96,10 +99,10 @@ class Judged:
 
 
 def request_of(mark: pytest.Mark, usual: str | None, root: Path) -> Request:
-    """Return the request that a mark expresses; an invalid mark fails the test.
+    """Return the request that a mark expresses. An invalid mark fails the test.
 
-    `usual` is the contract for marks that name none. If it is None as well, the configuration of
-    the project at `root` provides what the mark leaves out.
+    `usual` is the contract for marks that name none. If it is also None, the configuration of the
+    project at `root` provides what the mark leaves out.
     """
     names = ("contract", *_CONFIGURABLE)
     strange = [name for name in mark.kwargs if name not in names]
@@ -151,7 +154,7 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
 
 
 def judge(request: Request) -> Judged:
-    """Judge the clause. If it can't be tested, the test fails with the reason.
+    """Judge the clause, and return the entry. If it can't be judged, fail the test with the reason.
 
     The test is skipped if the clause is excluded or doesn't apply.
     """
@@ -257,9 +260,9 @@ def require_possible(request: Request) -> None:
 
 
 def load(name: str, bind: Sequence[Path] = ()) -> Contract:
-    """Load the contract at a path, or the shipped contract of that name, with files of bindings.
+    """Return the contract at a path, or the shipped contract of that name.
 
-    Raises ContractError and UsageError.
+    `bind` are files of bindings. Raises ContractError and UsageError.
     """
     path = package_data.contract_path(name)
     return contract.load(path, vocabulary=session.vocabulary(), bind=bind)

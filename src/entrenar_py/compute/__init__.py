@@ -47,7 +47,7 @@ class Model(Protocol):
 
     @property
     def draws(self) -> bool:
-        """True if the model itself draws random numbers, with the key of `drop` (`key_of`)."""
+        """True if `loss_of` draws random numbers itself, with the key from `key_of(drop)`."""
 
     @property
     def is_static(self) -> bool:
@@ -55,13 +55,14 @@ class Model(Protocol):
 
     @property
     def may_wait(self) -> bool:
-        """True if `batch` may wait for data that are still being made."""
+        """True if `batch` may wait for data that are still being produced."""
 
     @property
     def constants(self) -> Tensors:
-        """Tensors that never change and belong to no replica; `loss_of` has access to them.
+        """The workload's own tensors, by name; they never change, and replicas hold no copies.
 
-        A backend that keeps copies in its own memory passes these to `loss_of` by name.
+        `loss_of` can use them. A backend with memory of its own passes its copies to `loss_of`, by
+        name.
         """
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
@@ -87,9 +88,9 @@ class Stepping(Protocol):
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
         """Return a function that computes the loss and the gradients of `workload` at `tensors`.
 
-        The caller may change all tensors except frozen ones between steps; `on_torch.ResidentStep`
-        has to be told then (`changed`). If the device fails, the function raises BackendUnavailable
-        with the device library's message.
+        Between steps, the caller may change all tensors except frozen ones. An
+        `on_torch.ResidentStep` learns of a change only by a call of its `changed`. If the device
+        fails, the function raises BackendUnavailable with the device library's message.
         """
         ...
 
@@ -112,7 +113,10 @@ class Backend(Stepping, Protocol):
     def unit_roundoff(self) -> float: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `x @ weight.T + bias`, differentiable once: [..., in], [out, in], [out]."""
+        """Return `x @ weight.T + bias` for x [..., in], weight [out, in] and bias [out].
+
+        The result is differentiable once.
+        """
         ...
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from entrenar_py.shared.errors import BackendUnavailable
 # This is an environment variable, because workers are started by a fork server, a fork, torchrun or
 # a new interpreter, and nothing else reaches all of them.
 PROVEN = "ENTRENAR_ADAPTERS_PROVEN"
-PROBE_S = 120.0  # a second on an idle machine; many times longer on an overloaded one
+PROBE_S = 120.0  # a probe takes a second on an idle machine, and many times longer on a busy one
 _OPEN = "open the adapter"
 _KERNEL = """
 @group(0) @binding(0) var<storage, read_write> numbers: array<u32>;
@@ -46,7 +46,10 @@ _KERNEL = """
 
 @dataclass(frozen=True)
 class Probe:
-    """The outcome of a child: `doing` is its last action, `failure` how it died, or ""."""
+    """The outcome of a child that opened an adapter: `doing` is its last action.
+
+    `failure` says how the child died; "" if it survived.
+    """
 
     doing: str = ""
     failure: str = ""
@@ -122,10 +125,10 @@ def triton_failure() -> str:
 
 @cache
 def probe(index: int) -> Probe:
-    """Return the outcome of a child that opens the adapter at `index`, unless one already did.
+    """Return the outcome of a child process that opens the adapter at `index`.
 
-    A child that ends with an error, not by a signal, counts as alive: this process then gets the
-    same error.
+    If such a child already succeeded (`PROVEN`), none is started. A child that ends with an error,
+    not by a signal, counts as alive: this process then gets the same error.
     """
     proven = os.environ.get(PROVEN, "").split()
     if str(index) in proven:

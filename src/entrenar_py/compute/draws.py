@@ -19,7 +19,7 @@ from torch import Tensor
 
 # rotations of the rounds: two groups of four, alternating
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-NUM_INJECTIONS = 5  # words of the key, one after every four rounds
+NUM_INJECTIONS = 5  # how often a word of the key is added: after every four rounds
 PARITY = 0x1BD11BDA
 USED_BITS = 24  # bits used of an element's 32, as many as in a float32 significand
 _BLOCK = 2**14  # pairs of elements at a time, which stay in a core's cache
@@ -35,7 +35,7 @@ _LIBRARY.define("kept(Tensor key, int draw, int[] shape, float share) -> Tensor"
 
 
 class Keyed:
-    """The `drop` of a workload that itself draws: it has a key, and drops nothing."""
+    """A `drop` that drops nothing, but has a key from which a workload draws its own numbers."""
 
     def __init__(self, key: Tensor) -> None:
         self._key = key
@@ -56,7 +56,7 @@ def key_of(drop: Any) -> Tensor | None:
 
 
 def threshold(share: float) -> int:
-    """Return the number of `USED_BITS` bits below which an element is dropped."""
+    """Return the integer below which the `USED_BITS` bits of an element mean that it is dropped."""
     return round(share * (1 << USED_BITS))
 
 
@@ -77,7 +77,7 @@ def _on_cpu(key: Tensor, draw: int, shape: Sequence[int], share: float) -> Tenso
 
 
 def words(key: tuple[int, int], draw: int, count: int) -> Words:
-    """Return the bits of the elements from 0 to `count` - 1."""
+    """Return the random words of the elements 0 to `count` - 1: uint32 [count]."""
     result = np.empty((-(-count // 2), 2), np.uint32)
     for start in range(0, len(result), _BLOCK):
         part = result[start : start + _BLOCK]
@@ -87,7 +87,7 @@ def words(key: tuple[int, int], draw: int, count: int) -> Words:
 
 
 def threefry(key: tuple[int, int], first: Words, second: Words) -> tuple[Words, Words]:
-    """Return the two words of each counter (first, second), which are overwritten."""
+    """Return both random words of each counter (first, second), and overwrite the arguments."""
     parts = [np.uint32(one) for one in (*key, key[0] ^ key[1] ^ PARITY)]
     first += parts[0]
     second += parts[1]

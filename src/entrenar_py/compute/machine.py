@@ -19,7 +19,7 @@ from entrenar_py.shared.errors import BackendUnavailable
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One backend by its `--backend` name; `reason` says why it doesn't work, if it doesn't.
+    """One backend by its `--backend` name; `reason` says why it doesn't work, "" if it does.
 
     `facts` are reported by its library: limits, features, memory in bytes.
     """
@@ -68,7 +68,7 @@ def versions() -> dict[str, str]:
 
 
 def found() -> list[Found]:
-    """Return the CPU, every GPU of torch and every wgpu adapter, or why there is none."""
+    """Return a record for the CPU, every GPU of torch and every wgpu adapter, working or not."""
     return [*_examined("cpu", _host_memory()), *_cuda(), *_wgpu()]
 
 
@@ -111,7 +111,7 @@ def _cuda() -> Iterator[Found]:
         try:
             about = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
-        # visible but doesn't start: in use by another process, or lost
+        # The GPU is visible, but doesn't start: in use by another process, or lost.
         except RuntimeError as error:
             yield Found(name=name, serves=False, reason=str(error))
             continue

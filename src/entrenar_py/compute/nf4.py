@@ -35,8 +35,8 @@ def decode(
 
     `codes` is uint8 [ceil(n / 2)], with the first of two weights in the high half of a byte.
     `scales` is uint8 [blocks]. `second` is float32: the 256 levels of scales, their mean, the
-    second-level scales. Has the bits of bitsandbytes, and is computed by it if it is installed.
-    With `second` in float64 the result is computed in that.
+    second-level scales. The result has the same bits as with bitsandbytes, which computes it if
+    installed. If `second` is float64, the computation uses float64.
     """
     size = prod(shape)
     functional = _bitsandbytes() if second.dtype == torch.float32 and size % BLOCK == 0 else None
@@ -48,7 +48,8 @@ def decode(
     spread = ops.dequantize_blockwise.default(
         scales, second[MEAN + 1 :], second[:MEAN], SECOND_BLOCK, torch.float32
     )
-    # As rows of one block: bitsandbytes 0.50 decodes rows of broken blocks wrongly on some CPUs.
+    # bitsandbytes 0.50 decodes rows that end within a block wrongly on some CPUs: pass whole
+    # blocks.
     rows = [size // BLOCK, BLOCK]
     matrix: Tensor = ops.dequantize_4bit.default(
         codes.reshape(-1, 1), spread + second[MEAN], BLOCK, "nf4", rows, dtype
@@ -73,7 +74,7 @@ def levels(codes: Tensor, size: int) -> Tensor:
 
 
 def second_scales(second: Tensor, num_blocks: int) -> Tensor:
-    """Return the second scale of each of the first blocks: [num_blocks]."""
+    """Return the second-level scale of each of the first `num_blocks` blocks of weights."""
     return second[MEAN + 1 :].repeat_interleave(SECOND_BLOCK)[:num_blocks]
 
 

@@ -22,7 +22,7 @@ from entrenar_py.shared.untrusted import printing
 
 @dataclass(frozen=True)
 class CpuBackend:
-    """A `Backend`. `device` names the architecture and the widest vector unit that torch uses."""
+    """The CPU as a `Backend`; `device` names its architecture and widest vector unit."""
 
     device: str
     name: str = "cpu"
@@ -60,7 +60,7 @@ _PINNED_BYTES_MAX = 2**28  # bytes of one result; torch keeps such memory, and r
 
 @dataclass(frozen=True)
 class CudaBackend:
-    """A `Backend`. `index` is the GPU's index in torch, and `device` its name."""
+    """An NVIDIA GPU as a `Backend`: `index` is its index in torch, and `device` its name."""
 
     device: str
     index: int
@@ -95,7 +95,7 @@ class CudaBackend:
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Use this GPU, and convert a RuntimeError of torch into BackendUnavailable.
+        """Select this GPU, and convert torch's RuntimeErrors into BackendUnavailable, in a context.
 
         The message stays the same. Streams, recordings and pinned memory belong to the GPU in use.
         """
@@ -113,7 +113,7 @@ Result = tuple[float, list[Array]]  # of a `Stepper`
 class Begun:
     """A step that the GPU has started; `wait` returns its result on the host.
 
-    `gradients` are the same on the GPU, float32 [num_trainable].
+    `gradients` is the same gradient as one vector on the GPU, float32 [num_trainable].
     """
 
     gradients: Tensor
@@ -123,11 +123,11 @@ class Begun:
 class ResidentStep:
     """A `Stepper` that keeps a copy of all tensors on the GPU.
 
-    `weights` has the trainable tensors there as one vector, float32 [num_trainable]. Whoever
-    changes tensors on the host calls `changed`, and the next step uploads them. Loss and gradients
-    are downloaded as one vector. The operations of a static workload are recorded once for each
-    shape of a batch, and then replayed by one call: launching operations takes longer than running
-    them. If recording fails, a line on standard error says why.
+    `weights` is a vector of the trainable tensors on the GPU, float32 [num_trainable]. After
+    changing tensors on the host, call `changed`: the next step then uploads them. Loss and
+    gradients are downloaded as one vector. The operations of a static workload are recorded once
+    for each shape of a batch, and then replayed by one call: launching operations takes longer than
+    running them. If recording fails, a line on standard error says why.
     """
 
     def __init__(
@@ -157,7 +157,8 @@ class ResidentStep:
             self._scale = torch.tensor(scale, device=backend.place)
             self._fetching = torch.cuda.Stream(backend.place)  # type: ignore[no-untyped-call]
         self._buffers = [self._copies[name] for name in buffers]
-        self._is_current = self._has_buffers = False  # the copies have the values of the host
+        # whether the GPU's copies equal the host's tensors; all of them, the buffers
+        self._is_current = self._has_buffers = False
 
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> Result:
         batch = self._workload.batch(ids)
@@ -168,9 +169,9 @@ class ResidentStep:
     def begin(self, ids: Sequence[int]) -> Begun | None:
         """Start the step of `ids` without dropout.
 
-        Returns None, and starts nothing, if this would take time: unless the operations are
-        recorded, they are launched one by one; a large result is not copied while the GPU computes;
-        and samples may have to be waited for.
+        Returns None, and starts nothing, if this call could block: if the operations are not
+        recorded (they would be launched one by one), if the result is too large to be copied while
+        the GPU computes, or if the workload may wait for samples.
         """
         is_large = 4 * (sum(self._sizes) + 1) > _PINNED_BYTES_MAX
         if not self._records or is_large or self._workload.may_wait:
@@ -236,7 +237,7 @@ class ResidentStep:
         return float(loss[0]), gradients
 
     def _computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
-        """Return `_on_device` of a batch on the CPU, with recorded operations if possible."""
+        """Return `_on_device` of `batch`, from the CPU, with recorded operations if possible."""
         # From pageable memory, each copy would wait until the GPU has done all earlier work.
         pinned = [tensor.pin_memory() for tensor in batch]
         inputs = [tensor.to(self._backend.place, non_blocking=True) for tensor in pinned]
@@ -257,7 +258,7 @@ class ResidentStep:
         return recorded(inputs)
 
     def _recorded(self, inputs: Sequence[Tensor]) -> _Recorded | None:
-        """Return recorded operations for such inputs; None if that fails or memory is short."""
+        """Record the operations for such inputs; return None if that fails or memory is short."""
         torch.cuda.empty_cache()  # recorded operations have separate memory
         places = [one.clone() for one in inputs]
         graph = torch.cuda.CUDAGraph()

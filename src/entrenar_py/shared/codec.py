@@ -1,7 +1,7 @@
-"""Conversion of dataclasses to plain records that JSON can hold, and back, by their annotations.
+"""Conversion of dataclasses to dicts that JSON can hold, and back, guided by their annotations.
 
-This module knows nothing about files, frames or events. A `Form` says how the values of one
-annotation are read and written.
+This module knows nothing about files, frames or events. A `Form` reads and writes the values of one
+annotation.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 class Form(NamedTuple):
-    """A pair of functions that read and write the values of one annotation.
+    """A pair of functions that convert the values of one annotation from and to JSON.
 
-    `read` converts a JSON value, and `write` creates one. For a wrong value both raise ValueError
-    with advice on what to use, so nothing is written that a reader would refuse. If `write` is
-    None, the value is written as it is.
+    `read` converts a JSON value to the field's value, and `write` converts it back. Both raise
+    ValueError for a wrong value, with advice on what to use, so nothing is written that a reader
+    would refuse. If `write` is None, values are written unchanged.
     """
 
     read: Callable[[Any], Any]
@@ -38,11 +38,11 @@ class Form(NamedTuple):
 
 
 class Schema(Generic[T]):
-    """The JSON form of one dataclass. Error messages call the dataclass `what`.
+    """The JSON form of one dataclass. Error messages use `what` as its name.
 
-    `forms` adds Forms to FORMS, or replaces some of them. Its keys are names in annotations, or
-    whole annotations. Fields that the dataclass derives from others are left out. If `sparse`,
-    `dump` omits fields that have their default values.
+    `forms` adds entries to FORMS or replaces them. Its keys are names in annotations, or whole
+    annotations. Fields with `init=False` are left out. If `sparse`, `dump` omits fields that have
+    their default values.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Schema(Generic[T]):
         self._required = {field.name for field in own if not _has_default(field)}
 
     def dump(self, value: T) -> dict[str, Any]:
-        """Return the fields of `value` in their order, converted to what JSON can hold.
+        """Return the fields of `value` in their order, as a dict that JSON can hold.
 
-        Raises UsageError for a value that `load` would refuse; the error's `field` names it.
+        Raises UsageError for a field that `load` would refuse; the error's `field` is its name.
         """
         record = {}
         for name, write in self._writers:
@@ -79,11 +79,11 @@ class Schema(Generic[T]):
         return record
 
     def load(self, record: Any) -> T:
-        """Return the value from which `dump` made `record`.
+        """Return the dataclass instance that `dump` wrote as `record`.
 
-        Raises UsageError for a key that is unknown or missing, and for a value that its annotation
-        does not allow; the error's `field` names a missing key or the key of such a value. Errors
-        of the dataclass itself are not changed.
+        Raises UsageError for an unknown or missing key, and for a value that the field's annotation
+        does not allow. The error's `field` is the missing key or the key of the wrong value. Errors
+        that the dataclass itself raises pass unchanged.
         """
         if type(record) is not dict and not isinstance(record, Mapping):
             raise UsageError(self._about(f"{reprlib.repr(record)}: use a mapping{self._keys()}"))
@@ -108,7 +108,7 @@ class Schema(Generic[T]):
         return self.kind(**values)
 
     def _keys(self) -> str:
-        """Return the required keys in words, or all keys if none is required."""
+        """Return the required keys (or all, if none is required) as text for an error message."""
         names = [name for name in self._readers if name in self._required] or [*self._readers]
         more = ", ..." if len(names) < len(self._readers) else ""
         return f" of {', '.join(names)}{more}" if names else ""
@@ -118,7 +118,7 @@ class Schema(Generic[T]):
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as strict JSON can hold it: NaN and infinities as "nan", "inf" and "-inf"."""
+    """Return `value` as strict JSON: NaN and infinities become "nan", "inf" and "-inf"."""
     if type(value) in _AS_THEY_ARE:  # first, since most values are, and the Mapping test is slow
         return value
     if isinstance(value, float):
@@ -131,7 +131,7 @@ def plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return `value` in a few words, even a whole number with too many digits to be written."""
+    """Return a short text for `value`, even for an int with more digits than Python can print."""
     try:
         return reprlib.repr(value)
     except ValueError:
@@ -142,7 +142,7 @@ def _shown(value: Any) -> str:
 
 
 def whole(least: int, most: int = INT_MAX, *, advice: str) -> Form:
-    """Return the form of whole numbers from `least` to `most`; errors give the `advice`."""
+    """Return the Form of integers from `least` to `most`; its errors end with `advice`."""
 
     def read(value: Any) -> int:
         if type(value) is not int or not least <= value <= most:
@@ -153,7 +153,7 @@ def whole(least: int, most: int = INT_MAX, *, advice: str) -> Form:
 
 
 def many(item: Form, *, most: int | None = None) -> Form:
-    """Return the form of tuples of `item`s: any number, or at most `most`. JSON holds a list."""
+    """Return the Form of a tuple of `item`s, at most `most` (None: no limit); a list in JSON."""
     advice = "use a list" if most is None else f"use a list of at most {most}"
 
     def read(value: Any) -> tuple[Any, ...]:
@@ -165,7 +165,7 @@ def many(item: Form, *, most: int | None = None) -> Form:
 
 
 def optional(item: Form) -> Form:
-    """Return the form of values that are None or of the form `item`."""
+    """Return the Form of a value that is None or has the form `item`."""
     write = item.write
     return Form(
         lambda value: None if value is None else item.read(value),
@@ -206,7 +206,7 @@ def _write_items(write: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
 
 def _write_float(value: Any) -> float | str:
     if not isinstance(value, float):
-        return _read_float(value)  # a whole number, which may be too large
+        return _read_float(value)  # an integer, which may be too large for a float
     return value if math.isfinite(value) else str(value)  # JSON has no NaN
 
 
@@ -243,7 +243,7 @@ def _write_words(value: Any) -> dict[str, Any]:
 
 
 def _word(value: Any, left: int) -> Any:
-    """Return a value from a trainer as JSON holds it, nested at most `left` levels deep."""
+    """Return a user's value as JSON can hold it, nested at most `left` levels deep."""
     if isinstance(value, float):
         return _write_float(value)
     if isinstance(value, int):
@@ -268,7 +268,7 @@ def _key(name: Any) -> str:
 
 
 def _depth(value: Any, left: int) -> int:
-    """Return how deeply lists and mappings are nested, counting up to `left` + 1 levels."""
+    """Return the depth of nested lists and mappings in `value`, at most `left` + 1 levels."""
     if not isinstance(value, dict | list) or left < 0:
         return 0
     inner = value.values() if isinstance(value, dict) else value
@@ -296,7 +296,7 @@ def _composed(annotation: str, forms: Mapping[str, Form]) -> Form:
 
 
 def _of_node(node: ast.expr, forms: Mapping[str, Form]) -> Form:
-    """Return the form of an annotation, composed of the forms of the names in it."""
+    """Return the Form of an annotation, composed of the Forms of the names in it."""
     known = forms.get(ast.unparse(node))
     if known is not None:
         return known

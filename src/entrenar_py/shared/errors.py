@@ -23,15 +23,16 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Self
 
-# No suggestions for a shorter name, which resembles too many others. None for a longer name, which
+# No suggestion for a shorter name, which resembles too many others. None for a longer name, which
 # would take long to compare and is not a typing error.
 _NAME_CHARS_MIN, _NAME_CHARS_MAX = 2, 64
 
 
 class EntrenarError(Exception):
-    """The base class of these errors: no result is possible.
+    """The base class of this package's errors.
 
-    `kind` is what code and traces compare, as messages may change: "" if nothing depends on it.
+    `kind` is a stable name that code and traces compare, since messages may change. It is "" if
+    nothing depends on it.
     """
 
     def __init__(self, message: str = "", *, kind: str = "") -> None:
@@ -40,10 +41,10 @@ class EntrenarError(Exception):
 
 
 class UsageError(EntrenarError):
-    """Raised when a request can't be carried out; nothing was run.
+    """Raised when the command line or a scenario requests something impossible; nothing was run.
 
-    `field` names the wrong option, key or field, as spelled in Python (`world_size`). It is "" if
-    no single field is wrong. Code that read the value from a file uses it to find the line.
+    `field` is the Python name of the wrong option, key or field (`world_size`), or "" if no single
+    field is wrong. Code that read the value from a file uses it to find the line.
     """
 
     def __init__(self, message: str, *, field: str = "", kind: str = "") -> None:
@@ -52,20 +53,20 @@ class UsageError(EntrenarError):
 
     @classmethod
     def of(cls, field: str, value: object, advice: str) -> Self:
-        """Return the error for one field: `field=value: advice`."""
+        """Return the error about one field, with the message `field=value: advice`."""
         return cls(f"{field}={value!r}: {advice}", field=field)
 
 
 class RowsError(UsageError):
-    """Raised when rows of a file can't be used. The message has a line for each of the first."""
+    """Raised when rows of a file can't be used. The message shows the first ones."""
 
 
 class TraceError(UsageError):
-    """Raised when a trace or replay file is of another version, truncated, reordered or edited."""
+    """Raised when a trace or replay file is truncated, reordered, edited or of another version."""
 
 
 class ForeignTrace(TraceError):
-    """Raised when a file is not a trace of this version, so that edits can't be detected."""
+    """Raised when a file is no trace of this version, so that it can't be checked for edits."""
 
 
 class ContractError(EntrenarError):
@@ -110,7 +111,7 @@ class WatchFinding(EntrenarError):
 
 
 def did_you_mean(name: object, allowed: Collection[str], *, otherwise: str | None = None) -> str:
-    """Return the advice on a name that is not allowed, such as `did you mean 'x'?`.
+    """Return advice on an unknown name, such as `did you mean 'x'?`.
 
     If no allowed name is similar, return `otherwise`; if that is None, list all allowed names.
     """

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 from entrenar_py.shared.codec import UNCHECKED, Schema
 from entrenar_py.shared.errors import UsageError, did_you_mean
 
-# Kind -> its effect. The docs, the validation and the systems read this table.
-# `rank` and `shard` restrict a planted value to these shards. Without them, all shards get it.
+# Kind -> its effect. The docs, the validation and the systems read this table. `rank` and `shard`
+# restrict a planted value to the shards of that rank, or to that shard. Without them, all shards
+# get it.
 KINDS: dict[str, str] = {
     "non_finite_gradient": "one element of a shard's gradient becomes `value` (nan, inf, -inf)",
     "non_finite_loss": "a shard's loss becomes `value` (nan, inf, -inf), its gradient stays",
@@ -64,7 +65,7 @@ KINDS: dict[str, str] = {
     "shader_rejected": "backend wgpu gives its adapter a truncated shader",
 }
 
-# Kind -> its required fields: a fault without one of them would silently never happen.
+# Kind -> its required fields. A fault without one of them would never happen, silently.
 NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("non_finite_gradient", "non_finite_loss", "huge_gradient"), ("step", "value")),
     "corrupt_gradient": ("step", "rank", "shard", "value"),
@@ -95,58 +96,61 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "stranger": ("rank",),
     "non_finite_output": ("element",),
 }
-# The kinds that replace a number with `value`.
+# The kinds that replace a number with the fault's `value`.
 PLANTED = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
-# Finite corruptions that the worker's own records don't show: only an audit detects them.
+# Finite corruptions that the worker's own records don't show. Only an audit detects them.
 SILENT = ("corrupt_gradient", "corrupt_worker")
 
-# In a user's script only: measures the effect of rounding on the training.
+# Only for a user's script: measures the effect of rounding on the training.
 NUDGED = "nudged_weights"
-# In a user's script only: these remove differences that are right between runs on different numbers
-# of workers, so that the rest can be compared.
+# Only for a user's script: these remove the legitimate differences between runs on different
+# numbers of workers, so that the rest can be compared.
 COMMON, ORDERED, MIRRORED, REPEATED = CONTROLLED = (
     *("common_numbers", "common_order"),
     *("mirrored_ranks", "repeated_share"),
 )
 
-# In a user's script only: the end of an epoch comes within a few steps.
+# Only for a user's script: each epoch ends after a few steps.
 SHORTENED = "shortened_epochs"
-# In a user's script only: one worker has the batches of several, though its script is set for one.
+# Only for a user's script: one worker gets the batches of several workers, although its script is
+# configured for one.
 MERGED = "merged_batches"
-# The same if no loader can be changed: the batches that the script draws are replaced.
+# Like MERGED, for scripts with loaders that can't be changed: the batches that the script draws are
+# replaced.
 REPLAYED, IN_TURN = OF_RECORDS = "replayed_batches", "replayed_in_turn"
 JOINED = (MERGED, *OF_RECORDS)
 OF_LOADERS = (SHORTENED, MERGED)
-# In a user's script only: it is ended later, since it writes its first checkpoint later.
+# Only for a user's script that writes its first checkpoint late: the run is ended later.
 LONGER = "more_steps"
-# In a user's script only: a step must not depend on the order of the parameters.
+# Only for a user's script: the order of the parameters is changed, which no step may depend on.
 REORDERED = "reordered_groups"
 # Faults that last for a whole run.
 LASTING = (*CONTROLLED, *OF_LOADERS, *OF_RECORDS, LONGER, REORDERED)
-# Runs with these show only whether other runs can be compared, or what others are too short for.
+# Runs with these faults only show whether other runs can be compared, or what others are too short
+# to show.
 OF_WITNESSES = (NUDGED, *LASTING)
 
-# Failures that a real adapter is made to report itself.
+# Failures that a real GPU adapter is made to report itself.
 OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")
 
-# Faults of a worker process or of a message, in systems with workers that exchange messages.
+# Faults of a worker process or of a message, for systems with workers that exchange messages.
 ON_THE_WAY = (
     *("kill", "freeze", "cut", "half_open"),
     *("delay", "duplicate", "reorder", "truncate", "flip"),
 )
-# The messages of a step at which these faults can strike (protocol.messages).
+# The messages of a step at which these faults can strike (`train.wire.messages`).
 PLACES = ("Assign", "TreeNode", "Computed", "Average", "Staged", "Commit", "Applied")
-# A ring sends partial sums instead of tree nodes.
+# The same for a ring, which sends partial sums instead of tree nodes.
 RING_PLACES = tuple("Partial" if place == "TreeNode" else place for place in PLACES)
-# A star with a server that makes the update sends new weights instead of averages.
+# The same for a star with a server that makes the update: it sends new weights, not averages.
 SERVED_PLACES = tuple("Weights" if place == "Average" else place for place in PLACES)
-# Stages of a pipeline send each other hidden states and the gradients of these.
+# The same for a pipeline: its stages send each other hidden states and the gradients of these.
 PIPELINE_PLACES = (
     *("Assign", "Activation", "ActivationGradient", "Summed", "TreeNode"),
     *("Weights", "Staged", "Commit", "Applied"),
 )
 
-# The false messages that a worker can send, and below the messages in which it can send them.
+# The false messages that a worker can send, followed by the messages in which it can send them.
 LIES: dict[str, str] = {
     "old_step": "it sends its message of the step before again",
     "too_long": "the payload is four bytes longer than the manifest allows",
@@ -176,7 +180,7 @@ STRANGERS: dict[str, str] = {
 }
 # Faults after which a worker may be absent for some steps.
 MOVING = ("leave", "join", "restart", "lie", *ON_THE_WAY)
-# Faults that change which worker computes, or when, but not the training's numbers or backends.
+# Faults that may change which worker computes, and when, but not the numbers or backends.
 SURVIVED = (*MOVING, "stranger")
 
 
@@ -184,9 +188,9 @@ SURVIVED = (*MOVING, "stranger")
 class Fault:
     """One planned fault. `step` counts from 0.
 
-    `value` is a number as text ("nan"), so that JSON can hold it, or one of LIES or STRANGERS.
-    Raises UsageError for an unknown kind, for a field of the wrong type, for a required field that
-    is None, and for a given field that the kind does not use.
+    `value` is a number as text ("nan"), so that JSON can hold it, or a key of LIES or STRANGERS.
+    Raises UsageError for an unknown kind, a field of the wrong type, a required field that is None,
+    or a field that the kind does not use.
     """
 
     kind: str
@@ -264,27 +268,27 @@ class Fault:
         raise UsageError(f"fault {self.kind} {name}={getattr(self, name)!r}: {advice}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that are not None, as JSON can hold them."""
+        """Return the fields that are not None, as a dict that JSON can hold."""
         return _SCHEMA.dump(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Fault:
-        """Return the fault that `record` describes. Raises UsageError, naming an unknown key."""
+        """Return the fault that `to_dict` wrote. Raises UsageError that names an unknown key."""
         return _SCHEMA.load(record)
 
 
 def has_kind(planned: Iterable[Fault], *kinds: str) -> bool:
-    """Return whether one of these faults is of one of these kinds."""
+    """Return whether any fault in `planned` is of one of these kinds."""
     return any(fault.kind in kinds for fault in planned)
 
 
 def are_of_witnesses(planned: Iterable[Fault]) -> bool:
-    """Return whether a run with these faults serves only to judge other runs: see OF_WITNESSES."""
+    """Return whether a run with these faults only helps to judge other runs; see OF_WITNESSES."""
     return has_kind(planned, *OF_WITNESSES)
 
 
 def steps_of(planned: Iterable[Fault]) -> int | None:
-    """Return the number of steps after which these faults end a run, or None if they don't."""
+    """Return the number of steps after which the faults `planned` end a run; None if they don't."""
     return next((int(fault.value or 0) for fault in planned if fault.kind == LONGER), None)
 
 

@@ -1,9 +1,9 @@
-"""Calls of the harness's hooks: ignored in compiled code and in steps within a step.
+"""Calls of the harness's torch hooks: none in compiled code, one per step if steps are nested.
 
-A compiled script calls hooks in two ways. If torch calls a hook from Python, dynamo would compile
-the hook's frame. It is therefore instructed to run that frame as it is. If dynamo traces the call
-of a module, its hooks are part of the trace. There they do nothing, so that the graphs are the
-script's own.
+A compiled script reaches hooks in two ways. If torch calls a hook from Python, dynamo would compile
+the hook's frame, so it is instructed to run that frame uncompiled. If dynamo traces the call of a
+module, the module's hooks are traced, too. They then do nothing, so that the graphs are those of
+the script alone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 STEPPING = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
 
 
-# Dynamo's own names, which a different version of torch may lack.
+# Private names of dynamo, which another version of torch may lack.
 _NAMES = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
 LACKING = [name for name in _NAMES if not hasattr(torch._C._dynamo.eval_frame, name)]
 
 
 def notes() -> dict[str, str]:
-    """Return notes on what a compiling script may do to hooks, by subject; {} for most torches."""
+    """Return notes by subject on what a compiling script does to hooks; {} for most torches."""
     if not LACKING:
         return {}
     lacking = ", ".join(LACKING)
@@ -40,9 +40,9 @@ def notes() -> dict[str, str]:
 
 
 def leave(code: CodeType, *, with_calls: bool) -> None:
-    """Have dynamo run frames of `code`, and their callees if `with_calls`, without compiling them.
+    """Have dynamo run frames of `code` uncompiled, and with `with_calls` all that they call.
 
-    Does nothing if torch lacks the functions for that; `notes` then says so.
+    Does nothing if torch lacks the functions for this; `notes` then says so.
     """
     if LACKING:
         return
@@ -52,10 +52,11 @@ def leave(code: CodeType, *, with_calls: bool) -> None:
 
 
 def leave_steps() -> None:
-    """Have torch call the hooks of optimizers even in scripts that compile their steps.
+    """Have torch call an optimizer's hooks even if a script compiles its steps.
 
-    Otherwise dynamo would trace the hooks. The code around the step has no operations. The step
-    itself is compiled as before, since torch breaks the graph at its beginning.
+    Otherwise dynamo would trace the hooks. Only the code around `step`, which has no tensor
+    operations, stays uncompiled. The step itself is compiled as before, since torch breaks the
+    graph where it begins.
     """
     leave(STEPPING, with_calls=False)
 
@@ -67,10 +68,9 @@ def ours(function: _Function) -> _Function:
 
 
 def outside(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
-    """Return `function` as a hook that is never compiled, and does nothing when it is traced.
+    """Return `function` as a hook that is never compiled, and that does nothing while traced.
 
-    So the hooks see no calls within compiled code. They see the call of the compiled code itself if
-    it is a module.
+    So hooks don't see calls within compiled code. They see the call of a compiled module itself.
     """
 
     @wraps(function)
@@ -98,16 +98,16 @@ def has_compiled() -> bool:
 
 
 def is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this runs in a step of `optimizer` that was called by another of its steps.
+    """Return whether the running `step` of `optimizer` was called by another `step` of it.
 
-    torch calls an optimizer's hooks in the step of its class and in that of the base class. An
-    optimizer that reduces gradients in `step` and then calls `super().step()` has both.
+    torch calls an optimizer's hooks both in the `step` of its class and in that of the base class.
+    An optimizer that reduces gradients in `step` and then calls `super().step()` runs both.
     """
     return len([*islice(_steps_of(optimizer), 2)]) > 1
 
 
 def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this runs in a step of `optimizer`."""
+    """Return whether a `step` of `optimizer` is running."""
     return any(_steps_of(optimizer))
 
 

@@ -1,7 +1,7 @@
-"""Planted bugs: functions replaced by dotted path, and the clauses that must then be falsified.
+"""Planting of bugs: functions are replaced by dotted path, and named clauses must then fail.
 
-This is the machinery only. The bugs and the benign variants are in the `falsification` folder.
-Product code never asks whether a mutant is planted.
+This module has only the machinery. The bugs and the benign variants are in the `falsification`
+folder. Product code never asks whether a mutant is planted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PACKAGE = "entrenar_py_falsification"
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A trainer changed from outside: `plants` maps dotted paths of functions to replacements.
+    """A changed trainer: `plants` maps dotted paths of functions to their replacements.
 
     - `invariants`: the clauses that the bug must break; empty for a benign variant.
-    - `tried`: the clauses that must hold on a benign variant. No other clause that judges it may be
-      falsified.
+    - `tried`: the clauses that must hold on a benign variant. Other clauses may be inconclusive
+      on it, but not falsified.
     - `place`: what the counterexample must name (step, rank, shard, tensor, ...).
     - `source`: where the bug was seen.
     """
@@ -54,7 +54,10 @@ class Variant:
 
 @cache
 def catalogue() -> dict[str, Variant]:
-    """Return every variant by name, mutants first. Raises UsageError if they aren't installed."""
+    """Return every variant by name, mutants first.
+
+    Raises UsageError if the `falsification` folder isn't installed.
+    """
     folder = package_data.falsification_folder()
     if folder is None:
         raise UsageError("the falsification folder with the mutants was not installed")
@@ -73,10 +76,10 @@ def catalogue() -> dict[str, Variant]:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all planted bugs, which contracts use; benign variants are left out.
+    """Return the names of all planted bugs, as contracts use them, without the benign variants.
 
-    The catalogue has them, too, but loading it loads torch and the whole trainer. A call that only
-    reads contracts reads the names from a list. Raises UsageError if the bugs are not installed.
+    The names are read from a list, because loading the catalogue loads torch and the whole trainer.
+    Raises UsageError if the bugs are not installed.
     """
     folder = package_data.falsification_folder()
     if folder is None:
@@ -87,14 +90,14 @@ def names() -> tuple[str, ...]:
 class Planting:
     """A planted variant. `struck` becomes True when one of the replaced functions is called.
 
-    It is True from the start if the variant has only a scenario and replaces no function.
+    It is True from the start if the variant only changes the scenario and replaces no function.
     """
 
     def __init__(self, *, struck: bool = False) -> None:
         self.struck = struck
 
     def counted(self, new: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `new`, wrapped to set `struck` when it is called."""
+        """Return `new`, wrapped so that a call sets `struck`."""
 
         @wraps(new)
         def replacement(*arguments: Any, **keywords: Any) -> Any:
@@ -106,7 +109,7 @@ class Planting:
 
 @contextmanager
 def planted(name: str | None) -> Iterator[Planting]:
-    """Plant the variant `name` in the `with` block (None: nothing). UsageError if unknown."""
+    """Plant the variant `name` (None: no variant) in the `with` block. UsageError if unknown."""
     if name is None:
         yield Planting()
         return

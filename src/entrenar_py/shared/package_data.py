@@ -13,23 +13,23 @@ from pathlib import Path
 from entrenar_py.shared.errors import UsageError, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Each of them misses bugs that the other finds: a forgotten set_epoch, a sampler that pads.
+# Each contract finds bugs that the other misses: a forgotten set_epoch, a sampler that pads.
 FOR_SCRIPTS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
-# Clauses against errors in language models that are never intended. If no contract was named, these
-# clauses are judged, too, and reported if they are broken.
+# Clauses on errors in language models that nobody makes on purpose. If no contract is named, they
+# are judged as well, and reported only if they are broken.
 OF_LANGUAGE, NEVER_MEANT = "language-model-v1.yaml", ("F-LM-001", "F-LM-002", "F-LM-004")
 
 
 def contract_path(name: str) -> Path:
-    """Return the contract file that `name` means: an existing path, or else a shipped contract.
+    """Return the path of the contract `name`: an existing path, or else a shipped contract.
 
-    A shipped contract may be named without its `.yaml`. Raises UsageError if `name` is neither, or
-    is a folder, or can't be read.
+    A shipped contract may be named without its `.yaml`. Raises UsageError if `name` is neither, is
+    a folder, or can't be read.
     """
     path = Path(name)
     try:
         exists = path.exists()
-    except OSError as error:  # a name too long, a folder that may not be searched
+    except OSError as error:  # a name that is too long, or a folder without permission to search it
         raise UsageError.of(
             "contract", name, f"{error.strerror}; give a file that can be read"
         ) from error
@@ -60,24 +60,24 @@ def shipped_contract(name: str) -> Path | None:
 
 
 def shipped_contracts() -> list[Path]:
-    """Return every contract that comes with the package, sorted by name."""
+    """Return the paths of all contracts that come with the package, sorted by name."""
     folder = _folder("contracts")
     return [] if folder is None else sorted(folder.glob("*.yaml"))
 
 
 def bindings(stem: str) -> Path | None:
-    """Return the shipped bindings for contracts called `stem`; None if there are none."""
+    """Return the path of the shipped bindings for contracts called `stem`, or None."""
     return next((p for p in all_bindings() if p.name == f"{stem}.bindings.yaml"), None)
 
 
 def all_bindings() -> list[Path]:
-    """Return every file of bindings that comes with the package, sorted by name."""
+    """Return the paths of all binding files that come with the package, sorted by name."""
     folder = _folder("contracts")
     return [] if folder is None else sorted(folder.glob("bindings/*.bindings.yaml"))
 
 
 def falsification_folder() -> Path | None:
-    """Return the folder of mutants and saved counterexamples; None if it is not shipped."""
+    """Return the folder of mutants and saved counterexamples; None if it is not installed."""
     return _folder("falsification")
 
 
@@ -92,7 +92,7 @@ DISTRIBUTION = "entrenar-py"
 
 
 def extra_requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra, such as `tensorboard>=2.18`; [] if none are known."""
+    """Return the requirements of the extra, such as `tensorboard>=2.18`; [] if it is unknown."""
     from importlib import metadata  # imports the e-mail modules, which `--help` doesn't need
 
     marked = re.compile(rf"\bextra == ['\"]{re.escape(extra)}['\"]")
@@ -105,7 +105,7 @@ def extra_requirements(extra: str) -> list[str]:
 
 
 def extra_advice(extra: str) -> str:
-    """Return the command that installs the requirements of an extra.
+    """Return the command that installs the requirements of the extra.
 
     The command names the libraries instead of this package, which is not on a package index.
     """

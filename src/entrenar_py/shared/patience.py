@@ -1,13 +1,13 @@
 """A measure of how long a run makes no progress, on a machine that may be overloaded.
 
 Wall time says little about a run: on an overloaded machine, an import of seconds takes minutes. So
-only time without progress counts, and only the part of it in which the run could work. While its
-processes wait, all seconds count. While they compute, only their CPU seconds count, since an
-overloaded machine may give them one second in ten. Between two checks, never more than their
-distance counts, since a frozen watcher has seen nothing.
+only time without progress counts, and only the part of it in which the run could work. While the
+run's processes wait, all seconds count. While they compute, only their CPU seconds count, since an
+overloaded machine may give them one second in ten. At most `interval_s` counts between two checks,
+since a watcher that was itself frozen has seen nothing.
 
-Progress is any call of `mark` (for a recorded event, or an action in virtual time), and any module
-that is loaded.
+Progress is a call of `mark` (for a recorded event, or an action in virtual time), or a newly loaded
+module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 LOOK_S = 5.0
 LOOKS_MIN = 4  # checks before patience runs out, even if it is short
-IDLE_SHARE = 0.01  # of a core; the heartbeats of a waiting process take less
+IDLE_SHARE = 0.01  # share of a core; a waiting process uses less, for its heartbeats
 _PROC = Path("/proc")
 
 _marks: Any = SimpleNamespace(value=0)
@@ -46,14 +46,14 @@ def of_this_process() -> tuple[int, int]:
 
 
 def interval_s(seconds: float) -> float:
-    """Return the seconds between two checks of a patience of this many `seconds`."""
+    """Return the seconds between two checks of a run that may stall for `seconds`."""
     return min(LOOK_S, seconds / LOOKS_MIN)
 
 
 class Patience:
-    """Patience that ends after `seconds` with an unchanged `sign()`; see `look`.
+    """A timer that runs out when a run has made no progress for `seconds`.
 
-    `look` must be called every `interval_s` seconds.
+    Progress is a change of `sign()`. The caller must call `look` every `interval_s` seconds.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Patience:
         sign: Callable[[], object] = lambda: None,
         cpu_s: Callable[[], float] | None = None,
     ) -> None:
-        """`cpu_s` returns the CPU seconds of the run, by default those of `family_cpu_s`."""
+        """`cpu_s` returns the CPU seconds used by the run; None stands for `family_cpu_s`."""
         self.interval_s = interval_s(seconds)
         self._seconds, self._sign, self._cpu_s = seconds, sign, cpu_s or family_cpu_s
         self._stalled_s = 0.0
@@ -71,7 +71,7 @@ class Patience:
         self._now_s, self._computed_s = time.monotonic(), self._cpu_s()
 
     def look(self) -> bool:
-        """Return whether patience has run out; call this every `interval_s` seconds."""
+        """Return whether `seconds` without progress are over. Call it every `interval_s`."""
         now_s, computed_s, seen = time.monotonic(), self._cpu_s(), self._sign()
         busy_s = computed_s - self._computed_s
         is_idle = busy_s < IDLE_SHARE * (now_s - self._now_s)
@@ -85,7 +85,7 @@ class Patience:
 def family_cpu_s() -> float:
     """Return the CPU seconds of this process and all its descendants, including ended ones.
 
-    Without /proc, return those of this process and of its children that have ended.
+    Without /proc, descendants count only if they are children that have ended.
     """
     by_parent: dict[int, list[tuple[int, float]]] = {}
     for pid, parent, computed_s in _processes():
@@ -99,15 +99,15 @@ def family_cpu_s() -> float:
 
 
 def _processes() -> Iterable[tuple[int, int, float]]:
-    """Yield each process's id, its parent's id, and its CPU seconds, ended children included."""
+    """Yield the id, the parent's id and the CPU seconds (with ended children) of each process."""
     if not _PROC.exists():
         return
     ticks = os.sysconf("SC_CLK_TCK")
     for folder in _PROC.iterdir():
         if not folder.name.isdigit():
             continue
-        with suppress(OSError):  # it has ended meanwhile
-            # After the name, which may have spaces: the state, the parent, and later utime, stime,
-            # cutime, cstime.
+        with suppress(OSError):  # the process has ended meanwhile
+            # The fields after the name, which may contain spaces: the state, the parent, and later
+            # utime, stime, cutime, cstime.
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             yield int(folder.name), int(fields[1]), sum(map(int, fields[11:15])) / ticks

@@ -1,8 +1,8 @@
-"""The process of a command: its beginning and end, deferred Ctrl-C, and its environment.
+"""The process of a command: its beginning and end, deferred interrupts, and its environment.
 
-An interrupt at an arbitrary place can be swallowed (by an import, by a callback of the garbage
-collector) and can leave modules half loaded. So the first interrupt is only noted, until a safe
-point.
+An interrupt (Ctrl-C) at an arbitrary place can be swallowed (by an import, by a callback of the
+garbage collector) and can leave modules half loaded. So the first interrupt is only noted, and
+raised at a safe point.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _NEW_OBJECTS = 10_000
 
 
 def begin() -> None:
-    """Prepare the process of a command; not for a command that runs within a different program."""
+    """Prepare this process for a command. Don't call it for a command inside another program."""
     collect_seldom()
     if sys.stderr is not None:  # None if the parent process closed it
-        faulthandler.enable()  # says which signal, and where, if native code kills it
+        faulthandler.enable()  # prints the signal and the stack if native code kills this process
     atexit.register(_skip_last_collection)
 
 
 def collect_seldom() -> None:
-    """Collect garbage after every 10,000 new objects, instead of every 700.
+    """Collect garbage after every 10,000 new objects instead of every 700.
 
     Importing torch and transformers creates a million objects that stay. Scanning them again and
-    again took a fifth of that time.
+    again took a fifth of the import time.
     """
     gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def _skip_last_collection() -> None:
-    """Save the half second of the last collection, which would scan all of torch.
+    """Skip the garbage collection at exit, which would scan all of torch for half a second.
 
-    Does nothing if Triton is loaded, which reports uncollected objects in a hundred lines.
+    Does nothing if Triton is loaded, since it would report uncollected objects in a hundred lines.
     """
     if "triton" not in sys.modules:
         gc.freeze()
@@ -56,10 +56,10 @@ _noted = threading.Event()
 def deferred_interrupts(
     *, numbers: Sequence[signal.Signals] = (signal.SIGINT,), for_good: bool = False
 ) -> Iterator[None]:
-    """In the body, the first of the signals waits for `check_interrupts`; a second one interrupts.
+    """Defer the first of these signals to `check_interrupts` in the body; a second one interrupts.
 
-    Afterwards the old handlers are restored. With `for_good` the signals are ignored instead,
-    because the process is about to exit. Does nothing outside the main thread, and for signals that
+    Afterwards the old handlers are restored. With `for_good` the signals are ignored afterwards,
+    because the process is about to exit. Does nothing outside the main thread, or for signals that
     are already ignored.
     """
     main = threading.current_thread() is threading.main_thread()
@@ -79,7 +79,7 @@ def deferred_interrupts(
 
 
 def check_interrupts() -> None:
-    """Raise KeyboardInterrupt if a signal was noted. Call it wherever nothing is half done."""
+    """Raise KeyboardInterrupt if a signal was deferred. Call this where nothing is half done."""
     if _noted.is_set():
         _noted.clear()
         raise KeyboardInterrupt

@@ -1,14 +1,16 @@
 """The complete description of one run: equal plans, or equal scenarios, give equal runs.
 
 A TrainingPlan holds every number that a trainer needs, and is the only source of randomness
-(`TrainingPlan.rng`). Its streams have names, which say what is drawn but not which worker draws it.
-So the draws don't depend on the number of workers, and a run on one worker is a baseline for a run
-on eight. A Scenario is a plan that the harness tests on one of its systems, with faults and planted
-bugs, which no trainer reads. Facts that only the run itself shows are in the traits of its trace.
+(`TrainingPlan.rng`). Its random streams have names, which say what is drawn but not which worker
+draws it. So the draws don't depend on the number of workers, and a run on one worker is a baseline
+for a run on eight. A Scenario is a plan that the harness runs on one of its systems, with faults
+and a planted bug, which no trainer reads. Facts that only the run itself shows are in the traits of
+its trace.
 
 Both records are frozen, validate themselves, and have a digest. The digest identifies a run in
-memory, in the name of its file, and in a saved counterexample. The records name backends (`cuda`,
-`wgpu`, `cpu`, and `wgpu:1` for the second device of a kind); `entrenar_py.compute` opens them.
+memory, in the name of its file, and in a saved counterexample. The records only name backends
+(`cuda`, `wgpu`, `cpu`, and `wgpu:1` for the second device of a kind). `entrenar_py.compute` opens
+them.
 """
 
 from __future__ import annotations
@@ -47,15 +49,15 @@ def backend_kind(name: str) -> str:
 
 
 def backends_in_words(kinds: Iterable[str]) -> str:
-    """Return the names that select a backend of `kinds`, for a message."""
+    """Return the names that select a backend of one of `kinds`, as text for a message."""
     indexed = [f"{kind}:N" for kind in kinds if kind in INDEXED]
     return ", ".join([*kinds, *indexed])
 
 
-OBSERVED = "command"  # the system of a user's script, if `observe` has recorded its runs
-# Workloads made from a user's files or script: a scenario alone isn't enough to run them.
+OBSERVED = "command"  # the system that stands for a user's script with `observe`
+# Workloads made from a user's files or script. A scenario alone isn't enough to run them.
 OF_USERS = ("finetune", "own")
-# The values of each field with a fixed choice: validation, docs and Hypothesis read this table.
+# Field -> its allowed values. Validation, docs and Hypothesis read this table.
 CHOICES: dict[str, tuple[str, ...]] = {
     # finetune: a checkpoint and rows; own: the run of a user's own trainer, stored as a trace
     "workload": ("linear", "mlp", "decoder", "decoder_full", "vectors", *OF_USERS),
@@ -74,7 +76,7 @@ class TrainingPlan:
     - `batch_size`: the samples of a global batch, which is split into `num_shards` logical shards.
       A worker owns consecutive shards and computes each in `accumulation` micro-batches.
     - `num_samples`: the size of the data set. Each epoch is a permutation of it. The last batch of
-      an epoch is short rather than dropped or padded.
+      an epoch may be short; it is neither dropped nor padded.
     - `clip_norm`: the largest L2 norm of the averaged gradient (None: no clipping).
     - `warmup_steps`: steps of linear warm-up, before `schedule` decays over `num_steps`.
     - `width`: the hidden width of `mlp`, and the length of `vectors`.
@@ -170,18 +172,18 @@ class TrainingPlan:
             ) from error
 
     def with_(self, **changes: Any) -> Self:
-        """Return a copy with `changes`. Raises UsageError if the result is not valid."""
+        """Return a copy with the fields in `changes`. Raises UsageError if it is not valid."""
         return replace(self, **changes)
 
     def backend_of(self, rank: int) -> str:
-        """Return the backend of worker `rank`: `backends` are assigned in turn, cyclically."""
+        """Return the backend name of worker `rank`: workers take `backends` in turn, cyclically."""
         return self.backends[rank % len(self.backends)]
 
     def rng(self, *stream: str | int) -> np.random.Generator:
-        """Return the random stream named `stream`, e.g. `rng("dropout", step, shard)`.
+        """Return the random generator of the stream `stream`, e.g. `rng("dropout", step, shard)`.
 
-        It depends only on the seed and the name, never on the rank, the world size or earlier
-        draws. The generator is Philox, keyed with the BLAKE3 digest of seed and name.
+        The numbers depend only on the seed and the stream's name, never on the rank, the world size
+        or earlier draws. The generator is Philox, keyed with the BLAKE3 digest of seed and name.
         """
         import numpy as np
 
@@ -190,12 +192,12 @@ class TrainingPlan:
         return np.random.Generator(np.random.Philox(key=key))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, converted to what JSON can hold."""
+        """Return all fields as a dict that JSON can hold."""
         return _PLAN.dump(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Return the plan that `record` describes. Raises UsageError, which names a wrong key."""
+        """Return the plan that `to_dict` wrote. Raises UsageError that names a wrong key."""
         return cast(Self, _PLAN.load(plan_record(record)))
 
     @cached_property
@@ -208,23 +210,22 @@ class TrainingPlan:
         return hash(self.digest)
 
 
-_SIMULATED = "_simulated"  # the end of a system's name
+_SIMULATED = "_simulated"  # the suffix of a simulated system's name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario(TrainingPlan):
-    """A plan that the harness tests on `system`; a trainer may have the same name.
+    """A training plan that the harness runs on `system`, with faults and a planted bug.
 
     Before each step in `stops` the run is checkpointed, discarded and resumed. `repeat`
-    distinguishes two runs of one scenario; nothing in a run depends on it. `mutant` is a planted
-    bug. `options` belong to the system (such as the shape of a matrix product). Facts that only the
-    run shows are in the traits of its trace. `systems.require_possible` refuses what a system can't
-    do.
+    distinguishes two runs of one scenario; nothing in a run depends on it. `mutant` is the name of
+    a planted bug. `options` belong to the system (such as the shape of a matrix product).
+    `systems.require_possible` refuses a scenario that its system can't run.
 
     Raises UsageError if a value is out of range.
     """
 
-    trainer: str = field(init=False, repr=False)  # the system, simulated or not
+    trainer: str = field(init=False, repr=False)  # the system's name without `_simulated`
     system: str
     faults: tuple[Fault, ...] = ()
     stops: tuple[int, ...] = ()
@@ -267,28 +268,28 @@ class Scenario(TrainingPlan):
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields in the order in which reports show them, as JSON can hold them."""
+        """Return all fields in the order of reports, as a dict that JSON can hold."""
         record = _SCHEMA.dump(self)
         last = {name: record.pop(name) for name in ("detail", "mutant", "options")}
         return {"system": record.pop("system"), **record, **last}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Return the scenario that `record` describes. Raises UsageError, naming a wrong key."""
+        """Return the scenario that `to_dict` wrote. Raises UsageError that names a wrong key."""
         return cast(Self, _SCHEMA.load(record))
 
     @classmethod
     def of(cls, plan: TrainingPlan) -> Scenario:
-        """Return `plan` as the scenario, without faults, of the system with its trainer's name."""
+        """Return `plan` as a scenario without faults, on the system named like its trainer."""
         if isinstance(plan, Scenario):
             return plan
         record = plan.to_dict()
         return cls.from_dict({"system": record.pop("trainer"), **record})
 
-    __hash__ = TrainingPlan.__hash__  # a dataclass would hash its fields, and options can't be
+    __hash__ = TrainingPlan.__hash__  # a dataclass would hash its fields, options too
 
 
-_OPTIONS_DEPTH = json_text.DEPTH_MAX // 2  # files contain them within other objects
+_OPTIONS_DEPTH = json_text.DEPTH_MAX // 2  # files nest options within other objects
 # The largest number of shards of a batch, and of micro-batches of a shard.
 PARTS_MAX = 2**16
 _POSITIVE = (
@@ -302,14 +303,14 @@ _SCHEMA = Schema(
     what="scenario",
     forms={**_FORMS, "Fault": Form(Fault.from_dict, Fault.to_dict)},
 )
-# Fields that earlier releases wrote for a run without these, and their values.
+# Fields without effect on a production run that earlier releases wrote, with their values.
 _UNUSED: Mapping[str, Any] = {"faults": [], "stops": [], "repeat": 0, "mutant": None}
 
 
 def plan_record(record: Any) -> Any:
-    """Return the record of a plan in the form that this release writes.
+    """Return the record of a plan in this release's form.
 
-    Earlier releases described a production run by a scenario.
+    Earlier releases described a production run by a scenario, with more fields.
     """
     if not isinstance(record, Mapping) or "system" not in record:
         return record
@@ -332,13 +333,13 @@ def _require_tuple(name: str, value: Any) -> None:
 
 
 def _is_finite_and_not_negative(value: Any) -> bool:
-    # Compared, not converted: an int can be too large for a float.
+    # Compared without conversion, since an int can be too large for a float.
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and 0 <= value <= sys.float_info.max
 
 
 _SEQUENCES = ("faults", "stops", "backends")
-# Defaults in a contract's `scenarios` for the fields without a default in Scenario.
+# Values in a contract's `scenarios` for the fields without a default in Scenario.
 DEFAULTS: Mapping[str, Any] = {
     "system": "reference",
     "workload": "linear",
@@ -348,9 +349,9 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def expand(record: Mapping[str, Any]) -> Iterator[Scenario]:
-    """Yield every scenario that an entry of a contract's `scenarios` stands for.
+    """Yield every scenario that one entry of a contract's `scenarios` stands for.
 
-    DEFAULTS are used for fields that the entry leaves out. A list for a field that takes one value
+    DEFAULTS supplies the fields that the entry leaves out. A list for a field that takes one value
     means each value in turn (`world_size: [1, 2, 4]`). Several lists mean every combination.
     """
     merged = {**DEFAULTS, **record}

@@ -1,8 +1,8 @@
 """The table of systems: their names, and what a scenario may request from each.
 
-A system is what the harness runs. This table contains none of their code. `entrenar_py.systems`
-finds the module of a system by its name, so that the harness can plan runs without loading a
-trainer.
+A system is what the harness runs: a trainer or a probe. Their code is elsewhere:
+`entrenar_py.systems` finds the module of a system by its name, so that the harness can plan runs
+without loading a trainer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AUTO = "auto"
 class System:
     """One system: its module, its description, and what a scenario may request from it.
 
-    - `room`: its package below `entrenar_py`, or its module if the name has two dots.
+    - `room`: the package below `entrenar_py` with its module, or the module if it has two dots.
     - `what`: its description.
     - `faults`: the kinds of faults that it can inject.
     - `places`: the messages at which a fault can strike.
@@ -65,7 +65,7 @@ class System:
 
     @property
     def trains(self) -> bool:
-        """True if the system trains the workload that a scenario names, not its own workload."""
+        """True if the system trains the scenario's workload, not a workload of its own."""
         return not self.is_probe and not self.room.startswith("systems.finetuned")
 
     @property
@@ -76,7 +76,7 @@ class System:
         return (*BACKENDS, AUTO) if self.trains else BACKENDS
 
     def require_backend(self, name: str, where: str) -> None:
-        """Raise UsageError unless a scenario may name backend `name` for this system."""
+        """Raise UsageError unless a scenario may name the backend `name` for this system."""
         kind = name if name in self.backends or self.only else name.partition(":")[0]
         if kind not in self.backends:
             names = ", ".join(self.only) or backends_in_words(self.backends)
@@ -89,7 +89,7 @@ TUNED = (
     *("task", "method", "family", "rank", "alpha", "class_weights", "oversample", "blocks"),
     "marks",
 )
-# Options if the trainer itself fine-tunes; the last two are of pairs.
+# Options of systems in which the trainer itself fine-tunes. The last two are for preference pairs.
 OWN = (*TUNED, "facts", "recompute", "beta", "label_smoothing")
 BY_RANKS = (*TUNED, "strategy")
 # Options that say which part of the model each worker has.
@@ -106,7 +106,7 @@ _VALUE_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 _TRAINING_FAULTS = (*_VALUE_FAULTS, "leave", "join")
 _FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart")
 _STAR, _MESH, _RING = (Traits(topology=one, masks="shard") for one in ("star", "mesh", "ring"))
-# A trainer over torch.distributed, with gloo or NCCL.
+# Common to all trainers over torch.distributed, with gloo or NCCL.
 _OVER_TORCH = System(
     room="systems.torch",
     what="",
@@ -116,7 +116,7 @@ _OVER_TORCH = System(
     bitwise=False,
 )
 
-# The systems by name. The module of the same name in `room` has `run`, unless `room` is a module.
+# The systems by name. `run` is in the module of that name in `room`, unless `room` is a module.
 SYSTEMS: dict[str, System] = {
     "reference": System(
         room="systems",
@@ -311,7 +311,7 @@ TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
 
 
 def require_trainer(name: str | None, backends: Collection[str]) -> None:
-    """Raise UsageError unless trainer `name` (None: the default one) can train on `backends`."""
+    """Raise UsageError unless trainer `name` (None: the default) can train on `backends`."""
     if name is not None and name not in TRAINERS:
         raise UsageError.of("system", name, f"allowed are {', '.join(TRAINERS)}")
     for backend in backends:
@@ -319,7 +319,7 @@ def require_trainer(name: str | None, backends: Collection[str]) -> None:
 
 
 def traits_of(plan: TrainingPlan) -> Traits:
-    """Return the traits of a run of `plan`; its trainer must be one of SYSTEMS."""
+    """Return the traits of a run of `plan`. Its trainer must be a key of SYSTEMS."""
     traits = SYSTEMS[plan.trainer].traits
     if workers.by_server(plan):
         return replace(traits, updates="server")
@@ -329,9 +329,9 @@ def traits_of(plan: TrainingPlan) -> Traits:
 def require_possible(plan: TrainingPlan) -> None:
     """Raise UsageError if the system of a scenario, or the trainer of a plan, can't run it.
 
-    The error names the first backend, option, number of workers or shards, fault, or place of a
-    fault that is impossible. It is not checked whether this machine has the backends. Checks that
-    need the workload itself are in `entrenar_py.systems.require_workload`.
+    The error names the first impossible backend, option, number of workers or shards, fault, or
+    place of a fault. Whether this machine has the backends is not checked. Checks that need the
+    workload itself are in `entrenar_py.systems.require_workload`.
     """
     scenario = Scenario.of(plan)
     require("system", scenario.system, tuple(SYSTEMS))
@@ -353,7 +353,7 @@ def require_possible(plan: TrainingPlan) -> None:
 
 
 def require_sizes(scenario: Scenario) -> None:
-    """Raise UsageError if the system can't have the scenario's number of workers or shards."""
+    """Raise UsageError if the system can't run the scenario's number of workers or shards."""
     if not SYSTEMS[scenario.system].powers_of_two:
         return
     for name, value in (
@@ -369,8 +369,8 @@ def require_sizes(scenario: Scenario) -> None:
 def fitted(scenario: Scenario, *, fixed: Collection[str] = ()) -> Scenario:
     """Return `scenario` with sizes rounded up to powers of two, if its system requires these.
 
-    If `fixed` contains "world_size", that field is kept, even if the system then refuses it.
-    `num_samples` is raised to the number of workers if it is smaller.
+    `num_samples` is raised to at least the number of workers. If `fixed` contains "world_size",
+    that field is kept, even if the system then refuses it.
     """
     known = SYSTEMS.get(scenario.system)
     if known is None or not known.powers_of_two:
@@ -387,7 +387,7 @@ def fitted(scenario: Scenario, *, fixed: Collection[str] = ()) -> Scenario:
 
 
 def unplaced(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` without those that depend on the number of workers."""
+    """Return `options` without those that only fit one number of workers (`cuts`)."""
     return {name: value for name, value in options.items() if name not in _PARTS}
 
 
@@ -396,14 +396,14 @@ def _power_of_two(number: int) -> int:
 
 
 def require(what: str, name: str, names: tuple[str, ...], where: str = "") -> None:
-    """Raise UsageError unless `name` is one of `names`."""
+    """Raise UsageError unless `name` is in `names`; `what` and `where` are for the message."""
     if name not in names:
         allowed_names = ", ".join(names) or "none"
         raise UsageError(f"{what}={name!r}{where}: allowed are {allowed_names}", field=what)
 
 
 def missed(result: trace.Trace) -> Fault | None:
-    """Return the first planned fault that never struck although its step was reached, or None."""
+    """Return the first planned fault that didn't strike in a run that reached its step, or None."""
     halts = result.of(trace.Halt)
     reached = halts[0].step if halts else result.scenario.num_steps
     struck = [event.fault for event in result.of(trace.Injected)]

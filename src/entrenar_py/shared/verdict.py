@@ -1,13 +1,14 @@
 """The three verdicts (the worst wins), and the finding: a verdict with its evidence.
 
-A judge reports HELD only if it made at least one comparison, if all comparisons succeeded, and if
-none was missing. Everything else that is not a broken comparison is INCONCLUSIVE, with its reason:
+A judge reports HELD only if it made at least one comparison, all comparisons succeeded, and none
+was missing. A failed comparison gives FALSIFIED. All other cases are INCONCLUSIVE, with the reason:
 a failed run, a missing record, a crashed check. So a green report never means that nothing was
 compared. FALSIFIED needs a `Counterexample`, which names the place (step, rank, tensor, element)
-and both values. A planted bug is killed for the right reason only if that is the planted place.
+and both values. A planted bug is killed for the right reason only if the counterexample names the
+place where it was planted.
 
 A judge adds its comparisons to a `Tally`, which returns the finding at the end. If several
-comparisons break, the tally keeps the one with the lowest step, since later ones may follow from
+comparisons fail, the tally keeps the one with the lowest step, since later failures may follow from
 it.
 """
 
@@ -32,13 +33,13 @@ class Verdict(StrEnum):
 
     @property
     def badness(self) -> int:
-        """The rank of the verdict: 0 for held, 1 for inconclusive, 2 for falsified."""
+        """The order of the verdicts: 0 for held, 1 for inconclusive, 2 for falsified."""
         return _ORDER.index(self)
 
 
 _ORDER = (Verdict.HELD, Verdict.INCONCLUSIVE, Verdict.FALSIFIED)
-_SHOWN = 3  # reasons or files that are listed
-MEANING = "which could mean: "  # in a reason: the beginning of its possible causes
+_SHOWN = 3  # reasons or files that are listed in a message
+MEANING = "which could mean: "  # begins the list of possible causes in a reason
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -52,8 +53,9 @@ class Counterexample:
 
     - `step`: counts optimizer steps from 0; -1 is the state before the first step.
     - `expected`, `got`: digests or numbers, as text.
-    - `scenario`: the scenario of the run that broke.
-    - `element`: an index into the tensor's elements in C order; `index` has one for each axis.
+    - `scenario`: the scenario of the run that broke the invariant.
+    - `element`: an index into the tensor's elements in C order; `index` is the same place, one
+      index for each axis.
     - `or_rank`: a second rank, if it is unknown which of the two broke the invariant.
     """
 
@@ -73,8 +75,8 @@ class Counterexample:
     def place(self) -> str:
         """Return the known fields in words, such as `step 3, rank 1, shard 2, tensor w[7]`.
 
-        The shards of a script are the micro-batches of its ranks. They are named only if a rank has
-        several per step.
+        A script has micro-batches in place of shards. They are named only if a rank has several per
+        step.
         """
         ranks = self.rank if self.or_rank is None else f"{self.rank} or {self.or_rank}"
         parts = [
@@ -103,12 +105,12 @@ class Counterexample:
 class Finding:
     """The verdict on one invariant: how many comparisons were made, and what broke or is missing.
 
-    - `reason`: empty only for HELD.
-    - `notes`: facts to print with any verdict (a software adapter, a skipped backend).
+    - `reason`: why the verdict isn't HELD; "" for HELD.
+    - `notes`: facts to print whatever the verdict is (a software adapter, a skipped backend).
     - `vacuous`: true if the verdict is INCONCLUSIVE because there was nothing to compare; false if
       a comparison lacked a fact that it needed.
-    - `applies`: false if the runs showed that they lack what the invariant is about. `reason` then
-      says what they lack, and the finding counts neither as held nor as inconclusive.
+    - `applies`: false if the runs lack what the invariant is about (such as clipping). `reason`
+      then says what they lack, and the finding counts neither as held nor as inconclusive.
     """
 
     invariant: str
@@ -121,12 +123,15 @@ class Finding:
     applies: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, converted to what JSON can hold."""
+        """Return all fields as a dict that JSON can hold."""
         return _SCHEMA.dump(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Finding:
-        """Return the finding that `to_dict` wrote as `record`. UsageError if it is malformed."""
+        """Return the finding that `to_dict` wrote as `record`.
+
+        Raises UsageError if it is malformed.
+        """
         return _SCHEMA.load(record)
 
 
@@ -148,19 +153,19 @@ _SCHEMA = Schema(
 
 
 def micro_batch(shard: int, *, accumulation: int) -> tuple[str, int | None]:
-    """Return "micro-batch", and a shard's index in its rank (None if a rank has one per step)."""
+    """Return "micro-batch" and the index of `shard` in its rank, None if a rank has only one."""
     return "micro-batch", shard % accumulation if accumulation > 1 else None
 
 
 def inconclusive(invariant: str, reason: str, compared: int = 0) -> Finding:
-    """Return an INCONCLUSIVE finding with this reason."""
+    """Return an INCONCLUSIVE finding with this reason. `compared` counts the comparisons made."""
     return Finding(
         invariant=invariant, verdict=Verdict.INCONCLUSIVE, compared=compared, reason=reason
     )
 
 
 def not_applied(invariant: str, reason: str) -> Finding:
-    """Return a finding that the invariant does not apply, with what the runs lack as `reason`."""
+    """Return a finding that the invariant does not apply; `reason` says what the runs lack."""
     return Finding(
         invariant=invariant,
         verdict=Verdict.INCONCLUSIVE,
@@ -171,7 +176,7 @@ def not_applied(invariant: str, reason: str) -> Finding:
 
 
 def first_few(texts: Sequence[str], *, separator: str = "; ") -> str:
-    """Return the first three of `texts` joined, and the number of the remaining ones."""
+    """Return the first three of `texts`, joined, with the number of the others."""
     more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
     return separator.join([*texts[:_SHOWN], *more])
 
@@ -180,10 +185,10 @@ def first_few(texts: Sequence[str], *, separator: str = "; ") -> str:
 class Tally:
     """The comparisons that a judge has made so far, to be turned into a finding at the end.
 
-    It is mutable, since a judge adds comparisons one by one. If several fail, it keeps the one with
-    the lowest step, and within that step the one that was added first. `observed` is true if the
-    runs are of a script with the line `observe`: reasons then name calls of the script, not records
-    of a trace (`checks.missing`).
+    A judge adds its comparisons one by one. If several fail, the tally keeps the one with the
+    lowest step, and within that step the one that was added first. `observed` is true if the runs
+    are of a script that calls `observe`. Reasons then name calls of the script instead of records
+    of a trace (`check.evidence.missing`).
     """
 
     invariant: str
@@ -196,8 +201,9 @@ class Tally:
     def check(self, holds: bool, message: str, **place: Any) -> bool:
         """Count one comparison, and return `holds`.
 
-        If `holds` is false, a counterexample with the fields in `place` is kept. A `scenario` in
-        `place` is a Scenario. `shapes` in it are the shapes of the run's tensors, by name.
+        If `holds` is false, a counterexample with the fields in `place` is kept. In `place`,
+        `scenario` is a Scenario or None, and `shapes` maps tensor names to shapes, so that an
+        element can be shown with an index for each axis.
         """
         self.compared += 1
         shapes: Mapping[str, Sequence[int]] = place.pop("shapes", {})
@@ -214,8 +220,8 @@ class Tally:
     def equal(self, expected: object, got: object, message: str, **place: Any) -> bool:
         """Count one comparison of `expected` and `got` with `==`, and show both if they differ.
 
-        NaN equals NaN here: two runs that both recorded NaN do not differ. Return whether they are
-        equal.
+        Return whether they are equal. NaN equals NaN here: two runs that both recorded NaN do not
+        differ.
         """
         if expected == got or (expected != expected and got != got):
             self.compared += 1
@@ -225,14 +231,17 @@ class Tally:
     def at_most(
         self, most: float, got: float, message: str, *, form: str = "", **place: Any
     ) -> bool:
-        """Count one comparison: `got <= most`. `form` is the format in which both are shown."""
+        """Count the comparison `got <= most`, and return its result.
+
+        `form` is the format specification with which both numbers are shown.
+        """
         shown = {"expected": f"<= {most:{form}}", "got": f"{got:{form}}"}
         return self.check(got <= most, message, **shown, **place)
 
     def close(
         self, expected: float, got: float, allowed: float, message: str, **place: Any
     ) -> bool:
-        """Count one comparison: `got` differs from `expected` by at most `allowed`.
+        """Count the comparison whether `got` is within `allowed` of `expected`; return its result.
 
         NaN always fails. An infinity equals itself.
         """
@@ -245,14 +254,14 @@ class Tally:
         return self.broken is None or step < _step(self.broken)
 
     def take(self, other: Tally) -> None:
-        """Add the comparisons that `other` has made, but not those that it lacked."""
+        """Add the comparisons that `other` made, without the reasons for missing comparisons."""
         self.compared += other.compared
         broken = other.broken
         if broken is not None and (self.broken is None or _step(broken) < _step(self.broken)):
             self.broken = broken
 
     def miss(self, reason: str) -> None:
-        """Record that a comparison could not be made, and why."""
+        """Record the reason why a comparison could not be made."""
         if reason not in self.missing:
             self.missing.append(reason)
 
@@ -262,7 +271,7 @@ class Tally:
             self.notes.append(fact)
 
     def finding(self, *, nothing: str) -> Finding:
-        """Return the finding on all comparisons; `nothing` is the reason if there were none."""
+        """Return the finding on all comparisons. `nothing` is the reason if none was made."""
         verdict, reason = Verdict.HELD, ""
         if self.broken is not None:
             verdict, reason = Verdict.FALSIFIED, self.broken.message
@@ -282,7 +291,10 @@ class Tally:
 
 
 def _index(element: int | None, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of `element` along each axis, in C order; () if it has none."""
+    """Return the index along each axis of `element`, which counts in C order.
+
+    Return () if `element` is None or outside of `shape`.
+    """
     if element is None or not 0 <= element < prod(shape):
         return ()
     index = []

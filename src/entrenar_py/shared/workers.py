@@ -1,8 +1,8 @@
-"""The workers of a scenario: which ones take part in each step, and which side takes it.
+"""The workers of a scenario: which are present in each step, and which side takes the step.
 
 Faults decide which workers are present. The option `updates` decides whether every worker of a star
-takes the steps, or the server takes them for all. `Outer` has the settings and the schedule of the
-outer step, which synchronises workers that have stepped alone.
+takes the optimizer steps, or the server takes them for all. `Outer` has the settings and the
+schedule of the outer step, which synchronises workers that have stepped alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from entrenar_py.shared.faults import MOVING, SERVED_PLACES, Fault
 from entrenar_py.shared.scenario import Scenario, TrainingPlan
 
 _FREE = "use an earlier step"
-_ORDER = ("join", "leave")  # in a step, joins come first, then leaves, then all other faults
+_ORDER = ("join", "leave")  # within a step, joins come first, then leaves, then all other faults
 
 
 def initial_ranks(world_size: int, faults: Sequence[Fault]) -> list[int]:
@@ -30,7 +30,7 @@ def initial_ranks(world_size: int, faults: Sequence[Fault]) -> list[int]:
 
 
 def require_possible(scenario: Scenario) -> None:
-    """Raise UsageError for the first fault that is impossible with the workers in its step.
+    """Raise UsageError for the first fault that the workers present in its step make impossible.
 
     A worker that joins must be absent. A worker that leaves or is struck must be present. At least
     one worker must always remain.
@@ -85,7 +85,7 @@ def _in_order(faults: Sequence[Fault]) -> list[Fault]:
 
 OPTION = "updates"
 WORKERS, SERVER = "workers", "server"
-# The optimizer of workers if the server takes the steps: plain SGD, which has no state.
+# the workers' optimizer if the server takes the steps: plain SGD, which has no state
 _STATELESS = "sgd"
 
 
@@ -98,18 +98,23 @@ def by_server(plan: TrainingPlan) -> bool:
 
 
 def optimizer_of_workers(plan: TrainingPlan) -> str:
-    """Return the name of the workers' optimizer: `sgd` if the server takes the steps."""
+    """Return the name of the workers' optimizer, which is `sgd` if the server takes the steps."""
     return _STATELESS if by_server(plan) else plan.optimizer
 
 
 def places_of_faults(scenario: Scenario, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the messages at which a fault can strike: `usual` if workers take the steps."""
+    """Return the messages at which a fault can strike: SERVED_PLACES if the server takes the steps.
+
+    If the workers take the steps, return `usual`.
+    """
     return SERVED_PLACES if by_server(scenario) else usual
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """DiLoCo's settings: `inner_steps` local steps of each worker, then one common Nesterov step.
+    """The settings of DiLoCo: `inner_steps` local steps of each worker, then one outer step.
+
+    The outer step is a Nesterov step, which all workers take together.
 
     The defaults are the paper's. Raises UsageError if a value is out of range.
     Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
@@ -135,7 +140,10 @@ class Outer:
         return cls(**{name: value for name, value in options.items() if name in names})
 
     def round_end(self, step: int, num_steps: int) -> int:
-        """Return the first step after the round of `step`. The last round may be short."""
+        """Return the first step after the round that contains `step`.
+
+        The last round may be short.
+        """
         return min((step // self.inner_steps + 1) * self.inner_steps, num_steps)
 
     def ends_round(self, step: int, num_steps: int) -> bool:

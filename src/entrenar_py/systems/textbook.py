@@ -333,7 +333,7 @@ def _strikes(scenario: Scenario, fault: Fault, step: int, rank: int, ids: shardi
 
 
 def _first_sample(scenario: Scenario, step: int, shard: int) -> int:
-    """Return the first sample of logical shard `shard`; the batch's last one if it is empty."""
+    """Return the first sample of logical shard `shard`; if it is empty, the batch's last sample."""
     num_batches = -(-scenario.num_samples // scenario.batch_size)  # of one epoch
     epoch, index = divmod(step, num_batches)
     visit = sharding.order(scenario.num_samples, scenario.rng("order", epoch))

@@ -120,7 +120,7 @@ class Trainer(Replicas):
         for worker in self.workers.values():
             self.record_start(worker, step, resumed=True)
 
-    # --- small things ---------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------
 
     def _faults(self, kind: str, step: int) -> list[Fault]:
         return [f for f in self.faults if f.kind == kind and f.step == step]

@@ -1,1 +1,1 @@
-"""Causes of differences: comparisons of runs, what they presuppose, and explanations."""
+"""Causes of differences between runs: comparisons, their presuppositions, and explanations."""

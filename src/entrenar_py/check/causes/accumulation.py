@@ -1,4 +1,4 @@
-"""Explain, by other records, a gradient that is not the sum of its step's micro-batches.
+"""Explain an applied gradient that is not the sum of its step's micro-batches.
 
 Each explanation is exact within rounding: the gradient still contains that of an earlier step, a
 micro-batch is missing, only one rank's samples are in it, or a tensor has a factor of its own.
@@ -26,23 +26,22 @@ from entrenar_py.shared.wording import listed
 Vector = NDArray[np.float64]
 Vectors = Mapping[str, NDArray[Any]]
 
-# The smallest eigenvalue of the cosines of gradients. Below this, one gradient is so close to a
-# combination of the others that they can't be distinguished in a sum.
+# The smallest eigenvalue of the matrix of cosines between gradients. Below this, one gradient is so
+# close to a combination of the others that a sum can't tell them apart.
 _APART = 5e-7
-_EVEN = 1e-3  # relative: factors of gradients in a sum that differ by less are equal
-# Short vectors are multiples of each other by chance.
+_EVEN = 1e-3  # relative: two factors of gradients in a sum are equal if they differ by less
+# Minimum number of elements, since short vectors are multiples of each other by chance.
 _TELLING_MIN = 3
-_ELEMENTS_MIN = 8  # of all tensors together
-_FAR = 10.0  # bounds: a gradient further away is a different one
+_ELEMENTS_MIN = 8  # elements of all tensors together, at least
+_FAR = 10.0  # times the bound: a gradient further away is a different one
 
 
 @dataclass(frozen=True)
 class Applied:
-    """The gradient that a rank applied in a step. `off` are the tensors that need an explanation.
+    """The gradient that a rank applied in a step. `off` names the tensors that need an explanation.
 
-    `total` are the sums over the step's micro-batches, and `mean` is the applied gradient.
-    `divisor` is the number that divided the sums of the other tensors. `bound` is the relative
-    rounding error.
+    `total` has the sums over the step's micro-batches, and `mean` the applied gradient. The sums of
+    the other tensors were divided by `divisor`. `bound` is the relative rounding error.
     """
 
     trace: Trace
@@ -54,7 +53,7 @@ class Applied:
     bound: float
 
     def by_other_divisors(self) -> Iterator[Applied]:
-        """Yield the step with each divisor that makes some tensors exactly their sums."""
+        """Yield this record with each other divisor that makes some tensors exactly their sums."""
         size = float(np.linalg.norm(step_sums.joined(self.mean, self.mean)))
         for divisor in step_sums.divisors(self.total, self.mean, self.bound):
             off = step_sums.off(self.total, self.mean, divisor, self.bound * divisor * size)
@@ -76,7 +75,7 @@ class Applied:
         return [shard for shard in evidence.shards(self.trace).get(step, ()) if shard.gradient]
 
     def flat(self, vectors: Vectors) -> Vector:
-        """Return the tensors in `off` as one vector; missing tensors are zero."""
+        """Return the tensors in `off` as one flat vector, with zeros for missing tensors."""
         names = sorted(self.off)
         return np.concatenate(
             [
@@ -86,7 +85,10 @@ class Applied:
         )
 
     def sum_of(self, shards: Sequence[Shard]) -> Vector | None:
-        """Return the sum of the shards' gradients; None if values or shapes don't allow it."""
+        """Return the sum of the shards' gradients as one vector of the tensors in `off`.
+
+        None if values are unknown or shapes differ.
+        """
         total: Vector | None = None
         for shard in shards:
             values = evidence.vectors(shard.gradient)
@@ -99,7 +101,7 @@ class Applied:
         return total
 
     def earlier(self) -> Update | None:
-        """Return the same rank's update of the step before, if it has the tensors in `off`.
+        """Return the rank's update of the step before, if its gradient has the tensors in `off`.
 
         Return None otherwise.
         """
@@ -116,8 +118,8 @@ class Applied:
     def is_whole(self) -> bool:
         """True if the applied gradient is a multiple of the sum over all micro-batches.
 
-        Then a part of the micro-batches explains nothing: it may have the same sum, if the others
-        have no gradient for these tensors.
+        Then a sum over some of the micro-batches explains nothing: it may be equal only because the
+        other micro-batches have no gradient for these tensors.
         """
         return self.is_times(self.sum_of(self.shards))
 
@@ -169,9 +171,9 @@ def moved_without_pass(trace: Trace, update: Update) -> tuple[str, str] | None:
 
 
 def is_kept(trace: Trace, update: Update, total: Vectors, mean: Vectors, bound: float) -> bool:
-    """Return whether a tensor's applied gradient may be the one before plus this step's.
+    """Return whether a tensor's applied gradient may still contain that of the step before.
 
-    `total` are the sums over the step's micro-batches, and `mean` is the applied gradient.
+    `total` has the sums over the step's micro-batches, and `mean` the applied gradient.
     """
     before = _before(trace, update)
     known = None if before is None else evidence.vectors(before.gradient)
@@ -187,10 +189,10 @@ def is_kept(trace: Trace, update: Update, total: Vectors, mean: Vectors, bound: 
 def of_evaluation(
     by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float
 ) -> tuple[str, Explanation] | None:
-    """Return a tensor with an applied gradient that contains passes in evaluation mode; or None.
+    """Return the tensor and the explanation if passes in evaluation mode were applied; or None.
 
     A script evaluates, or inspects gradients, and does not clear them before it trains again. The
-    passes of both modes together must have the applied gradient, and the passes in training mode
+    passes of both modes together must give the applied gradient, and the passes in training mode
     alone must not.
     """
     passes = step_sums.held(by_rank, shards)
@@ -219,7 +221,7 @@ def _before(trace: Trace, update: Update) -> Update | None:
 
 
 def _again(step: Applied) -> Explanation | None:
-    """The applied gradient has the same bits as the one that was applied before."""
+    """Explain a gradient with the same bits as the one that was applied before."""
     before, now = step.earlier(), step.update.gradient
     if before is None or not step.applied.any():
         return None
@@ -232,7 +234,7 @@ def _again(step: Applied) -> Explanation | None:
 
 
 def _kept(step: Applied) -> Explanation | None:
-    """The applied gradient is a sum of this step's gradient and the one applied before."""
+    """Explain a gradient that is the sum of this step's gradient and the one applied before."""
     before, own = step.earlier(), step.sum_of(step.shards)
     if before is None or own is None:
         return None
@@ -242,9 +244,9 @@ def _kept(step: Applied) -> Explanation | None:
     if parts is None:
         return None
     kept = [name for name in step.off if name in step.update.kept]
-    # The part that is left is either not reduced again, or added over ranks. Clipping shortens all
-    # of it, so without a record of what was cleared only the factor 1 is certain. Momentum that is
-    # written by hand has a different factor.
+    # The gradient that is left over is either not reduced again, or added over ranks. Clipping
+    # shortens all of it, so without a record of what was cleared only the factor 1 is certain.
+    # Momentum that a script computes itself has a different factor.
     share = parts[0] / parts[1]
     natural = any(
         abs(share - number) <= step.bound * number for number in (1, step.trace.scenario.world_size)
@@ -268,9 +270,9 @@ def _late(step: Applied) -> Explanation | None:
 
 
 def _left(step: Applied) -> Explanation | None:
-    """The applied gradient also contains the last backward passes before this step's.
+    """Explain a gradient that also contains the last backward passes before this step's.
 
-    They came after the step before, as those of a separate loss do, or were applied in it.
+    These passes came after the step before, as for a separate loss, or were applied in it.
     """
     number, own = step.update.step - 1, step.flat(step.total)
     before = step.earlier()
@@ -299,7 +301,7 @@ def _left(step: Applied) -> Explanation | None:
 
 
 def _carried(step: Applied) -> Explanation | None:
-    """The last micro-batches of a step are applied in the next, instead of its own last ones."""
+    """Explain a step that applies the last micro-batches of the step before in place of its own."""
     number = step.update.step - 1
     before, own = _by_rank(step.shards_of(number)), _by_rank(step.shards)
     most = max(map(len, own.values()), default=0)
@@ -316,16 +318,17 @@ def _carried(step: Applied) -> Explanation | None:
 
 
 def _is_natural(step: Applied, kept: float, own: float) -> bool:
-    """Return whether a gradient that was applied before is contained without a factor of its own.
+    """Return whether a gradient that was applied before is contained with a natural factor.
 
-    It may be not reduced again, or added over ranks.
+    `kept` is its factor, and `own` that of this step's gradient. They are equal, or `kept` is 1
+    (not reduced again) or the number of workers times as large (added over ranks).
     """
     numbers = (own, own * step.trace.scenario.world_size, 1.0)
     return any(abs(kept - number) <= _EVEN * number for number in numbers)
 
 
 def _some_micro_batches(step: Applied) -> Explanation | None:
-    """The applied gradient lacks micro-batches, the same ones on each rank."""
+    """Explain a gradient that lacks micro-batches, the same ones on each rank."""
     by_rank = _by_rank(step.shards)
     most = max(map(len, by_rank.values()), default=0)
     if most < 2 or step.is_whole:
@@ -348,7 +351,7 @@ _PARTS = (
 
 
 def _one_rank(step: Applied) -> Explanation | None:
-    """The applied gradient is that of one rank's samples."""
+    """Explain a gradient that contains only one rank's samples."""
     by_rank = _by_rank(step.shards)
     if len(by_rank) < 2 or step.is_whole:
         return None
@@ -370,11 +373,11 @@ def _one_rank(step: Applied) -> Explanation | None:
 
 
 def _uneven_parts(step: Applied) -> Explanation | None:
-    """One rank's part, or the same micro-batch of all ranks, counts twice or not at all."""
+    """Explain a gradient with one rank's part, or one micro-batch of each rank, twice or never."""
     by_rank = _by_rank(step.shards)
     sizes = {(len(shard.ids), shard.weight) for shard in step.shards}
     if len(sizes) != 1 or step.is_whole or step.trace.traits.losses == "backward":
-        return None  # parts with more samples or tokens count more
+        return None  # here parts with more samples or tokens count more
     ranks = {f"rank {rank}'s samples": shards for rank, shards in by_rank.items()}
     columns = [*zip(*by_rank.values(), strict=False)]
     micro_batches = {f"micro-batch {n} of each rank": shards for n, shards in enumerate(columns)}
@@ -441,8 +444,8 @@ LIST = (
     _uneven_parts,
     own_factor,
 )
-# These hold for some tensors whatever divides the others, which may be clipped separately on
-# purpose.
+# Explanations that hold for some tensors, by whatever number the others are divided: these may be
+# clipped separately on purpose.
 LEFT_IN = (_kept, _left)
 
 
@@ -450,13 +453,13 @@ LEFT_IN = (_kept, _left)
 
 
 def seen_through(trace: Trace) -> Trace:
-    """Return `trace` without `summed` in steps that applied the sum of all micro-batches.
+    """Return `trace` without `summed` in the steps that applied the sum of all micro-batches.
 
-    `summed` says which micro-batches the parameters' gradients contained. A script may add these
-    gradients to a separate buffer after each backward pass, clear them, and pass that buffer to the
-    optimizer.
+    `summed` says which micro-batches the parameters' gradients contain. It misleads if a script
+    adds these gradients to its own buffer after each backward pass, clears them, and passes the
+    buffer to the optimizer.
 
-    Passes that add to no gradient count as parts of the micro-batches that come after them.
+    Passes that add to no gradient are joined with the micro-batches that come after them.
     """
     trace = _without_returned(trace)
     shards = evidence.shards(trace)
@@ -477,8 +480,8 @@ def seen_through(trace: Trace) -> Trace:
 def _without_returned(trace: Trace) -> Trace:
     """Return `trace` without passes of `torch.autograd.grad` that added to no gradient.
 
-    An inner loop or a penalty uses such passes. They have no loss, and belong to the backward pass
-    of the same step, which has one.
+    An inner loop or a penalty uses such passes. They have no loss. Their samples are joined with
+    those of the step's next backward pass that has a loss.
     """
     updates, events, pending = evidence.updates(trace), [], dict[int, list[Shard]]()
     told = {(s.step, s.rank) for s in trace.of(Shard) if s.loss_sum is not None}
@@ -514,7 +517,7 @@ def are_applied(trace: Trace, steps: Collection[int]) -> bool:
 
 
 def applies_all(by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float) -> bool:
-    """Return whether the applied gradient is the sum of all shards' gradients over one number."""
+    """Return whether the applied gradient is the sum of all shards', divided by one number."""
     everything = {rank: replace(update, summed={}) for rank, update in by_rank.items()}
     total = step_sums.total(everything, shards)
     mean = evidence.vectors(evidence.any_rank(by_rank).gradient)

@@ -1,23 +1,23 @@
-"""Test whether the recorded gradients moved the weights, and undo what happened between.
+"""Test whether the recorded gradients moved the weights, and undo what an optimizer did to them.
 
 Gradients are read when a step begins. Some optimizers divide or reduce them in their own step:
 
 - A script may add gradients over workers or micro-batches, and take the mean only when it moves the
   weights. Then its gradients are larger than those of one worker, by the same factor on all
-  tensors, while its weights move like those of one worker. With plain SGD the mean may be in the
-  learning rate. Adam moves weights by the same amount whatever factor gradients have. So a step
-  counts as dividing only if its state agrees as well, or if it has no state and moves weights in
-  proportion to gradients.
+  tensors, while its weights move like those of one worker. With plain SGD the division may be part
+  of the learning rate. Adam moves weights by the same amount whatever factor gradients have. So a
+  step counts as dividing only if the optimizer's state agrees as well, or if it has no state and
+  moves weights in proportion to gradients.
 - An optimizer that reduces gradients itself (ZeRO by hand, Horovod) gets different gradients on
-  each rank. Their mean counts as what it applies if it is one worker's gradient, and if weights
-  move like those of one worker.
+  each rank. The mean of these counts as the applied gradient if it equals one worker's gradient,
+  and if weights move like those of one worker.
 - An optimizer that shards its state moves each tensor on one rank, its owner, and sends the weights
-  to the others. So ranks agree even if nobody reduced the gradients, and each tensor is trained on
-  the samples of its owner: that is wrong.
-- Masters in float32, or shards, are stepped instead of the weights, and are not recorded. They
-  begin as the weights do, move by the optimizer's rule, and are written back, rounded to the
-  weights' dtype. So they are recomputed from the first step on, and all weights must be their
-  rounded values. If they are not, nothing is known.
+  to the others. So ranks agree even if nobody reduced the gradients. Then each tensor is trained on
+  the samples of its owner only, which is wrong.
+- An optimizer may step copies of the weights (masters in float32, or shards), which are not
+  recorded. The copies begin as the weights do, move by the optimizer's rule, and are written back,
+  rounded to the weights' dtype. So they are recomputed from the first step on, and all weights must
+  be their rounded values. If some weight isn't, nothing is known.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from entrenar_py.shared.verdict import Tally
 def unreduced(compared: Compared) -> str:
     """Return why a run's gradients were not reduced when the optimizer got them; "" if they were.
 
-    In that case they differ between ranks, and yet all ranks move a tensor to the same values.
+    They were not if they differ between ranks, and yet all ranks move a tensor to the same values.
     """
     for trace in (compared.trace, compared.model):
         if rounds.are_in(trace) or common_steps.first_meeting(trace):
@@ -78,8 +78,8 @@ def reduces_later(trace: Trace) -> bool:
 def _reduced_later(trace: Trace) -> tuple[int, str] | None:
     """Return the first step and tensor with different gradients and equal moves on all ranks.
 
-    Return None if there is none. A tensor of one number may move equally by chance: Adam's first
-    moves are +-rate. It counts only if no other tensor moved differently.
+    Return None if there is none. A tensor with a single element may move equally by chance, since
+    Adam's first moves are +-rate. It counts only if no other tensor moved differently.
     """
     before: Mapping[int, Tensors] = {
         start.rank: start.weights for start in reversed(trace.of(Start)) if start.step == 0
@@ -134,10 +134,10 @@ def _without_gradients(trace: Trace) -> Trace:
 def skipped_unseen(compared: Compared) -> str:
     """Return why ranks may have skipped a step without a record of it; "" if they haven't.
 
-    The ranks with a value that is not finite skipped the step. The other ranks have finite values,
-    and seem to take the step with more micro-batches than the step before, while all weights stay
-    finite. In that case an optimizer that reduces gradients itself dropped theirs, and those of the
-    next step were counted with them.
+    Ranks with a value that is not finite skip the step. The other ranks have finite values, and
+    seem to take the step with more micro-batches than the step before, while all weights stay
+    finite. Then an optimizer that reduces gradients itself dropped their gradients, and the
+    micro-batches of the next step were counted with the dropped ones.
     """
     trace = compared.trace
     updates = evidence.updates(trace)
@@ -163,7 +163,7 @@ def skipped_unseen(compared: Compared) -> str:
 
 
 def copies_stepped(compared: Compared) -> str:
-    """Return why an update can't be recomputed if the optimizer holds copies of the weights.
+    """Return why updates can't be recomputed, if the optimizer steps copies of the weights.
 
     Return "" if it steps the model's own weights.
     """
@@ -178,11 +178,11 @@ def copies_stepped(compared: Compared) -> str:
 # --- optimizers that divide or reduce gradients in their own step ---------------------------------
 
 
-_STEPS_MIN = 2  # in a single step weights may agree by chance
+_STEPS_MIN = 2  # since weights may agree by chance in a single step
 _ALIKE = 0.01  # relative, L2: the largest distance of two equal movements, apart from rounding
 _APART_MIN = 10 * _ALIKE  # a factor closer to 1 could not be distinguished from 1
 _ULP = 2.0**-23
-_NOISE_MAX = 0.1  # the largest part of a movement that rounding of the weights may be
+_NOISE_MAX = 0.1  # the largest part of a movement that may be rounding of the weights
 
 
 def reduced(tally: Tally, compared: Compared) -> Compared:
@@ -194,10 +194,10 @@ def reduced(tally: Tally, compared: Compared) -> Compared:
 
 
 def _reduced(tally: Tally, trace: Trace, alone: Trace) -> Trace:
-    """Return a run with the ranks' mean gradient, if its steps are those of `alone`.
+    """Return a run with the ranks' mean gradient, if its steps are then those of `alone`.
 
-    Otherwise return `trace`. Ranks with unequal numbers of samples may count by these numbers, or
-    equally.
+    Otherwise return `trace`. Both the plain mean and the mean weighted by the ranks' numbers of
+    samples are tried.
     """
     if not reduces_later(trace):
         return trace
@@ -216,7 +216,7 @@ def _reduced(tally: Tally, trace: Trace, alone: Trace) -> Trace:
 def _with_means(trace: Trace, *, is_weighted: bool) -> Trace | None:
     """Return a run in which all ranks have the mean of their gradients; None if one is unknown.
 
-    If `is_weighted`, each rank counts by its samples.
+    If `is_weighted`, the mean is weighted by the ranks' numbers of samples.
     """
     means: dict[int, Tensors] = {}
     shards = evidence.shards(trace)
@@ -263,7 +263,7 @@ def _mean(of_ranks: Sequence[Tensors], counts: Sequence[float]) -> Tensors | Non
 
 
 def _makes_the_steps_of(model: Trace, trace: Trace) -> bool:
-    """Return whether gradients are those of `model`, and all weights move as in `model`."""
+    """Return whether the gradients and the movements of weights are those of `model`."""
     expected, updates = evidence.updates(model), evidence.updates(trace)
     bounds = Bounds.of(expected, model, trace)
     movements = dict(_movements(trace)), dict(_movements(model))
@@ -281,7 +281,10 @@ def _makes_the_steps_of(model: Trace, trace: Trace) -> bool:
 
 
 def undone(tally: Tally, compared: Compared) -> Compared:
-    """Return the comparison with gradients divided as the step divides them, and note it."""
+    """Return the comparison with gradients divided by the number by which the step divides them.
+
+    A note says so.
+    """
     factor = factor_of(compared)
     if factor is None:
         return compared
@@ -298,9 +301,9 @@ def undone(tally: Tally, compared: Compared) -> Compared:
 
 
 def in_rate(compared: Compared) -> float:
-    """Return the number that divides the learning rates of `compared.trace`; 1 if none does.
+    """Return the number by which the learning rates of `compared.trace` are divided; 1 if by none.
 
-    Its gradients are larger than those of `compared.model` by the same number.
+    This number is also the factor between its gradients and those of `compared.model`.
     """
     if compared.is_one_run or compared.trace.scenario.workload != "own":
         return 1.0
@@ -309,7 +312,7 @@ def in_rate(compared: Compared) -> float:
 
 
 def _rate_ratio(model: Trace, trace: Trace, factor: float) -> float | None:
-    """Return the number that divides all learning rates in `trace`; None if it isn't `factor`."""
+    """Return the number by which all learning rates are divided; None if it isn't `factor`."""
     expected = evidence.updates(model)
     pairs = [
         pair
@@ -328,7 +331,7 @@ def factor_of(compared: Compared) -> float | None:
     """Return the number by which the steps of `compared.trace` divide gradients; or None.
 
     The run is compared with `compared.model`. If that is the same run, it is compared with the run
-    on one worker and with the run without a turned knob.
+    on one worker and with the base run, in which no knob is turned.
     """
     trace = compared.trace
     models = (compared.alone, compared.runs.base) if compared.is_one_run else (compared.model,)
@@ -372,7 +375,7 @@ def _follows_size(due: Update, update: Update, model: Trace, trace: Trace) -> bo
             trace.scenario.optimizer == "adamw" or rounding_bounds.is_adaptive(model, trace)
         )
     number = step_sums.ratio(states[0], states[1], _ALIKE)
-    # Momentum grows with gradients, and the learning rate compensates both.
+    # Momentum grows with gradients, and the learning rate compensates for both.
     ratio = due.learning_rate / update.learning_rate if update.learning_rate else 1.0
     return number is not None and min(abs(number - 1), abs(number - ratio)) <= _ALIKE
 
@@ -386,7 +389,7 @@ def _large(tensors: Tensors) -> Tensors:
 
 
 def _movements(trace: Trace) -> Iterator[tuple[tuple[int, int], tuple[step_sums.Vector, float]]]:
-    """Yield (step, rank) with the movement of all tensors, flat, and the norm of their weights."""
+    """Yield (step, rank), with the movement of all tensors, flat, and the norm of the weights."""
     before: dict[int, Tensors] = {
         start.rank: start.weights for start in reversed(trace.of(Start)) if start.step == 0
     }
@@ -413,7 +416,7 @@ def _move_alike(
 ) -> bool:
     """Return whether two movements are equal, and clearly larger than roundings of the weights.
 
-    For weights with the unit roundoff `unit`, roundings may be a larger part of a movement.
+    With the unit roundoff `unit` of the weights, roundings may be a larger part of a movement.
     """
     if due is None or got is None or due[0].shape != got[0].shape:
         return False
@@ -447,11 +450,11 @@ def _divided(trace: Trace, factor: float, of_rate: float) -> Trace:
 # --- ranks that step tensors alone, and send them to the others -----------------------------------
 
 
-_OWN_ALIKE = 1e-4  # relative, L2: roundings of a sum, and of clipping
+_OWN_ALIKE = 1e-4  # relative, L2: roundings of a sum and of clipping
 
 
 def stepped_alone(compared: Compared) -> Mapping[str, Any] | None:
-    """Return the counterexample of a run that trains a tensor by one rank's samples; or None."""
+    """Return the counterexample of a tensor that is trained on one rank's samples only; or None."""
     for trace in (compared.trace, compared.model):
         steps = [*evidence.ranks_by_step(trace)]
         if len(steps) < _STEPS_MIN or len(steps[0][1]) < 2:
@@ -473,9 +476,9 @@ def stepped_alone(compared: Compared) -> Mapping[str, Any] | None:
 
 
 def _owners(trace: Trace, steps: list[tuple[int, Mapping[int, Update]]]) -> dict[str, int]:
-    """Return by tensor the only rank with the gradient that moves it on all ranks, in every step.
+    """Return tensor -> the only rank with gradients that explain its moves on all ranks.
 
-    Return {} unless all tensors with gradients have such a rank.
+    The rank must be the same in every step. Return {} unless all tensors with gradients have one.
     """
     names = {name for _, by_rank in steps for u in by_rank.values() for name in u.gradient}
     if not all(_are_apart(name, by_rank) for _, by_rank in steps for name in names):
@@ -496,7 +499,7 @@ def _are_apart(name: str, by_rank: Mapping[int, Update]) -> bool:
 
 
 def _followed(trace: Trace) -> dict[str, set[int]]:
-    """Return by tensor the ranks with gradients that explain its moves by the rule in all steps."""
+    """Return tensor -> the ranks with gradients that explain its moves by the rule in all steps."""
     follows: dict[str, dict[int, bool]] = {}
     for update, expected in update_rule.followed(trace):
         rounding = update_rule.rounding(trace, update)
@@ -547,19 +550,19 @@ def _is_own(update: Update, shards: Collection[Shard], names: Collection[str]) -
 # --- copies that an optimizer steps instead of the weights ----------------------------------------
 
 
-# Units of a weight: the rounding of its copy, and of the first weight if its copy has more bits.
+# Units of a weight: the rounding of its copy, and of the first weight if the copy has more bits.
 _ROUNDINGS = 2
 
 
 def follow_copies(tally: Tally, runs: Traces, trace: Trace) -> bool:
-    """Count each weight of each step that follows from copies that are stepped by their rule.
+    """Count each weight of each step that follows from copies, which step by the optimizer's rule.
 
-    Return whether all weights do, in every step of every rank. Only then they are counted.
+    Return whether all weights follow, in every step of every rank. Only then they are counted.
     """
     compared = reduced(tally, Compared(runs=runs, model=trace, trace=trace))
     if trace.traits.steps == "model" or trace.traits.rule != "known":
         return False
-    # It is not recorded which copies decay. Either those that are known do, or all.
+    # It is not recorded which copies have weight decay: either the known ones, or all.
     decayed = evidence.replaced(compared.trace, Start, lambda start: {"decayed": start.trainable})
     for decaying in (compared.trace, decayed):
         counts = [_num_followed(update, copies) for update, copies in _steps_of_copies(decaying)]
@@ -574,14 +577,14 @@ def follow_copies(tally: Tally, runs: Traces, trace: Trace) -> bool:
 
 
 def _steps_of_copies(trace: Trace) -> Iterator[tuple[Update, dict[str, Expected] | None]]:
-    """Yield each update with the copies after it; None instead of copies that are unknown."""
+    """Yield each update with the copies after it, or with None if the copies are unknown."""
     rules: dict[int, Rule] = {}
     for event in trace.standing.events:
         if not isinstance(event, Update):
             update_rule.prepare(rules, event, trace)
             continue
         rule = rules.get(event.rank)
-        bare = replace(event, edited={})  # weights that are written back are no edit of a copy
+        bare = replace(event, edited={})  # weights that are written back don't edit a copy
         expected = None if rule is None else dict(rule.step(bare))
         yield event, expected
         if rule is not None and expected:
@@ -590,7 +593,7 @@ def _steps_of_copies(trace: Trace) -> Iterator[tuple[Update, dict[str, Expected]
 
 
 def _num_followed(update: Update, expected: dict[str, Expected] | None) -> int:
-    """Return the number of tensors that equal their rounded copies; 0 if any doesn't.
+    """Return the number of tensors that equal their rounded copies; 0 if any tensor doesn't.
 
     Also return 0 if a copy or a weight is unknown.
     """

@@ -1,4 +1,4 @@
-"""Explain a gradient that is not the whole one, clipped to the declared norm or by elements.
+"""Explain an applied gradient that is not the whole gradient, clipped to the declared norm.
 
 Each explanation is a common error, recomputed from the recorded gradients. If one fits, it names
 the error. If none fits, the difference may have causes other than clipping.
@@ -20,13 +20,13 @@ from entrenar_py.check.evidence.step_sums import Vectors
 from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.wording import listed
 
-_ALIKE = 1e-3  # relative: factors of tensors that were scaled together
-_PIECES_MAX = 8  # the most groups that factors can distinguish
+_ALIKE = 1e-3  # relative: factors of tensors that were scaled together differ by less
+_PIECES_MAX = 8  # groups that factors can distinguish, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clipped:
-    """The gradient `applied` in a step, and the norm `limit` to which it was to be clipped.
+    """The gradient `applied` in a step, and the norm `limit` to which it should be clipped.
 
     `by_rank` has the gradients of each rank's micro-batches in order, and `whole` their sum; both
     are empty if they are unknown. `given` is the gradient that was passed to torch's clipping.
@@ -44,7 +44,7 @@ class Clipped:
     given: Vectors
 
     def is_limit(self, norm: float) -> bool:
-        """Return whether `norm` is the declared one, within rounding."""
+        """Return whether `norm` is the declared limit, within rounding."""
         return math.isclose(norm, self.limit, rel_tol=2 * self.bound + 1e-6 / self.limit)
 
     def norm(self, names: Iterable[str]) -> float:
@@ -60,10 +60,10 @@ def of_step(
     limit: float,
     bound: float,
 ) -> Clipped:
-    """Return what is known of a step's gradient before clipping."""
+    """Return the records on a step's gradient, before and after clipping."""
     applied = evidence.vectors(update.gradient) or {}
     whole = step_sums.total(by_rank, shards) or {}
-    # Gradients to which nothing was added are zeros, if they were not set to None.
+    # The gradients of tensors without any term are zeros, unless they were set to None.
     idle = {n: v for n, v in applied.items() if n not in whole and not v.any()}
     whole = {**whole, **idle} if whole else {}
     if not whole or step_sums.shapes(whole) != step_sums.shapes(applied):
@@ -89,7 +89,8 @@ def of_step(
 def in_pieces(clipped: Clipped) -> Explanation | None:
     """Return an explanation if parts of one tensor were scaled differently, each to the limit.
 
-    Ranks that hold pieces clip each piece by its own norm, unless norms are added over all ranks.
+    Ranks with pieces of a tensor clip each piece by its own norm, unless norms are added over all
+    ranks.
     """
     unclipped, applied = clipped.given, clipped.applied
     if clipped.large or step_sums.shapes(unclipped) != step_sums.shapes(applied):
@@ -97,7 +98,7 @@ def in_pieces(clipped: Clipped) -> Explanation | None:
     before, after = _flat(unclipped), _flat(applied)
     telling = before != 0
     if not telling.any():
-        return None  # it was cleared when it was clipped
+        return None  # the tensor was cleared when it was clipped
     factors = np.divide(after, before, out=np.zeros_like(after), where=telling)
     groups = _alike(factors[telling])
     cut = [factor for factor in groups if factor < 1 - _ALIKE]
@@ -205,7 +206,7 @@ LIST = (in_pieces, _by_element, _in_groups, _twice, _before_the_sum)
 
 
 def is_multiple(applied: Vectors, whole: Vectors, bound: float) -> bool:
-    """Return whether `applied` is a multiple of `whole`, up to `bound` times its own norm."""
+    """Return whether `applied` is a multiple of `whole`, within `bound` times its own norm."""
     mine = _flat(applied)
     other = _flat({name: whole.get(name, np.zeros_like(v)) for name, v in applied.items()})
     size = float(np.dot(other, other))
@@ -216,14 +217,17 @@ def is_multiple(applied: Vectors, whole: Vectors, bound: float) -> bool:
 
 
 def factor_of(clipped: Clipped, name: str) -> float:
-    """Return the factor of a tensor's sum over micro-batches that was applied; 0.0 if unknown."""
+    """Return the applied gradient of a tensor divided by its sum over micro-batches.
+
+    0.0 if unknown.
+    """
     whole = clipped.whole[name].astype(np.float64)
     size = float(np.dot(whole, whole))
     return float(np.dot(clipped.applied[name].astype(np.float64), whole)) / size if size else 0.0
 
 
 def scaled_together(clipped: Clipped) -> list[tuple[str, ...]]:
-    """Return the tensors in groups with equal factors; each tensor alone if factors are unknown."""
+    """Return groups of tensors with equal factors, or each tensor alone if factors are unknown."""
     if not clipped.whole:
         return [(name,) for name in clipped.applied]
     groups: dict[float, list[str]] = defaultdict(list)
@@ -257,7 +261,7 @@ def limit_of_elements(trace: Trace) -> float | None:
 
     It looks like a limit if several elements have exactly that size, or if it has at most three
     digits, like a number in a script. Without clipping, either happens in about one of 10,000 runs.
-    In each step one rank's gradient counts, since the other ranks have the same.
+    In each step only one rank's gradient counts, since the other ranks have the same one.
     """
     counts: Counter[float] = Counter()
     for by_rank in evidence.updates(trace).values():
@@ -275,8 +279,8 @@ def limit_of_elements(trace: Trace) -> float | None:
 def explains_elements(total: Vectors, mean: Vectors, limit: float, bound: float) -> bool:
     """Return whether `mean` is `total` divided by one number and then clipped at `limit`.
 
-    Distances are allowed up to `bound` times the norm of all elements. Tensors that `total` lacks
-    have a sum of zero.
+    The distance may be up to `bound` times the norm of all elements. Tensors that are missing in
+    `total` have a sum of zero.
     """
     applied = _flat(mean)
     terms = _flat({name: total.get(name, np.zeros_like(value)) for name, value in mean.items()})
@@ -294,9 +298,9 @@ def explains_elements(total: Vectors, mean: Vectors, limit: float, bound: float)
 
 
 def uncut_elements(total: Vectors, mean: Vectors, limit: float) -> tuple[Vectors, Vectors]:
-    """Return `total` and `mean` with only the elements of `mean` that were not clipped.
+    """Return `total` and `mean` with only those elements of `mean` that were not clipped.
 
-    They were clipped if their size is `limit`. Tensors without another element are left out.
+    An element was clipped if its size is `limit`. Tensors without other elements are left out.
     """
     free = {name: np.abs(value) != limit for name, value in mean.items()}
     names = [name for name, chosen in free.items() if chosen.any()]

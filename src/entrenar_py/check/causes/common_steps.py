@@ -1,10 +1,11 @@
-"""Select the steps that can be compared: finite, the same on every rank, before ranks are joined.
+"""Select the steps of two runs that can be compared.
 
-NaN equals NaN in any trainer. A training run that produces NaN by itself is wrong, whatever was to
-be compared. Ranks with fewer batches than others may leave an epoch earlier (torch's `Join`); then
-a step's number means different steps. And local SGD synchronises weights outside the optimizer in
-many ways: all or some of them, at once or step by step. Ranks that only lack a reduction drift
-apart, and nothing synchronises them.
+These are steps with finite values, that mean the same step on every rank, and that come before
+ranks are synchronised outside of the optimizer. NaN equals NaN in any trainer, and a training run
+that produces NaN by itself is wrong, whatever was to be compared. Ranks with fewer batches than
+others may leave an epoch earlier (torch's `Join`); then a step's number means different steps. And
+local SGD synchronises weights outside the optimizer in many ways: all or some of them, at once or
+step by step. Ranks that only lack a reduction drift apart, and nothing synchronises them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from entrenar_py.shared.trace import (
 
 
 def not_finite(compared: Compared) -> str:
-    """Return from which step on no run is finite, and what to change; "" if one always is."""
+    """Return from which step on neither run is finite, and what to change; "" if one always is."""
     step = _first(compared)
     if step is None:
         return ""
@@ -81,7 +82,7 @@ def _is_disturbed(trace: Trace) -> bool:
 
 
 def _origin(trace: Trace, step: int) -> str:
-    """Return, in words, the first micro-batch that was not finite; "" if all were."""
+    """Return a phrase about the first micro-batch that was not finite; "" if all were."""
     bad = [one for one in trace.standing.of(Shard) if not one.finite and one.step <= step]
     if not bad:
         return ""
@@ -141,7 +142,7 @@ def _is_of(event: Event, step: int) -> bool:
 
 
 def uneven(compared: Compared) -> str:
-    """Return from which step on numbers may mean different steps on ranks; "" if they don't."""
+    """Return from which step on a number means different steps on ranks; "" if it never does."""
     for run in (compared.trace, compared.model):
         if (seen := _first_uneven(run)) is None:
             continue
@@ -157,7 +158,7 @@ def uneven(compared: Compared) -> str:
 
 
 def while_even(compared: Compared) -> Compared:
-    """Return the comparison before the first number that may mean different steps."""
+    """Return the comparison of the steps before the first number that may mean different steps."""
     firsts = [seen[0] for run in (compared.trace, compared.model) if (seen := _first_uneven(run))]
     if not firsts:
         return compared
@@ -165,11 +166,11 @@ def while_even(compared: Compared) -> Compared:
 
 
 def _first_uneven(trace: Trace) -> tuple[int, Counter[int]] | None:
-    """Return the first step in which ranks are apart, and how many steps each took; or None.
+    """Return the first step in which ranks are apart, and rank -> number of its steps; or None.
 
-    Ranks are apart if one took fewer steps than another and fewer backward passes. A rank that
-    leaves out steps by an error still makes their passes. If a fault cut the run short, ranks are
-    apart if they are in different epochs in one step.
+    Ranks are apart if one took fewer steps than another and also made fewer backward passes. (A
+    rank that leaves out steps by an error still makes their passes.) If a fault cut the run short,
+    ranks are apart if they are in different epochs in one step.
     """
     num_updates = Counter(update.rank for update in trace.of(Update))
     passes = Counter(shard.rank for shard in trace.of(Shard))
@@ -196,11 +197,11 @@ def _is_uneven(made: Counter[int], passes: Counter[int]) -> bool:
 # --- weights that are synchronised ----------------------------------------------------------------
 
 
-NEARER = 0.95  # of the distance of two ranks, after they are synchronised
+NEARER = 0.95  # the largest fraction of two ranks' distance that a synchronisation may leave
 
 
 def brought_together(compared: Compared) -> str:
-    """Return where ranks that step alone are synchronised without a report of it; or ""."""
+    """Return where ranks that step alone are synchronised without reporting it; "" if nowhere."""
     for trace in (compared.trace, compared.model):
         if rounds.are_in(trace):
             continue
@@ -217,7 +218,10 @@ def brought_together(compared: Compared) -> str:
 
 
 def before_steps(compared: Compared) -> Compared | None:
-    """Return the comparison of the weights before the first step, if it is of one run."""
+    """Return a run without its steps if its ranks are compared; None if two runs are compared.
+
+    The weights before the first step remain.
+    """
     return compared.both(lambda trace: until(trace, 0)) if compared.is_one_run else None
 
 

@@ -1,7 +1,7 @@
-"""Test what tensor names mean: the same tensor in both runs, and a whole copy on each rank.
+"""Test whether a tensor's name means the same tensor in both runs, and a whole copy on each rank.
 
 A user's wrapper adds parts to the names, and often wraps only with several workers. Model
-parallelism that is written by hand in plain tensors looks like data parallelism: each rank holds
+parallelism that a script implements itself in plain tensors looks like data parallelism: ranks hold
 tensors of the same names and shapes, with different values.
 """
 
@@ -21,7 +21,7 @@ from entrenar_py.shared.faults import JOINED, MIRRORED
 from entrenar_py.shared.trace import Event, Shard, Start, Synchronised, Trace, Update
 from entrenar_py.shared.wording import listed
 
-_SHOWN = 2  # the most names in a reason
+_SHOWN = 2  # names in a reason, at most
 
 
 def other_names(compared: Compared) -> str:
@@ -65,7 +65,7 @@ def apart_on_ranks(trace: Trace) -> str:
 
 
 def names_of_ranks(trace: Trace) -> Mapping[int, Set[str]]:
-    """Return by rank the names of the weights at its first start, if they were recorded."""
+    """Return rank -> the names of the weights at its first start, if they were recorded."""
     names: dict[int, Set[str]] = {}
     for start in trace.of(Start):
         if start.weights:
@@ -79,7 +79,7 @@ def known_names(trace: Trace) -> Set[str]:
 
 
 def aligned(model: Trace, trace: Trace) -> Trace:
-    """Return `model` with the names of `trace`, if the two correspond in only one way.
+    """Return `model` with its tensors named as in `trace`, if only one renaming is possible.
 
     Otherwise return `model` unchanged.
     """
@@ -94,10 +94,10 @@ def aligned(model: Trace, trace: Trace) -> Trace:
 
 
 def _matched(names: Set[str], like: Set[str]) -> dict[str, str] | None:
-    """Return for each of `names` the member of `like` for the same tensor; None if unclear.
+    """Return name -> the name in `like` of the same tensor; None if that is unclear.
 
-    Names correspond if they are equal without the parts that occur in one run only, or without the
-    parts with which all names of their run begin.
+    Two names correspond if they are equal without the parts (between dots) that occur in one run
+    only, or without the leading parts that all names of their run share.
     """
     parts, like_parts = ({p for n in some for p in n.split(".")} for some in (names, like))
     for short, short_like in (
@@ -115,7 +115,7 @@ def _without_parts(names: Iterable[str], parts: Set[str]) -> dict[str, str]:
 
 
 def _without_beginning(names: Set[str]) -> dict[str, str]:
-    """Return each name by its rest, without the leading parts that all names share."""
+    """Return short name -> name; the short name lacks the leading parts that all names share."""
     split = [name.split(".") for name in names]
     common = 0
     while split and all(len(parts) > common + 1 for parts in split):
@@ -126,26 +126,26 @@ def _without_beginning(names: Set[str]) -> dict[str, str]:
 
 
 def renamed(trace: Trace, named: Mapping[str, str]) -> Trace:
-    """Return `trace` with the tensors in `named` under their new names."""
+    """Return `trace` with its tensors renamed; `named` maps old names to new ones."""
     return replace(trace, events=tuple(evidence.event_renamed(e, named) for e in trace.events))
 
 
 # --- tensors that every rank holds whole ----------------------------------------------------------
 
 
-_ALIKE = 1e-3  # relative: factors by numbers of workers differ by more
-_SAME_LOSS = 1e-4  # relative; a loss that couples samples, or of different samples, differs by more
+_ALIKE = 1e-3  # relative: factors by different numbers of workers differ by more
+_SAME_LOSS = 1e-4  # relative; losses that couple samples, or of different samples, differ by more
 Shape = tuple[int, ...]
 _FIELDS = ("weights", "buffers", "gradient")
 
 
 def lacking(compared: Compared) -> str:
-    """Return why some tensors of the judged run may not be copies; "" if all are."""
+    """Return why some tensors of the judged run may not be whole copies; "" if all are."""
     return _pieces_told(compared, pieces(compared)) or _own_told(compared, own(compared))
 
 
 def without(compared: Compared) -> Compared | None:
-    """Return the comparison without the tensors that may not be copies; None if none is left."""
+    """Return the comparison without tensors that may not be copies; None if nothing is left."""
     lost = pieces(compared).keys() | own(compared)
     if not compared.is_one_run or known_names(compared.trace) <= lost:
         return None
@@ -153,10 +153,10 @@ def without(compared: Compared) -> Compared | None:
 
 
 def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
-    """Return by name the shapes on a rank and in the other run, for tensors that differ in shape.
+    """Return name -> (shape on a rank, shape in the other run), for tensors that differ in shape.
 
-    The other run is the model; for a single run, it is the run on one worker. If the other run
-    lacks the tensor, the largest shape on any rank is used.
+    The other run is `compared.model`, or the run on one worker if only one run is compared. If the
+    other run lacks the tensor, the largest shape on any rank is used.
     """
     due, shapes_of = _due_shapes(compared), _shapes(compared.trace)
     wholes = {
@@ -202,9 +202,9 @@ def _due_shapes(compared: Compared) -> dict[str, set[Shape]]:
 
 
 def _shapes(trace: Trace) -> dict[str, set[Shape]]:
-    """Return the shapes of each weight on the ranks that recorded them.
+    """Return tensor -> its shapes on the ranks that recorded them.
 
-    Files of earlier releases have no shapes. For these it is the number of elements, if known.
+    Files of earlier releases have no shapes. For these a shape is the number of elements, if known.
     """
     shapes: dict[str, set[Shape]] = {}
     for start in trace.of(Start):
@@ -221,12 +221,12 @@ def _shapes(trace: Trace) -> dict[str, set[Shape]]:
 
 
 def own(compared: Compared) -> Set[str]:
-    """Return the tensors that each rank may have for itself, like experts and pieces.
+    """Return the tensors that may belong to each rank separately, like experts and pieces.
 
-    Ranks begin with different values for them and apply different gradients. A tensor that was only
-    not broadcast gets the same gradients. If shapes show that no tensor is a piece, ranks must also
-    train other tensors on which they agree: otherwise nothing is synchronised. If a layout is
-    declared, it is known which ranks hold copies, and none is returned.
+    Ranks begin with different values for them and apply different gradients. (A tensor that was
+    merely not broadcast gets the same gradients.) If shapes show that no tensor is a piece, ranks
+    must also train other tensors on which they agree: otherwise nothing is synchronised at all.
+    Return none if a layout is declared, since it says which ranks hold copies.
     """
     trace = compared.trace
     starts = {s.rank: s for s in reversed(trace.of(Start)) if s.step == 0 and not s.resumed}
@@ -267,8 +267,8 @@ def _own_told(compared: Compared, names: Set[str]) -> str:
 def shared_samples(compared: Compared) -> str:
     """Return why ranks may share the samples that they draw; "" if each draws its own.
 
-    They may if all draw the same samples in each step, and hold different tensors, or pieces of the
-    same tensors.
+    They may share samples if all draw the same ones in each step, and hold different tensors, or
+    pieces of the same tensors.
     """
     trace = compared.trace
     apart, size = bool(apart_on_ranks(trace)), trace.scenario.world_size
@@ -285,10 +285,11 @@ def shared_samples(compared: Compared) -> str:
 def summed_parts(compared: Compared) -> str:
     """Return why a sum over a batch may rightly depend on the number of workers; or "".
 
-    Torch's layers can be told that a batch is cut by rows. Then each rank's rows count as different
-    ones. If all ranks draw the same rows, a sum over them contains each row once per rank. And if a
-    script sets the size of one worker's batch, the mean of the workers' sums is a sum over one
-    worker's number of samples. If one worker has a rank's part, its sum is the same.
+    There are two cases. All ranks draw the same rows, and torch's layers are told that the batch is
+    cut by rows: then the rows of each rank count as different ones, and a sum over them contains
+    each row once per rank. Or the script sets the size of one worker's batch, and one worker got
+    the batches of all: then the mean of the workers' sums is a sum over one worker's number of
+    samples, but one worker's sum is over all.
     """
     trace, num_workers = compared.trace, compared.trace.scenario.world_size
     factor = _factor_of_all(compared)
@@ -319,9 +320,10 @@ def summed_parts(compared: Compared) -> str:
 
 
 def not_given(compared: Compared) -> str:
-    """Return why one worker may lack something that several workers train on; or "".
+    """Return what may make one worker train differently with several workers' batches; or "".
 
-    Something that was not replaced may make the runs differ.
+    One worker's batches were replaced by those of several workers. Something that was not replaced
+    with them may make the runs differ.
     """
     if not explanations.is_given(compared.model) or compared.difference is None:
         return ""

@@ -1,16 +1,16 @@
-"""Test whether what a rank computes depends on which samples it has together.
+"""Test whether a rank's results depend on which samples are together in a batch.
 
 The loss of a batch is not a sum over its samples if it has a load-balancing term, negatives from
-the batch, or advantages that are normalised in the batch. Then the ranks' gradients are right, and
-no combination of them is the gradient of one worker. But they are wrong if the script declares the
-samples of a loss (`loss_over`). BatchNorm and similar layers keep statistics of a rank's own
-samples, and rightly depend on how a batch is divided, too.
+the batch, or advantages that are normalised in the batch. Then the ranks' gradients are right,
+although no combination of them is the gradient of one worker. (They are wrong if the script
+declares which samples a loss is over, `loss_over`.) BatchNorm and similar layers keep statistics of
+a rank's own samples, so these also rightly depend on how a batch is divided.
 
 A rank may also divide a loss by the number of its own elements: tokens, boxes, pixels. The mean
-over ranks is then a mean of means. With one loss, the gradient of one worker shows this: it is a
-combination of the ranks' gradients. With a second loss, which is divided rightly, no combination
-is. But the terms of both runs (`Shard.terms`) show it: a term counts as much on each rank as on one
-worker, and one worker has as many elements as all ranks together. The numbers of elements that
+over ranks is then a mean of means. If it is the only loss, the gradient of one worker shows this:
+it is a combination of the ranks' gradients. With a second loss, which is divided rightly, no
+combination gives it. But the terms of both runs (`Shard.terms`) show it: a term counts as much on
+each rank as on one worker, and one worker has as many elements as all ranks together. Elements that
 samples only have together (pairs, mined negatives) don't add up in this way.
 """
 
@@ -40,15 +40,15 @@ SHARE = 0.2
 def lacking(compared: Compared) -> str:
     """Return why, and in which step, samples may influence each other; "" if they don't.
 
-    Also return "" if batches are divided equally. A gradient that is not reduced, is weighted
-    wrongly or has a factor is a combination of the micro-batches' gradients. If losses agree and
-    gradients don't, the gradients are wrong.
+    Also return "" if both runs divide batches equally. A gradient that is not reduced, is weighted
+    wrongly or has a factor is still a combination of the micro-batches' gradients. If losses agree
+    and gradients don't, the gradients are wrong.
     """
     model, trace = compared.model, compared.trace
     broken = compared.difference
     step = None if broken is None else broken.step
     if step is None or step >= rounding_bounds.ROUNDING_STEPS:
-        return ""  # in later steps only combinations are judged
+        return ""  # later steps are judged by combinations only
     if _cuts(trace, step) == _cuts(model, step):
         return ""
     if _is_declared_equal(model, trace, step):
@@ -67,10 +67,10 @@ def lacking(compared: Compared) -> str:
 
 
 def broken(compared: Compared) -> Mapping[str, Any] | None:
-    """Return the counterexample of a loss over padding; None if samples influence each other.
+    """Return the counterexample of a loss that is also over padding; None if it isn't.
 
-    Such batches have as many elements per sample as their longest sample. So a sample in a batch
-    with longer ones has more elements.
+    Such a loss has as many elements per sample as the longest sample of the batch. So a sample has
+    more elements in a batch with longer samples.
     """
     model, trace = compared.model, compared.trace
     both = [evidence.shards(run) for run in (model, trace)]
@@ -191,10 +191,10 @@ def _bound(model: Trace, trace: Trace) -> float:
 
 
 def other_statistics(compared: Compared) -> str:
-    """Return why two runs that divide batches differently can't be compared; "" if they can.
+    """Return why runs that divide batches differently can't be compared; "" if they can.
 
     Buffers that depend on a rank's samples may have no effect (a counter, a monitor). Then the runs
-    agree.
+    agree, and can be compared.
     """
     names = _statistics(compared.trace) or _statistics(compared.model)
     if not names or _division(compared.trace) == _division(compared.model):
@@ -224,11 +224,14 @@ def _statistics(trace: Trace) -> list[str]:
 # --- losses that ranks divide by numbers of their own ---------------------------------------------
 
 
-_PLACES_MIN = 2  # micro-batches: in a single one such numbers may be chance
+_PLACES_MIN = 2  # micro-batches, since the numbers in a single one may be chance
 
 
 class _Term(NamedTuple):
-    """Losses that count equally: the number of their elements, and the weight of their mean."""
+    """A term of a loss with equal elements: their number (`size`), and the weight of their mean.
+
+    Recorded terms with the same share are joined.
+    """
 
     size: float
     whole: float
@@ -237,7 +240,7 @@ class _Term(NamedTuple):
 class _Place(NamedTuple):
     """A micro-batch of a step on each rank, with each rank's count of a term's elements.
 
-    `is_own`: each rank divides the term by its own count.
+    `is_own` is true if each rank divides the term by its own count.
     """
 
     shards: Sequence[Shard]
@@ -246,10 +249,10 @@ class _Place(NamedTuple):
 
 
 def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
-    """Count it as missing if ranks divide a loss by the number of their own elements.
+    """Report as missing whether ranks may divide a loss by their own numbers of elements.
 
-    DETR adds up the boxes of all ranks, and YOLO takes each rank's mean: both are on purpose.
-    `model` is the run on one worker.
+    Some scripts do so on purpose (YOLO), others divide by the elements of all ranks (DETR). `model`
+    is the run on one worker.
     """
     runs = (trace, model)
     declared = any(run.traits.losses != "backward" or run.traits.loss_over for run in runs)
@@ -277,7 +280,10 @@ def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
 
 
 def _places(trace: Trace, model: Trace) -> Iterator[_Place]:
-    """Yield places with unequal numbers of elements on ranks, and their sum on one worker."""
+    """Yield micro-batches in which ranks have unequal numbers of elements.
+
+    One worker has as many elements as all ranks together.
+    """
     alone, shards = evidence.shards(model), evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         if not _is_plain_sum(by_rank, shards.get(step, ())):
@@ -307,9 +313,9 @@ def _place(whole: Shard, parts: Sequence[Shard]) -> _Place | None:
 
 
 def _terms(shard: Shard) -> list[_Term]:
-    """Return a micro-batch's known terms in order; terms with the same share are joined.
+    """Return a micro-batch's known terms in order. Terms with the same share are joined.
 
-    They may be one loss that is added sample by sample.
+    Joined terms may be one loss that is added up sample by sample.
     """
     counts: dict[float, float] = {}
     for count, share, *_ in shard.terms:
@@ -319,7 +325,8 @@ def _terms(shard: Shard) -> list[_Term]:
 
 
 def _is_plain_sum(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> bool:
-    # A script may weight gradients by numbers of elements if they are added without division.
+    # A script may weight gradients by numbers of elements. Then the ranks' gradients don't add up
+    # plainly.
     total = step_sums.total(by_rank, shards)
     applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
     if total is None or applied is None or total.keys() != applied.keys():

@@ -5,9 +5,9 @@ some steps need an explanation, which must be exact for all tensors that changed
 benign one is chosen.
 
 What a script writes on purpose to tensors that require no gradient (a memory, a codebook) does not
-look like an error. Two common mistakes follow exactly from the records. Adapters are added to the
-weights that they adapt and stay in use. And weight decay by hand shrinks all tensors of a network,
-including frozen ones.
+look like an error. Two common mistakes follow exactly from the records: adapters are added to the
+weights that they adapt and yet stay in use, and weight decay by hand shrinks all tensors of a
+network, including frozen ones.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import counted, listed, named
 
 Values = NDArray[np.float64]
-_TELLING_MIN = 4  # elements that are multiples of others, but not by chance
-_ROUND_SHARE = 1e-3  # of a distance: a difference that may be rounding
+_TELLING_MIN = 4  # elements: longer tensors aren't multiples of each other by chance
+_ROUND_SHARE = 1e-3  # fraction of a distance: a smaller difference may be rounding
 _AVERAGE = re.compile(r"ema|average|avg|shadow|polyak|teacher", re.IGNORECASE)
-_ROUNDINGS = 16.0  # of a tensor's norm: weights that were swapped out and back, or averaged
+# Roundings of a tensor's norm that are allowed for weights swapped out and back, or averaged.
+_ROUNDINGS = 16.0
 
 
 @dataclass(frozen=True)
 class Edit:
-    """The weights `before` that `rank` had after its last step, and those `after` an edit.
+    """The weights of a rank `before` and `after` something other than the optimizer changed them.
 
-    `update` is the step that was taken with `after`, and `peers` are the weights that other ranks
-    had before. `last` are the weights after the previous edit; if there was none, those at the
-    start and after each step. `averages` are the labels of the averages that the rank keeps.
+    `before` is the state after the rank's last step, and `update` the next step, taken with
+    `after`. `peers` has the weights of the other ranks before the edit. `last` has the weights
+    after the previous edit; if there was none, those at the start and after each step. `averages`
+    has the labels of the averages that the rank keeps.
     """
 
     trace: Trace
@@ -53,21 +55,21 @@ class Edit:
     averages: Sequence[str] = ()
 
     def values(self) -> Iterator[tuple[str, Values, Values]]:
-        """Yield each tensor that was changed, with its values before and after."""
+        """Yield the name of each tensor that was changed, with its values before and after."""
         for name in self.after:
             was, now = self.before[name].values(), self.after[name].values()
             if was is not None and now is not None and was.shape == now.shape:
                 yield name, was.astype(np.float64), now.astype(np.float64)
 
     def is_in(self, tensors: Tensors) -> bool:
-        """Return whether the changed tensors are now those of `tensors`, bit for bit."""
+        """Return whether the changed tensors now equal those in `tensors`, bit for bit."""
         return all(
             name in tensors and tensors[name].digest == record.digest
             for name, record in self.after.items()
         )
 
 
-Explain = Callable[[Edit], str]  # returns what happened to the weights, or ""
+Explain = Callable[[Edit], str]  # returns a phrase about what happened to the weights, or ""
 
 
 def judge(tally: Tally, trace: Trace) -> None:
@@ -76,7 +78,8 @@ def judge(tally: Tally, trace: Trace) -> None:
         return
     if _has_climbed(tally, trace):
         return
-    begun = {start.step for start in trace.of(Start)}  # in these, a load or broadcast is only late
+    # Steps after a start, in which a load or broadcast is only late.
+    begun = {start.step for start in trace.of(Start)}
     edits = [edit for edit in _edits(trace) if not _is_put_back(edit)]
     if any(edit.update.step in begun for edit in edits):
         tally.note("weights changed outside of the optimizer between the first pass and its step")
@@ -99,7 +102,7 @@ def judge(tally: Tally, trace: Trace) -> None:
     elif harm := _explained(_with_averages(edits, trace), _HARMFUL):
         _tell_harm(tally, trace, edits, harm)
     elif trace.scenario.world_size == 1 and trace.traits.starts != "one":
-        # Edits that synchronise ranks show in the run on several workers.
+        # If an edit synchronises ranks, only the run on several workers shows it.
         tally.note(f"{changes}, first step {steps[0]}: the run on several workers tells how")
     else:
         tally.miss(
@@ -110,7 +113,10 @@ def judge(tally: Tally, trace: Trace) -> None:
 
 
 def _has_climbed(tally: Tally, trace: Trace) -> bool:
-    """Check that weights that were moved along a gradient are restored before the step."""
+    """Check that weights that were moved along a gradient are restored before the step.
+
+    Return whether any weights were not restored.
+    """
     climbed = [update for update in trace.standing.of(Update) if update.climbed]
     for update in climbed[:1]:
         message = (
@@ -130,7 +136,7 @@ def _tell_harm(tally: Tally, trace: Trace, edits: Sequence[Edit], harm: str) -> 
 
 
 def _edits(trace: Trace) -> list[Edit]:
-    """Return what was changed between two steps, among the tensors that have a gradient."""
+    """Return the changes of weights between two steps, for tensors that have a gradient."""
     edits: list[Edit] = []
     starts = {(start.step, start.rank): start.weights for start in trace.standing.of(Start)}
     weights_of: dict[int, Tensors] = {}
@@ -185,7 +191,7 @@ def _is_put_back(edit: Edit) -> bool:
 
 
 def _constrained(edit: Edit) -> str:
-    """Explain an edit in which each tensor was constrained, as its own values show."""
+    """Explain an edit that constrained each tensor, as the tensor's own values show."""
     telling = [(n, was, now) for n, was, now in edit.values() if was.size >= _TELLING_MIN]
     for name, was, now in telling:
         shape = edit.trace.shapes.get(name, was.shape)
@@ -220,9 +226,10 @@ def _is_rescaled(was: Values, now: Values) -> bool:
 
 
 def _looks_ahead(edit: Edit) -> str:
-    """Explain an edit that goes part of the way back to the weights after the previous edit.
+    """Explain an edit that goes part of the way back to the slow weights of a lookahead.
 
-    Before the first edit, the slow weights are those at the start, or after an earlier step.
+    The slow weights are those after the previous edit. Before the first edit, they are those at the
+    start, or after an earlier step.
     """
     way = {name: edit.before[name] for name in edit.after}
     for weights in edit.last:
@@ -248,8 +255,8 @@ def _averaged(edit: Edit) -> str:
 def _brought_together(edit: Edit) -> str:
     """Explain an edit that leaves the same fraction of every distance between ranks.
 
-    So each rank went the same fraction of the way to one point that no rank held: the mean, or what
-    an outer optimizer made of it.
+    Then each rank went the same fraction of the way to one point that no rank had: the mean, or the
+    result of an outer optimizer.
     """
     made = evidence.updates(edit.trace)[edit.update.step]
     peers = [(edit.peers[rank], made[rank].edited) for rank in edit.peers if rank in made]
@@ -301,7 +308,7 @@ def _are_near(was: Values, now: Values, record: TensorRecord) -> bool:
 
 
 def _left_in(edit: Edit) -> str:
-    """Explain an edit that leaves an average in the model, where it was put for some use."""
+    """Explain an edit that puts an average into the model, where it stays after its use."""
     for label in edit.averages:
         copy = {name: edit.update.extra.get(f"{label}/{name}") for name in edit.after}
         known = {name: record for name, record in copy.items() if record is not None}
@@ -316,8 +323,7 @@ def _left_in(edit: Edit) -> str:
 def _drawn_to_an_average(edit: Edit) -> str:
     """Explain an edit that goes part of the way to an average, which itself does not move.
 
-    Weights to which a script goes back (a lookahead's slow weights) move, too, or have a different
-    name.
+    The target of a lookahead (its slow weights) moves, too, or isn't named like an average.
     """
     made = evidence.updates(edit.trace).get(edit.update.step - 1, {})
     earlier = made[edit.update.rank].extra if edit.update.rank in made else {}
@@ -396,11 +402,11 @@ _HARMFUL: tuple[Explain, ...] = (_left_in, _of_an_earlier_step, _of_rank_0)
 # --- tensors that require no gradient -------------------------------------------------------------
 
 
-_UNIT = 16 * precision.FLOAT32  # of a product of adapters and a sum
-_ROUNDING = 4 * precision.FLOAT32  # of a sum and a difference
+_UNIT = 16 * precision.FLOAT32  # relative error of a product of adapters, added to a weight
+_ROUNDING = 4 * precision.FLOAT32  # relative error of a sum and a difference
 _SHRUNK_LEAST = 0.9  # the smallest factor of a weight in one step's decay
 _ALIKE = 1e-5
-_PARTS_MAX = 3  # parts of a name below the module that holds a weight and its adapters
+_PARTS_MAX = 3  # parts of a name below the module that has a weight and its adapters, at most
 
 
 @dataclass(frozen=True)
@@ -413,9 +419,10 @@ class Moves:
     names: Sequence[str]
 
     def of(self, name: str) -> Iterator[tuple[Update, Tensors, Values, Values]]:
-        """Yield each move of a tensor: the update, all weights before it, and the values.
+        """Yield each move of a tensor: the update, all weights before it, and two arrays of values.
 
-        The values are those before and after. Moves without recorded values are skipped.
+        The arrays are the tensor before and after the move. Moves without recorded values are
+        skipped.
         """
         held = [self.start.weights, *(update.weights for update in self.updates)]
         for update, (before, after) in zip(self.updates, pairwise(held), strict=True):
@@ -442,7 +449,10 @@ def _rounded(moves: Moves) -> Explanation | None:
 
 
 def _merged(moves: Moves) -> Explanation | None:
-    """Adapters were added to the weights that they adapt, and continue, or start over from zero."""
+    """Explain moves by adapters that were added to the weights that they adapt.
+
+    It is a mistake if the adapters stay in use; it is benign if they start over from zero.
+    """
     merges = [_merge(moves, name) for name in moves.names]
     known = [merge for merge in merges if merge is not None]
     if not known or len(known) < len(merges):
@@ -461,7 +471,7 @@ def _merged(moves: Moves) -> Explanation | None:
 
 
 def _merge(moves: Moves, name: str) -> tuple[str, str, bool] | None:
-    """Return the adapters with a product that moves a tensor, and whether they were emptied.
+    """Return two adapters with a product that moves a tensor, and whether they were reset to zero.
 
     Return None if there are none, or if the script changed the adapters in a different way when
     they were merged.
@@ -522,7 +532,7 @@ def _is_multiple(move: Values, was: Values, products: Sequence[Values]) -> bool:
 
 
 def _shrunk(moves: Moves) -> Explanation | None:
-    """All frozen tensors are multiplied by one number below 1, in the same steps."""
+    """Explain moves that multiply all frozen tensors by one number below 1, in the same steps."""
     frozen = {name for name in moves.start.frozen if _is_telling(moves.start.weights.get(name))}
     factors: dict[int, dict[str, float | None]] = {}
     for name in moves.names:

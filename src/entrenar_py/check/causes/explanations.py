@@ -1,18 +1,18 @@
-"""Explanations of a relation that fails: their record, and how one is chosen from closed lists.
+"""Explanations of a relation that fails: their record, and how one is chosen from fixed lists.
 
 If a relation between recorded numbers fails, a script may be wrong, or the relation may presuppose
 something that doesn't hold. One exact equation decides: if the numbers follow from the right ones
 by a common error, within rounding and on all tensors, no other cause needs to be searched for.
 There is a list for each type of relation: `accumulation.LIST` for a gradient that is not the sum of
 its micro-batches, `clipping.LIST` for one that was not clipped as a whole, and `difference` below
-for two runs. What an optimizer divides (`applied_gradients.undone`) and explanations with
-`is_wrong=False` are benign: they come first.
+for two runs. Divisions by an optimizer (`applied_gradients.undone`) and explanations with
+`is_wrong=False` are benign: they are tried first.
 
-Whatever a script does wrong in adding up micro-batches, each tensor's gradient is some combination
-of their gradients. If samples influence each other, or masks or noise differ, there is no such
-combination. So combinations distinguish an error from a different training run. They also show what
-was added in the reduction or after it: the part of one tensor that no micro-batch gave (`changes`).
-It shows even if rounding is large.
+Whatever mistake a script makes in adding up micro-batches, each tensor's gradient is some
+combination of their gradients. If samples influence each other, or masks or noise differ, there is
+no such combination. So combinations distinguish an error from a different training run. They also
+show what was added in the reduction or after it: the part of a tensor's gradient that is no
+combination of micro-batches (`changes`), even if rounding is large.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from entrenar_py.shared.faults import OF_RECORDS
 from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
 from entrenar_py.shared.wording import listed
 
-_TENSORS_MIN = 2  # with a factor, or without: a single tensor may have it by chance
-_ELEMENTS_MIN = 16  # of all tensors together
+_TENSORS_MIN = 2  # since a single tensor may have a factor by chance
+_ELEMENTS_MIN = 16  # elements of all tensors together
 _ALIKE = 0.02  # relative: shares closer than this are equal, since counts of samples differ by more
 _TELLING_MIN = 3  # elements: shorter vectors are multiples of each other by chance
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """An equation that fits, in `words` that follow what fails, and a `tensor` that shows it.
+    """An exact equation for a difference: its `words`, and a `tensor` that shows it.
 
-    `is_wrong` is False if a correct script may do this on purpose. Then `advice` says what decides.
+    The words continue a message on what fails. `is_wrong` is False if a correct script may do this
+    on purpose. Then `advice` says what decides.
     """
 
     words: str
@@ -65,9 +66,10 @@ def first(explain: Iterable[Callable[[E], Explanation | None]], evidence: E) -> 
 def difference(model: Trace, trace: Trace, step: int, bound: float) -> Explanation | None:
     """Return why the gradients of two runs differ in `step`, if nothing random can be the cause.
 
-    Return None otherwise. Either they follow from each other by a simple factor on all tensors, or
-    on some. Or both are combinations of the micro-batches of one run, which are then computed
-    correctly. `bound` is the allowed relative distance.
+    Return None otherwise. There are two explanations. The gradients follow from each other by a
+    simple factor on all or some tensors. Or both are combinations of the micro-batches of `trace`
+    with different shares; then the micro-batches' own gradients are right. `bound` is the allowed
+    relative distance.
     """
     expected, updates_of = evidence.updates(model).get(step), evidence.updates(trace).get(step)
     if not expected or not updates_of:
@@ -93,19 +95,19 @@ def _gaps(due: Tensors, got: Tensors) -> dict[str, closeness.Gap]:
 
 
 def is_given(model: Trace) -> bool:
-    """Return whether one worker was given the batches of several instead of its own."""
+    """Return whether one worker was given the batches of several workers instead of its own."""
     return any(fault.kind in OF_RECORDS for fault in model.scenario.faults)
 
 
 def _by_factor(gaps: dict[str, closeness.Gap], trace: Trace, bound: float) -> Explanation | None:
-    """Return the factor of all tensors, or of some while others agree; None if there is none."""
+    """Return the common factor of all tensors, or of some while others agree, as an explanation."""
     times, telling = {}, 0
     for name, gap in gaps.items():
         factor = factors.ratio(gap.expected, gap.got, bound)
         if factor is None:
             if gap.distance > bound * gap.size:
                 return None
-            factor = 1.0  # the factor of rounding noise
+            factor = 1.0  # a tensor of rounding noise has no factor of its own
         telling += int((gap.expected != 0).sum()) >= _TELLING_MIN
         times[name] = factor
     changed = {name: factor for name, factor in times.items() if abs(factor - 1) > bound}
@@ -131,7 +133,10 @@ def _by_factor(gaps: dict[str, closeness.Gap], trace: Trace, bound: float) -> Ex
 def _by_shares(
     due: Tensors, got: Tensors, trace: Trace, step: int, bound: float
 ) -> Explanation | None:
-    """Return that both gradients are combinations of the same micro-batches; or None."""
+    """Explain gradients that are combinations of the same micro-batches, with different shares.
+
+    Return None if they aren't.
+    """
     shards = [s for s in evidence.shards(trace).get(step, ()) if s.gradient or s.ids]
     goals = evidence.vectors(due), evidence.vectors(got)
     if goals[0] is None or goals[1] is None:
@@ -139,7 +144,7 @@ def _by_shares(
     shares = shares_of_combination(goals[0], shards, bound)
     if shares is None or not is_combination(goals[1], shards, bound):
         return None
-    # Shares that are neither equal nor those of samples may be drawn at random on purpose.
+    # Shares that are neither equal nor in proportion to samples may be drawn at random on purpose.
     counts = ([1.0] * len(shards), [s.weight for s in shards], [float(len(s.ids)) for s in shards])
     if not any(_are_alike(shares, count) for count in counts):
         return None
@@ -156,16 +161,16 @@ def _are_alike(shares: step_sums.Vector, counts: Sequence[float]) -> bool:
 # --- combinations of the micro-batches' gradients -------------------------------------------------
 
 
-# elements of a tensor per micro-batch; no combination fits this many by chance
+# Elements of a tensor per micro-batch: no combination fits this many by chance.
 _LARGE = 4
 
 
 def is_combination(goal: Vectors, shards: Sequence[Shard], bound: float) -> bool | None:
     """Return whether each tensor of `goal` is a combination of the shards'; None if unknown.
 
-    The same combination is tested on all tensors, and so is the combination of each large tensor: a
-    bug may affect only some tensors, by a factor. Tensors that a shard lacks are left out. `bound`
-    is the allowed relative L2 distance.
+    One combination for all tensors is tried, and then the combination that fits each large tensor,
+    since a bug may affect only some tensors, by a factor. Tensors that a shard lacks are left out.
+    `bound` is the allowed relative L2 distance.
     """
     terms = _terms_of_goal(goal, shards)
     if terms is None:
@@ -177,7 +182,7 @@ def is_combination(goal: Vectors, shards: Sequence[Shard], bound: float) -> bool
 
 
 def shares_of_combination(goal: Vectors, shards: Sequence[Shard], bound: float) -> Vector | None:
-    """Return the shares of the shards in the one combination that gives all of `goal`.
+    """Return each shard's share in the only combination that gives all of `goal`.
 
     Return None if there is none, if it is unknown, or if there are so few elements that it may be
     chance.
@@ -195,7 +200,7 @@ def shares_of_combination(goal: Vectors, shards: Sequence[Shard], bound: float) 
 
 
 def _terms_of_goal(goal: Vectors, shards: Sequence[Shard]) -> dict[str, Vector] | None:
-    """Return by tensor the shards' gradients, [size, num_shards]; None if unknown or not finite."""
+    """Return tensor -> the shards' gradients, [size, num_shards]; None if unknown or not finite."""
     given = [evidence.vectors(shard.gradient) for shard in shards]
     known = [vectors for vectors in given if vectors]
     if not known or len(known) < len(given):
@@ -225,24 +230,24 @@ def _fits_shares(
 # --- how much each micro-batch counts -------------------------------------------------------------
 
 
-# If there are more micro-batches than this, gradients are added up by rank.
+# With more micro-batches than this, gradients are added up by rank first.
 _APART_MAX = 8
-# After many steps two correct runs hold different weights, and no gradient of one is exactly a sum
-# of the other's. The error of wrong shares must be this many times larger than what stays
-# unexplained.
+# After many steps two correct runs have different weights, and no gradient of one run is exactly a
+# sum of the other's. The error of wrong shares must be this many times larger than the part that
+# stays unexplained.
 _TELLING = 10.0
-# A later gradient must be this many times further off (absolute, L2) than any before it. Rounding
-# differences grow along the trajectory, while wrong shares appear at once.
+# The distance of a later gradient (absolute, L2) must be this many times that of any gradient
+# before it. Rounding differences grow along the trajectory, while wrong shares appear at once.
 _JUMP = 10.0
-_EXPLAINED = 1e-3  # relative, L2: the most that may stay unexplained
-_DIRECTIONS = 2  # elements per micro-batch, so that no gradient is a sum of theirs by chance
+_EXPLAINED = 1e-3  # relative, L2: the largest part that may stay unexplained
+_DIRECTIONS = 2  # elements per micro-batch, so that no gradient is a combination by chance
 
 
 def explain_shares(trace: Trace, update: Update, due: Tensors, bound: float) -> str:
-    """Return how much the step's micro-batches would have to count to give `due`; or "".
+    """Return a phrase about how often each micro-batch would have to count to give `due`; or "".
 
-    `due` is the right gradient. It is explained if it is a sum of the micro-batches' gradients with
-    shares that differ from those in the applied one, within `bound` (relative, L2).
+    `due` is the right gradient. It is explained if it is a sum of the micro-batches' gradients,
+    within `bound` (relative, L2), with other shares than the applied gradient.
     """
     by_rank = evidence.updates(trace).get(update.step, {})
     fit = _fit_of_shares(by_rank, evidence.shards(trace).get(update.step, ()), update, due, bound)
@@ -251,18 +256,19 @@ def explain_shares(trace: Trace, update: Update, due: Tensors, bound: float) -> 
 
 @dataclass(frozen=True)
 class LaterSteps:
-    """Explains gradients of `trace` after the first steps by those of `model`.
+    """Explains gradients of `trace` in later steps by wrong shares of micro-batches.
 
-    Two correct runs hold slightly different weights after many steps. That moves a gradient out of
-    the sums of others, but hardly within them, unless each sample has a direction of its own. So a
-    gradient must also be further off than the bounds, and further than in any step before.
+    Two correct runs have slightly different weights after many steps. Therefore a gradient of
+    `model` is no exact sum of the gradients in `trace`, but the shares in the nearest sum hardly
+    change, unless each sample has a direction of its own. So the gradients must also be further
+    apart than the bounds, and further than in any step before.
     """
 
     model: Trace
     trace: Trace
 
     def explain(self, update: Update, bound: float, floor: float) -> str:
-        """Return how much the micro-batches of the update's step would have to count.
+        """Return a phrase about how often each micro-batch of the step would have to count.
 
         Return "" if that is unknown, or if rounding alone may explain the distance: if the gradient
         is not further off than `bound` (relative, L2) and `floor` (absolute). The gradient of a
@@ -299,10 +305,10 @@ class LaterSteps:
 
 
 class _Fit(NamedTuple):
-    """A gradient as a sum of micro-batches', with shares that differ from the applied ones.
+    """A gradient as a sum of those of micro-batches, with shares that differ from the applied ones.
 
     `unexplained` is the distance of the gradient from this sum, and `off` its distance from the
-    nearest multiple of the applied gradient. Both are relative to the gradient's norm, `size`.
+    nearest multiple of the applied gradient. Both are relative to `size`, the gradient's norm.
     """
 
     words: str
@@ -355,7 +361,7 @@ def _fit_of_shares(
 
 
 def _parts_of_step(shards: Sequence[Shard]) -> Mapping[str, list[Shard]]:
-    """Return the micro-batches by rank, or one by one if ranks have a few each."""
+    """Return the micro-batches by rank, or one by one if ranks have only a few."""
     kept = [shard for shard in shards if shard.gradient]
     by_rank = len(kept) > _APART_MAX or len({shard.rank for shard in kept}) == len(kept)
     parts: dict[str, list[Shard]] = {}
@@ -390,20 +396,22 @@ def _meaning(times: NDArray[Any], weights: Sequence[float]) -> str:
 # --- parts of a gradient that no micro-batch gave -------------------------------------------------
 
 
-# A change counts if it is this many times that of most tensors: if sums are rounded, all change.
+# A change counts if it is this many times that of most tensors, since rounded sums change all
+# tensors.
 _OUTLYING = 8.0
-_ROUNDS = 10  # of a fit: in each, tensors count less the further off they are
-_ROUNDED = 2.0**-20  # a relative distance below which tensors count equally
-# The largest standard error of a change as a fraction of the difference of two runs.
+_ROUNDS = 10  # rounds of a fit: in each, a tensor counts less the further off it is
+_ROUNDED = 2.0**-20  # a relative distance; tensors below it count equally
+# The largest standard error of a change, as a fraction of the difference of two runs.
 _ERROR_MAX = 0.1
-# The most elements of a tensor that count as independent, and the fewest that show anything.
+# The most elements of a tensor that count as independent, and the fewest that prove anything.
 _INDEPENDENT, _NUMBERS_MIN = 32, 4
 
 
 class Change(NamedTuple):
-    """A part of a tensor's gradient that no micro-batch gave, and the gradient without it.
+    """The part of a tensor's gradient that is no combination of micro-batches, and the rest.
 
-    `relative` is the norm of this part divided by the gradient's.
+    `change` is this part and `right` the rest. `relative` is the norm of `change`, divided by the
+    gradient's norm.
     """
 
     right: Vector
@@ -412,11 +420,11 @@ class Change(NamedTuple):
 
 
 def changes(trace: Trace, update: Update, model: Update, bound: float) -> dict[str, Change]:
-    """Return the tensors with a part in their gradient that no micro-batch gave.
+    """Return tensor -> the part of its gradient that is no combination of micro-batches.
 
     `model` is the update of the other run. A part counts if it is larger than `bound`, relative to
-    the tensor's norm, and if the two runs differ by it. Each micro-batch may count by any share, as
-    long as it is the same for all tensors.
+    the tensor's norm, and if the two runs differ by it. Each micro-batch may have any share, which
+    must be the same for all tensors.
     """
     applied, other = evidence.vectors(update.gradient), evidence.vectors(model.gradient)
     bound = allowed_change(update, bound)
@@ -451,7 +459,7 @@ def allowed_change(update: Update, bound: float) -> float:
 def _terms_of_step(
     by_rank: Mapping[int, Update], shards: Sequence[Shard], applied: Vectors
 ) -> Vectors | None:
-    """Return by tensor what each micro-batch gave, float64 [size, num_micro_batches].
+    """Return tensor -> the contribution of each micro-batch, float64 [size, num_micro_batches].
 
     Return None if that is unknown, or if sizes of a tensor differ.
     """
@@ -472,11 +480,11 @@ def _terms_of_step(
 
 
 def _changes(applied: Vectors, terms: Vectors) -> dict[str, Change]:
-    """Return by tensor what the combination of `terms` that fits most tensors leaves.
+    """Return tensor -> the remainder of the combination of `terms` that fits most tensors.
 
     The combination has the least sum of the tensors' relative distances, so a few changed tensors
-    don't move it. A tensor's norm is taken to be at least 1 / NOISE_SHARE of the norm of all
-    tensors, and of its terms.
+    don't move it. A tensor's norm counts as at least 1 / NOISE_SHARE of the norm of all tensors,
+    and of its terms.
     """
     whole = math.sqrt(sum(_norm(vector) ** 2 for vector in applied.values()))
     sizes = {

@@ -1,13 +1,14 @@
-"""Judge the numbers that divide micro-batches' losses, if a script doesn't report them.
+"""Judge by which numbers a script divides its micro-batches' losses, if it doesn't report them.
 
-The number on which `backward` is called is a sum of terms, each over a number of elements
-(`Shard.terms`, read from autograd's graph). Over a step, the elements must count as those of one
-mean, or as those of one sum. A division by the number of micro-batches also shows a mean. Any other
+The value on which `backward` is called is a sum of terms, each over a number of elements
+(`Shard.terms`, read from autograd's graph). Over a step, the elements must count as in one mean, or
+as in one sum. A division by the number of micro-batches also shows that a mean is meant. Any other
 factor may be the weight of one of several losses.
 
-A script that divides by nothing may want the sum of its micro-batches' means, so that stays open.
-But if the micro-batches come from one loader and ranks take the mean, a sum is not meant. A script
-may also divide by the number of micro-batches although its engine does: then it divides twice.
+If a script divides by nothing, it may want the sum of its micro-batches' means, so nothing is
+decided. But if the micro-batches come from one loader and ranks take the mean, a sum is not meant.
+A script may also divide by the number of micro-batches although the library that calls `backward`
+does, too: then the loss is divided twice.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ from entrenar_py.shared.trace import Shard, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed, named
 
-Parts = list[tuple[Mapping[int, Update], list[Shard]]]  # for each step: updates, micro-batches
-_PAIR = 2  # micro-batches; a 2 is recorded twice only if the script's text uses it as their number
+# For each step: rank -> update, and the micro-batches.
+Parts = list[tuple[Mapping[int, Update], list[Shard]]]
+# A number of micro-batches. A divisor of 2 is recorded twice only if the script's text uses 2 as
+# their number.
+_PAIR = 2
 _STEPS_MIN = 3  # in fewer steps, two sequences of numbers may be in proportion by chance
-_BOUND = 1e-3  # relative: numbers are Python's or float32; different counts differ by more
+_BOUND = 1e-3  # relative: numbers are Python's or float32, and different counts differ by more
 
 
 @dataclass(frozen=True)
 class _Term:
-    """A term of a loss: `count` elements (0 if unknown) that count `share` each.
+    """A term of a loss: `count` elements (0 if unknown), each with the factor `share`.
 
-    If the count is unknown, `share` is that of the whole term. `divisors` are the numbers that
-    divided the term, without the one that makes it a mean over its elements. A mean times the
-    number of its elements is their sum.
+    If the count is unknown, `share` is the factor of the whole term. `divisors` are the numbers by
+    which the term was divided, without the one that makes it a mean over its elements. A mean times
+    the number of its elements is their sum.
     """
 
     count: float
@@ -54,7 +58,7 @@ class _Term:
 
     @property
     def whole(self) -> float:
-        """The weight of the term's mean."""
+        """The weight of the term's mean: share times number of elements."""
         return self.share * (self.count or 1.0)
 
     def is_divided_by(self, number: int, *, times: int = 1) -> bool:
@@ -63,12 +67,15 @@ class _Term:
 
 @dataclass(frozen=True)
 class _Step:
-    """The terms of a step's micro-batches, by rank and micro-batch. All have as many terms."""
+    """A step of a run: rank -> micro-batch -> terms of its loss.
+
+    All micro-batches have as many terms.
+    """
 
     update: Update
     by_rank: Mapping[int, Sequence[Sequence[_Term]]]
     shards: Sequence[Shard]
-    divisor: float | None  # of the sum over all micro-batches, as it was applied
+    divisor: float | None  # the number by which the sum over all micro-batches was divided
 
     @property
     def sizes(self) -> set[int]:
@@ -77,13 +84,13 @@ class _Step:
 
     @property
     def columns(self) -> list[list[_Term]]:
-        """The terms of all micro-batches, one list for each term."""
+        """For each term, its instances in all micro-batches of all ranks."""
         every = [terms for micro_batches in self.by_rank.values() for terms in micro_batches]
         return [[*column] for column in zip(*every, strict=True)]
 
     @property
     def total(self) -> float:
-        """The weight of all means together."""
+        """The sum of the weights of all means."""
         return sum(term.whole for column in self.columns for term in column)
 
     @property
@@ -96,7 +103,7 @@ class _Step:
         """Return whether each term is divided by the number of its rank's micro-batches."""
         columns = self.columns
         numbers = [len(own) for own in self.by_rank.values() for _ in own]
-        # A mean of two losses is divided by 2, and so are two micro-batches.
+        # A mean of two losses is divided by 2, and so are the losses of two micro-batches.
         is_mean = all(alike(column[0].whole, columns[0][0].whole) for column in columns)
         return all(
             term.is_divided_by(number, times=1 + (is_mean and 1 < number == len(columns)))
@@ -109,7 +116,7 @@ class _Step:
         (number, *others), (terms, *further) = self.sizes, self.columns
         ranks = len(self.by_rank)
         is_averaged = self.divisor is not None and alike(self.divisor, ranks)
-        # Halves of halves count like a mean over two ranks that are added up.
+        # Halves of halves count like a mean that is added up over two ranks.
         is_known = self.parts() and not (number == ranks == _PAIR and is_averaged)
         if others or further or number < _PAIR or is_known:
             return False
@@ -117,7 +124,7 @@ class _Step:
         return all(twice) and bool(self._parts_of(number * self.total))
 
     def is_sum_of_means(self) -> bool:
-        """Return whether ranks' sums of whole means over different samples are averaged."""
+        """Return whether ranks add up whole means over different samples, then average the sums."""
         number, ranks = max(self.sizes), len(self.by_rank)
         terms = [term for column in self.columns for term in column]
         wholes = (t.count > 1 and t.is_mean and not t.divisors and alike(t.whole, 1) for t in terms)
@@ -134,16 +141,16 @@ class _Step:
         )
 
     def parts(self) -> set[str]:
-        """Return for what the micro-batches together are one mean: `all` ranks, or `each` rank.
+        """Return what the micro-batches together are one mean of: `all` ranks, or `each` rank.
 
-        `applied` if they are one mean after the division of what is applied.
+        `applied` means one mean after the division of the applied gradient. Several may be true.
         """
         if self._is_weight():
             return set()
         return self._parts_of(self.total) or self._parts_of(self._total_of_labels())
 
     def _total_of_labels(self) -> float:
-        """Return the weight of all means as shares of the labels before they are shifted.
+        """Return the sum of the weights of all means, as shares of the labels before their shift.
 
         Before the shift each row has one more label, which is no target (`Trainer` divides by this
         number). Return NaN if there are several terms, or if elements are unknown or count
@@ -171,13 +178,13 @@ class _Step:
         return self.sizes == {2} and not any(term.divisors or not term.is_mean for term in terms)
 
     def wholes(self, rank: int | None = None) -> list[float]:
-        """Return the summed weight of each term's means, for one rank or for all."""
+        """Return for each term the sum of the weights of its means, for one rank or for all."""
         own = self.by_rank.values() if rank is None else [self.by_rank[rank]]
         every = [terms for micro_batches in own for terms in micro_batches]
         return [sum(term.whole for term in column) for column in zip(*every, strict=True)]
 
     def shares_of_sum(self) -> list[float] | None:
-        """Return how much an element of each term counts if all terms are sums; otherwise None."""
+        """Return the factor of an element of each term if all terms are sums; otherwise None."""
         columns = self.columns
         is_sum = all(not term.is_mean for column in columns for term in column)
         even = all(alike(term.share, column[0].share) for column in columns for term in column)
@@ -185,7 +192,7 @@ class _Step:
 
 
 def are_all(shards: Sequence[Shard], *, means: bool) -> bool:
-    """Return whether all losses are known to be means over elements, or with `means=False` sums."""
+    """Return whether all losses are known to be means over elements (with `means=False`: sums)."""
     return bool(shards) and all(
         shard.terms and all(_Term.of(term, len(shard.ids)).is_mean is means for term in shard.terms)
         for shard in shards
@@ -193,7 +200,7 @@ def are_all(shards: Sequence[Shard], *, means: bool) -> bool:
 
 
 def are_one_mean(shards: Sequence[Shard]) -> bool:
-    """Return whether each rank's losses together count as one loss."""
+    """Return whether the losses of each rank together have the weight of one mean."""
     wholes: dict[int, list[list[float]]] = {}
     for shard in shards:
         own = [_Term.of(term, len(shard.ids)).whole for term in shard.terms]
@@ -204,7 +211,7 @@ def are_one_mean(shards: Sequence[Shard]) -> bool:
 
 
 def judge(tally: Tally, trace: Trace) -> None:
-    """Judge a run step by step, if its losses are those on which `backward` is called."""
+    """Judge a run step by step, if its losses are the values on which `backward` is called."""
     if trace.traits.losses != "backward":
         return
     for parts in _networks(trace).values():
@@ -223,10 +230,9 @@ def judge(tally: Tally, trace: Trace) -> None:
 
 
 def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
-    """Count as missing how losses count, if ranks always add up the same number.
+    """Report as missing what divides losses, if a rank always adds up equally many micro-batches.
 
-    The number is that of a rank's micro-batches in a step. Different numbers would show what
-    divides the losses.
+    Different numbers of micro-batches would show what divides the losses.
     """
     known = [(run, _networks(run)) for run in runs if run.traits.losses == "backward"]
     for run, networks in known:
@@ -255,7 +261,7 @@ def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
 
 
 def _open(steps: Sequence[_Step]) -> str:
-    """Return what stays open about the losses of `steps`, which are [] if losses are unknown."""
+    """Return a phrase about what is undecided in the losses of `steps` ([]: they are unknown)."""
     if not steps:
         return (
             "by which number it divides their losses is unknown without {accumulation} in the "
@@ -290,7 +296,7 @@ def _is_known(tally: Tally, trace: Trace, parts: Parts) -> bool:
 
 
 def are_means_of_steps(trace: Trace) -> bool:
-    """Return whether all losses are known to be divided by the elements of their step."""
+    """Return whether all losses are known to be divided by the number of elements in their step."""
     networks = [(parts, [*_steps(parts)]) for parts in _networks(trace).values()]
     return bool(networks) and all(
         len(steps) == len(parts) and _are_of_step(steps) for parts, steps in networks
@@ -298,7 +304,7 @@ def are_means_of_steps(trace: Trace) -> bool:
 
 
 def _are_of_step(steps: Sequence[_Step]) -> bool:
-    """Return whether elements count less the more elements a step has."""
+    """Return whether an element counts less, the more elements its step has."""
     return (
         len({step.num_elements for step in steps}) > 1
         and all(step.num_elements and step.is_even() for step in steps)
@@ -313,7 +319,7 @@ def _are_of_step(steps: Sequence[_Step]) -> bool:
 def _own_elements(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
     """Check that ranks with unequal numbers of elements don't count equally.
 
-    It applies to ranks that add up micro-batches of unequal sizes so that each of their elements
+    This applies to ranks that add up micro-batches of unequal sizes so that each of their elements
     counts equally.
     """
     if trace.traits.loss_over == "micro-batch" or not _are_of_ranks(steps):
@@ -336,7 +342,7 @@ def _own_elements(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
 
 
 def _are_of_ranks(steps: Sequence[_Step]) -> bool:
-    """Return whether each rank takes one mean over micro-batches of unequal numbers of elements."""
+    """Return whether each rank takes one mean over micro-batches with unequally many elements."""
     first = steps[0].wholes(min(steps[0].by_rank)) if steps else []
     ranks = [(step.by_rank[rank], step.wholes(rank)) for step in steps for rank in step.by_rank]
     return (
@@ -362,9 +368,9 @@ def _count(micro_batches: Sequence[Sequence[_Term]]) -> float:
 
 
 def _divided_afterwards(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
-    """Check that gradients of sums over elements are divided by the elements of the whole step.
+    """Check that a gradient of sums over elements is divided by the elements of the whole step.
 
-    They may also be divided by one number in all steps. Different numbers are wrong if they are
+    It may also be divided by one number in all steps. Different numbers are wrong if they are
     counts of elements that the script may have confused with those of the step.
     """
     got = [step.divisor or math.nan for step in steps]
@@ -423,7 +429,7 @@ def _are_in_proportion(numbers: Sequence[float], others: Sequence[float]) -> boo
 def _are_of_unlike_loaders(parts: Parts) -> bool:
     """Return whether each of a rank's micro-batches comes from its own loader, in every step.
 
-    They are several losses, not parts of one. A loader's epoch has a number of its own.
+    Their losses are then different losses, not parts of one. Each loader counts its own epochs.
     """
     epochs = [
         [[shard.epoch for shard in held if shard.rank == rank] for rank in by_rank]
@@ -444,7 +450,8 @@ def _adds_up_means(tally: Tally, trace: Trace, parts: Parts) -> bool:
     if trace.traits.sample_ids == "content" and not trace.traits.one_source:
         return False
     every = [*_steps(parts)]
-    steps = [step for step in every if step.divisor is not None]  # FSDP's first may have none
+    # The first step of FSDP may have no divisor.
+    steps = [step for step in every if step.divisor is not None]
     if len(every) < len(parts) or not steps or not all(map(_Step.is_sum_of_means, steps)):
         return False
     if not any(len({shard.epoch for shard in step.shards}) == 1 for step in steps):
@@ -479,7 +486,7 @@ def _divided_twice(tally: Tally, trace: Trace, parts: Parts) -> None:
 
 
 def _rows(tally: Tally, trace: Trace, step: _Step) -> None:
-    """Check that means over different numbers of samples count as their samples do.
+    """Check that means over different numbers of samples are weighted by these numbers.
 
     A script may rightly want different numbers of tokens to count equally.
     """
@@ -511,7 +518,7 @@ def _rows(tally: Tally, trace: Trace, step: _Step) -> None:
 def _short_steps(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
     """Check that steps with an unusual number of micro-batches are divided by their own number.
 
-    The usual number is that of most steps, which are divided by it.
+    The usual number is the one of most steps.
     """
     sizes = [max(step.sizes) for step in steps if len(step.sizes) == 1]
     usual = max({*sizes}, key=sizes.count, default=0)
@@ -544,13 +551,14 @@ def _short_steps(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
 def _cut_windows(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
     """Check that a mean over the elements of several micro-batches is applied in one step.
 
-    If an engine steps early, each of several steps has some of the micro-batches, divided by the
-    elements of all. Together these steps count as much as full steps.
+    If an engine steps too early, several steps have some of the micro-batches each, divided by the
+    elements of all. Together these steps count as much as a full step.
     """
     known = all(len(step.sizes) == 1 and step.num_elements and step.is_even() for step in steps)
     usual = max((max(step.sizes) for step in steps), default=0)
     whole = [step for step in steps if max(step.sizes) == usual]
-    # Otherwise a constant that divides all steps looks like the elements of a window.
+    # Otherwise a constant divisor of all steps would look like the number of elements of several
+    # steps.
     if not (known and _are_of_step(whole)):
         return
     full, window = [step.wholes() for step in whole], list[_Step]()
@@ -590,9 +598,9 @@ def _divided(step: _Step, number: int) -> float | None:
 
 
 def _networks(trace: Trace) -> dict[str, Parts]:
-    """Return what is added up in each step, by the first tensor that gets its gradient.
+    """Return the first tensor of a network -> what is added up in each step for the network.
 
-    Networks that are trained in turn have losses of their own.
+    Networks that are trained in turn have separate losses.
     """
     shards = evidence.shards(trace)
     networks: dict[str, Parts] = {}
@@ -606,8 +614,8 @@ def _networks(trace: Trace) -> dict[str, Parts]:
 def _steps(parts: Parts) -> Iterator[_Step]:
     """Yield the steps in which the terms of each micro-batch are known.
 
-    A rank without a batch multiplies a loss by zero to keep in step. That adds nothing to a sum;
-    whether a mean counts it is unknown.
+    A rank without a batch multiplies a loss by zero to stay in step with the others. That adds
+    nothing to a sum; whether a mean counts it is unknown.
     """
     for by_rank, of_step in parts:
         counted = _counted(of_step)

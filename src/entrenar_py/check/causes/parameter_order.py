@@ -1,16 +1,17 @@
-"""Compare two runs that give the optimizer each group's parameters in different orders.
+"""Compare two runs in which the optimizer gets each group's parameters in different orders.
 
-The rule of a script's own optimizer is unknown, and one worker steps by it, too, so no other pair
-of runs shows its mistakes. But a step follows from weights and gradients, and not from the order in
-which a loop visits the parameters. So steps that begin with the same bits are compared. Sums over
-parameters (a norm to clip by, a flat buffer) are rounded differently in a different order. Such a
-step is the same within rounding, but later steps can't be compared.
+The update rule of a script's own optimizer is unknown, and the run on one worker uses it, too, so
+no other pair of runs shows its mistakes. But a step follows from weights and gradients, and not
+from the order in which a loop visits the parameters. So steps that begin with the same bits are
+compared. Sums over parameters (a norm to clip by, a flat buffer) are rounded differently in a
+different order. Such a step is the same within rounding, but later steps can't be compared.
 
-A larger difference alone is no mistake. Rates, decay, bits or turns may depend on the place by
-design, and noise is drawn for one tensor after the other. A difference is wrong if one of the known
-mistakes explains all of it, in both orders: a counter in Adam's corrections that each tensor
-increments (`_COUNTERS`), or a momentum of a different tensor (`_MOMENTA`). What an optimizer keeps
-then follows from the gradients so far. All other differences are only noted.
+A larger difference alone is no mistake. An optimizer may by design choose the rate, the decay, the
+precision or the next tensor to step by a parameter's place, and noise is drawn for one tensor after
+the other. A difference is wrong if one of two known mistakes explains all of it, in both orders:
+each tensor increments the counter of Adam's bias corrections (`_COUNTERS`), or a tensor is moved by
+another tensor's momentum (`_MOMENTA`). In both, the optimizer's state follows from the gradients so
+far. All other differences are only noted.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import counted
 
 Groups = Sequence[tuple[str, ...]]  # the names of each group's tensors
-# Movements of a tensor, or momenta of all tensors: float64 [2, size], in the usual order and in the
-# changed order.
+# The movements of a tensor, or the momenta of all tensors: float64 [2, size], in the usual order
+# and in the changed order.
 Both = NDArray[np.float64]
-# Called with the index of a group, a place among its tensors with gradients, and a tensor's size.
+# Maps the index of a group, a place among its tensors with gradients, and a tensor's size to the
+# key of a counter or momentum: visits with equal keys share it.
 Key = Callable[[int, int, int], Hashable]
 
-_ALIKE = 5e-3  # of a movement: the largest distance of two. Some are computed in 16 bits
+# Relative: the largest distance of two equal movements, as some are computed in 16 bits.
+_ALIKE = 5e-3
 _ROUNDINGS = 4  # units of a weight, to which its movement is rounded
-_EXPLAINED = 2e-2  # relative: the largest distance of a number from an equation's
-_CORRECTED_MIN = 0.1  # the least distance from 1 of a factor that corrections explain
-_TELLING_MIN = 16  # elements that differ: this many have no other cause
-_SHARES = (0.8, 0.9, 0.95, 0.98, 0.99, 0.999)  # of a momentum, kept by a step: many name none
+_EXPLAINED = 2e-2  # relative: the largest distance of a number from the one of an equation
+_CORRECTED_MIN = 0.1  # the smallest distance from 1 of a factor that bias corrections explain
+_TELLING_MIN = 16  # elements that differ: if so many do, the cause is not another one
+# Fractions of a momentum that a step keeps: usual values, since many optimizers name none.
+_SHARES = (0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
 _BEFORE = "with the parameters of each group in another order: "
 
 _COUNTED = "the step is counted once for each parameter, and not once for all"
@@ -55,10 +59,10 @@ _MOMENTA: Mapping[str, Key] = {
 
 
 def is_wanted(trace: Trace) -> bool:
-    """Return whether a run like `trace` is to be repeated in a different order.
+    """Return whether a run like `trace` should be repeated with parameters in a different order.
 
-    This is for optimizers of the script's own classes that were created for this training run. Two
-    layers, each with a weight and a bias, are the least that has a different order.
+    Only optimizers of the script's own classes, created in this training run, are tested. Two
+    layers, each with a weight and a bias, are the smallest model with different orders.
     """
     is_fresh = all(start.step == 0 and not start.resumed for start in trace.of(Start))
     is_own = trace.traits.rule == "own" and trace.traits.steps == "model"
@@ -67,7 +71,7 @@ def is_wanted(trace: Trace) -> bool:
 
 
 def compare(tally: Tally, runs: Traces) -> None:
-    """Check that each tensor moves the same in both orders, up to the first step that differs."""
+    """Check that each tensor moves equally in both orders, up to the first step that differs."""
     pair = runs.witnesses.get(REORDERED, ())
     if len(pair) != 2 or any(run.end.status == "failed" for run in pair):
         return  # a class may require an order
@@ -131,7 +135,7 @@ def _steps(trace: Trace) -> Iterator[tuple[Tensors, Update]]:
 
 
 def _begin_alike(before: Tensors, began: Tensors, update: Update, other: Update) -> bool:
-    """Return whether a step has the same weights, gradients and rates in both runs."""
+    """Return whether a step begins with the same weights, gradients and rates in both runs."""
     pairs = (before, began), (update.gradient, other.gradient)
     return (
         update.step == other.step
@@ -201,7 +205,7 @@ def _cause(
 def _visits(
     gradients: Sequence[Tensors], groups: Groups
 ) -> Iterator[tuple[Tensors, str, int, int]]:
-    """Yield each tensor that an optimizer visits: the step's gradients, name, group and place."""
+    """Yield, for each visit of a tensor: the step's gradients, the name, group and place."""
     for step in gradients:
         for index, names in enumerate(groups):
             for place, name in enumerate(name for name in names if name in step):
@@ -209,7 +213,7 @@ def _visits(
 
 
 def _counts(gradients: Sequence[Tensors], groups: Groups, key: Key) -> Mapping[str, int]:
-    """Return the value of each tensor's counter when the last step visits it."""
+    """Return tensor -> the value of its counter when the last step visits it."""
     counters = Counter[Hashable]()
     counts = {}
     for _, name, index, place in _visits(gradients, groups):
@@ -222,7 +226,7 @@ def _counts(gradients: Sequence[Tensors], groups: Groups, key: Key) -> Mapping[s
 def _are_corrections(
     moves: Mapping[str, Both], counts: Sequence[Mapping[str, int]], constants: Mapping[str, Any]
 ) -> bool:
-    """Return whether the counts' bias corrections in Adam explain each movement."""
+    """Return whether Adam's bias corrections with these counts explain each movement."""
     betas = constants.get("betas")
     if not (isinstance(betas, list | tuple) and len(betas) == 2):
         return False
@@ -242,14 +246,14 @@ def _are_corrections(
 
 
 def _shares(constants: Mapping[str, Any]) -> set[float]:
-    """Return which fractions of a momentum a step may keep: the constants, and usual values."""
+    """Return the fractions of a momentum that a step may keep: the constants, and usual values."""
     several = [v if isinstance(v, list | tuple) else (v,) for v in constants.values()]
     values = [value for entries in several for value in entries if isinstance(value, float)]
     return {*_SHARES, *(value for value in values if 0.5 <= value < 1)}
 
 
 def _vector(tensors: Tensors, name: str) -> NDArray[np.float64]:
-    """Return the elements of a tensor; none for a sketch, which does not have each of them."""
+    """Return the elements of a tensor; none for a sketch, which has only some of them."""
     values = tensors[name].values()
     return np.zeros(0) if values is None else values.astype(np.float64)
 
@@ -257,7 +261,7 @@ def _vector(tensors: Tensors, name: str) -> NDArray[np.float64]:
 def _momenta(
     gradients: Sequence[Tensors], groups: Groups, key: Key, share: float
 ) -> Mapping[str, NDArray[np.float64]]:
-    """Return each tensor's buffer when the last step visits it; {} if sizes don't fit."""
+    """Return tensor -> its momentum when the last step visits it; {} if sizes don't fit."""
     buffers: dict[Hashable, NDArray[np.float64]] = {}
     momenta: dict[str, NDArray[np.float64]] = {}
     for step, name, index, place in _visits(gradients, groups):
@@ -271,12 +275,12 @@ def _momenta(
 
 
 def _follow(moves: Both, gradient: NDArray[np.float64], momenta: Both) -> bool:
-    """Return whether gradient and momentum explain all moves, as in SGD, or as in Lion by signs.
+    """Return whether gradient and momentum explain all moves, as in SGD or (by signs) as in Lion.
 
     In SGD the movements of the two orders differ by one multiple of the difference of the momenta.
-    In Lion one multiple of the momentum, added to the gradient, has the sign of each element in
-    both orders: each element gives a lower or an upper limit of the multiple. Some elements must
-    differ that have no other reason to.
+    In Lion one multiple of the momentum, added to the gradient, has the sign of each element's move
+    in both orders: each element gives a lower or an upper limit of the multiple. Some elements must
+    differ between the orders, and have no other reason to.
     """
     shift = momenta[1] - momenta[0]
     factor = factors.ratio(shift, moves[1] - moves[0], bound=_EXPLAINED)
@@ -286,7 +290,7 @@ def _follow(moves: Both, gradient: NDArray[np.float64], momenta: Both) -> bool:
         return False
     signs = -np.sign(moves)
     towards, kept = signs * gradient, signs * momenta
-    # Elements with neither gradient nor momentum move by decay alone, if at all.
+    # Elements with neither gradient nor momentum move only by decay, if at all.
     if ((np.maximum(kept, towards) <= 0) & (kept + towards < 0)).any():
         return False
     multiples = -towards / np.where(kept == 0, 1.0, kept)

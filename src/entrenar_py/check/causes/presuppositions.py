@@ -1,11 +1,11 @@
 """The presuppositions of comparing a user's runs: one table, tested on the runs themselves.
 
 A comparison counts only if all its presuppositions hold. If one fails, it is reported as missing,
-with the call that settles it. The exception is a difference that one exact equation explains, which
-then can't come from the presupposition. Nothing is presupposed about the harness's own trainers,
-which are known. To add a presupposition, add a row and name it in the comparisons that make it.
-Presuppositions that two plain runs of the command settle are tested here; the others have modules
-of their own.
+with the call that settles it. The exception is a difference that one exact equation explains, since
+such a difference can't come from the presupposition. Nothing is presupposed about the harness's own
+trainers, which are known. To add a presupposition, add a row and name it in the comparisons that
+make it. Presuppositions that two plain runs of the command settle are tested here; the others have
+modules of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from entrenar_py.shared.trace import Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Tally
 
 # Two independent draws of the same weights are about 1.4 apart, relative to their norm. Weights
-# that were drawn the same and changed since (decayed, rounded) are far closer.
+# from one draw that have changed since (decayed, rounded) are far closer.
 OTHER_DRAW = 0.5
 _SEED = (
     "seed the script alike in every run, before it draws anything: torch.manual_seed(...), or "
@@ -48,7 +48,7 @@ _SEED = (
 def plain_runs_apart(compared: Compared) -> str:
     """Return why two plain runs of the command don't agree within rounding; "" if they do.
 
-    A plain run has nothing changed by the harness.
+    In a plain run, the harness changes nothing.
     """
     if not compared.plain_runs:
         return ""
@@ -65,7 +65,7 @@ def plain_runs_apart(compared: Compared) -> str:
 
 
 def agree_within_rounding(compared: Compared) -> bool:
-    """Return whether the two runs draw the same, and agree within rounding."""
+    """Return whether the two runs draw the same numbers, and agree within rounding."""
     first, second = compared.model, compared.trace
     return not unseeded(first, second) and _beyond_rounding(compared, first, second) is None
 
@@ -75,7 +75,8 @@ def _beyond_rounding(compared: Compared, first: Trace, second: Trace) -> Counter
     finite = common_steps.while_finite(Compared(runs=compared.runs, model=first, trace=second))
     first, second = finite.model, finite.trace
     trial = Tally("")
-    # Chaos from the first step on does not explain why the same operations give different results.
+    # If training is chaotic from the first step on, that doesn't explain why the same operations
+    # give different results.
     known = compared.sensitivity
     sensitivity = UNKNOWN if known.is_chaotic(0) else known
     for rank in sorted({update.rank for update in second.of(Update)}):
@@ -116,7 +117,7 @@ _PLAIN = Words(run="the first of them", its="the first one's", before="", elsewh
 
 
 def drawn_apart(compared: Compared) -> str:
-    """Return what a command without a seed draws differently in every run; or ""."""
+    """Return what a command without a {seed} draws differently in every run; "" if nothing."""
     if compared.trace.traits.seeded:
         return ""
     why = unseeded(compared.model, compared.trace)
@@ -124,7 +125,7 @@ def drawn_apart(compared: Compared) -> str:
 
 
 def unseeded(first: Trace, second: Trace) -> str:
-    """Return what two runs of the same command drew differently: first weights, or samples."""
+    """Return what two runs of one command drew differently, weights or samples; "" if nothing."""
     if name := _other_beginning(first, second):
         return f"they begin with different weights ({name})"
     return _other_samples(first, second)
@@ -139,7 +140,7 @@ def samples_apart(compared: Compared) -> str:
 
 
 def samples_drawn_apart(compared: Compared) -> str:
-    """Return the first step with samples that a command without a {seed} draws differently."""
+    """Return in which step a command without a {seed} draws other samples in each run; or ""."""
     if compared.trace.traits.seeded:
         return ""
     why = _other_samples(compared.model, compared.trace)
@@ -147,7 +148,7 @@ def samples_drawn_apart(compared: Compared) -> str:
 
 
 def drawn_anew(compared: Compared) -> str:
-    """Return why a script that seeds nothing may draw different numbers after a stop; or "".
+    """Return why a script that sets no seed may draw different numbers after a stop; or "".
 
     The harness seeds its runs, so they begin the same. After a stop they would have new seeds.
     """
@@ -195,8 +196,8 @@ def _samples(trace: Trace) -> dict[int, Counter[int]]:
 def other_beginning(compared: Compared) -> str:
     """Return why the runs begin with independently drawn weights; "" if they don't.
 
-    Weights that differ but were drawn the same are left to the comparison: the trainer changed
-    them.
+    Weights that come from one draw and differ were changed by the trainer. They are left to the
+    comparison.
     """
     starts, model_starts = (_first_starts(run) for run in (compared.trace, compared.model))
     if not starts or not model_starts:
@@ -347,7 +348,7 @@ def _strictly(presupposition: Presupposition) -> Presupposition:
     return replace(presupposition, left=lambda _: None)
 
 
-# Comparison, as a reader would call it -> its presuppositions, in the order of the tests.
+# Comparison, in words for a reader -> its presuppositions, in the order in which they are tested.
 WITH_ONE_WORKER = "several workers with one"
 WITH_A_KNOB = "a turned knob with its usual value"
 RESUMED = "a resumed run with the uninterrupted one"
@@ -371,7 +372,8 @@ _TWO_RUNS = (
     STATISTICS,
 )
 _BY_SAMPLE = (SAME_CONTENTS, NOTHING_BY_RANK, SUM_OVER_SAMPLES)
-# What other runs can settle, in which nothing is drawn at random, or all ranks have the same part.
+# Presuppositions that controlled runs can settle, in which nothing is drawn at random, or all ranks
+# have the same part of the batch.
 _CONTROLLED = (STATISTICS, *_BY_SAMPLE, THEIR_BATCHES)
 POISONED = "a step with a non-finite value: whether it is skipped, or halts the run"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
@@ -397,7 +399,7 @@ COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
 
 
 def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | None:
-    """Return what can be compared of two runs, or None. Count as missing why the rest can't.
+    """Return the part of two runs that can be compared, or None. Report the rest as missing.
 
     `comparison` is a key of COMPARISONS. Tensors of `compared.model` get the names that they have
     in `compared.trace`.
@@ -435,9 +437,9 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
 
 
 def _uncompressed(tally: Tally, compared: Compared) -> Compared:
-    """Return the comparison before the step from which on a hook compresses gradients, if any.
+    """Return the comparison of the steps before a hook begins to compress gradients.
 
-    If the hook always compresses, or never, return `compared` unchanged.
+    If a hook always compresses, or never, return `compared` unchanged.
     """
     traits = compared.trace.traits
     step = traits.compressed_from
@@ -465,8 +467,8 @@ def are_comparable(comparison: str, compared: Compared) -> bool:
 def are_prevented(comparison: str, compared: Compared, *, masked: bool) -> bool:
     """Return whether only random numbers or coupled samples keep two runs from being compared.
 
-    `masked`: their dropout draws different masks. If one equation explains the difference, nothing
-    prevents the comparison.
+    `masked` says whether their dropout masks differ. If one equation explains the difference,
+    nothing prevents the comparison.
     """
     compared = aligned(compared)
     lacking = [one for one in COMPARISONS[comparison] if one.lacking(compared)]
@@ -476,7 +478,7 @@ def are_prevented(comparison: str, compared: Compared, *, masked: bool) -> bool:
 
 
 def aligned(compared: Compared) -> Compared:
-    """Return the comparison with tensors of the model named as in the trace."""
+    """Return the comparison with the tensors of the model named as in the trace."""
     if compared.is_one_run:
         return compared
     return replace(compared, model=copies.aligned(compared.model, compared.trace))

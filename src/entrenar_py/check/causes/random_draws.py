@@ -1,7 +1,8 @@
-"""Test whether draws, samples or their contents depend on the rank or on how a batch is split.
+"""Test whether random numbers, samples or their contents depend on how work is split.
 
-If they do, a different number of workers, or of micro-batches, may train differently. The id of a
-sample may also number the rank's own data, and one worker may cut batches differently.
+If they depend on the rank or on how a batch is split, a different number of workers, or of
+micro-batches, may train differently. Also, an id may be a sample's index in the rank's own data,
+and one worker may form different batches.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from entrenar_py.shared.faults import CONTROLLED
 from entrenar_py.shared.trace import Drawn, Selection, Shard, Trace, Update
 from entrenar_py.shared.wording import counted
 
-# The relative distance of what the model is given for a sample in two runs. In later steps it may
-# come from a different model, with weights that rounding has moved apart.
+# The largest relative distance of a sample's contents in two runs, as the model gets them. In later
+# steps they may be the output of another model, with weights that rounding has moved apart.
 CONTENTS_BOUND = 1e-5
 CONTENTS_BOUND_MOVED = 1e-3
-_COARSE_UNITS = 16  # in 16 bits: roundings of that precision
-# Where random numbers are drawn -> in words, with what is often drawn there.
+_COARSE_UNITS = 16  # roundings of 16-bit arithmetic, for runs in that precision
+# Where random numbers are drawn -> words for it, with what is often drawn there.
 PLACES: Mapping[str, str] = {
     "between": "between two steps",
     "loader": "as the data set is read (augmentation)",
@@ -37,7 +38,7 @@ PLACES: Mapping[str, str] = {
     "gradient": "between the backward pass and the step (noise on gradients, or the next batch)",
     "step": "in optimizer.step()",
 }
-# Draws at these places can change only what the model is given.
+# Draws at these places can only change the model's input.
 _BEFORE_THE_BATCH = ("between", "loader")
 _REMEDY = (
     "turn it off for this check; or draw before the forward pass, for the whole batch on every "
@@ -48,12 +49,13 @@ _BY_SAMPLE = (
     "with the sample's id and the epoch"
 )
 
-Contents = Mapping[tuple[int, int], tuple[float, ...]]  # by step and sample
+# (step, sample) -> numbers that describe its contents.
+Contents = Mapping[tuple[int, int], tuple[float, ...]]
 _Numbers = tuple[str, str, str]  # generator, and its state before and after
 
 
 def other_contents(compared: Compared) -> str:
-    """Return which sample has different contents in the two runs, and why; "" for none."""
+    """Return which sample has different contents in the two runs, and why; "" if none has."""
     if compared.is_one_run:
         return ""
     expected = _contents(compared.model)
@@ -78,7 +80,7 @@ def other_contents(compared: Compared) -> str:
 
 
 def _drawn_before(trace: Trace) -> str:
-    """Return in words which draws may be in the contents; "" for none."""
+    """Return a phrase about which draws may have changed the contents; "" if none."""
     drawn = _by_place(trace)
     places = [
         f"{PLACES[where]}, from {_named(drawn[where])}"
@@ -92,16 +94,16 @@ def drawn_by_rank(compared: Compared) -> str:
     """Return where numbers are drawn that may differ between the runs; "" if nowhere.
 
     Also return "" if they have no effect. Two runs with the same micro-batches on the same ranks
-    draw the same numbers if the generators have the same states. Otherwise equal states aren't
-    enough: masks for half a batch may leave the generator in the same state as masks for the whole
-    batch.
+    draw the same numbers if the generators have the same states. For other micro-batches, equal
+    states aren't enough: masks for half a batch may leave the generator in the same state as masks
+    for the whole batch.
     """
     if compared.is_one_run:
         return ""
     model, trace = compared.model, compared.trace
     alike = _micro_batches(model) == _micro_batches(trace)
     known = _all_known(model) and _all_known(trace)
-    # In runs with common numbers, only draws of a few numbers, and unknown ones, are recorded.
+    # Runs with common random numbers record only draws of a few numbers, and unknown draws.
     are_common = any(fault.kind in CONTROLLED for fault in trace.scenario.faults)
     drawn, expected = _by_place(trace), _by_place(model)
     for where in PLACES:
@@ -109,7 +111,7 @@ def drawn_by_rank(compared: Compared) -> str:
         if where == "gradient":
             is_batch = not (noise_on_gradients(trace) or noise_on_gradients(model))
         if is_batch and known:
-            continue  # the contents are the same
+            continue  # known contents are compared themselves
         mine, theirs = drawn.get(where, {}), expected.get(where, {})
         one_for_all = are_common or (where == "batch" and known)
         same = {**mine} == {**theirs} if alike else one_for_all and _one(mine, theirs)
@@ -126,7 +128,7 @@ def drawn_by_rank(compared: Compared) -> str:
 
 
 def noise_on_gradients(trace: Trace) -> str:
-    """Return which random numbers may have changed gradients before the step; "" for none.
+    """Return which random numbers may have changed gradients before the step; "" if none.
 
     If the applied gradient is still the sum of its micro-batches, the numbers were drawn for
     something else, such as the next batch.
@@ -152,7 +154,7 @@ def _contents(trace: Trace) -> Contents:
 def are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> bool:
     """Return whether a sample has the same contents, or contents that can't be compared.
 
-    `due` and `got` have three numbers for each tensor: its size, norm and sum.
+    `due` and `got` have three numbers for each tensor of the sample: size, norm and sum.
     """
     if len(due) != len(got) or len(due) % 3:
         return True
@@ -169,8 +171,8 @@ def are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> b
 def _are_rearranged(model: Trace, trace: Trace, step: int, bound: float) -> bool:
     """Return whether `step` has the same samples and rows in both runs, in any order.
 
-    A collator may sort its batch (by length, for example). Then a row is not the sample at its
-    place in the sampler's batch. Rows may be padded with zeros to a different length, which does
+    A collator may sort its batch (by length, for example). Then a row is not the sample at the same
+    place of the sampler's batch. Rows may be padded with zeros to a different length, which does
     not change norm and sum.
     """
     shards = [[s for s in run.standing.of(Shard) if s.step == step] for run in (model, trace)]
@@ -188,12 +190,12 @@ def _are_rearranged(model: Trace, trace: Trace, step: int, bound: float) -> bool
 
 
 def _without_sizes(row: tuple[float, ...]) -> tuple[float, ...]:
-    """Return a row in which the size of each tensor is replaced by 1."""
+    """Return a row with the size of each tensor replaced by 1."""
     return tuple(1.0 if at % 3 == 0 else number for at, number in enumerate(row))
 
 
 def _is_same_row(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> bool:
-    # A row that can't be compared is not known to be the same: it would match any other.
+    # A row that can't be compared doesn't count as the same one, since it would match any other.
     can_be_compared = len(due) == len(got) and all(map(math.isfinite, (*due, *got)))
     return can_be_compared and are_alike(due, got, bound)
 
@@ -201,7 +203,7 @@ def _is_same_row(due: tuple[float, ...], got: tuple[float, ...], bound: float) -
 def _all_known(trace: Trace) -> bool:
     """Return whether the contents of every sample in the first steps are known.
 
-    The id of a sample may be a digest of its contents.
+    They are also known if a sample's id is a digest of its contents.
     """
     if trace.traits.sample_ids == "content":
         return not missing.unknown_steps(trace) & {*range(ROUNDING_STEPS)}
@@ -214,7 +216,8 @@ def _micro_batches(trace: Trace) -> list[tuple[int, int, int, tuple[int, ...]]]:
     return sorted((shard.step, shard.rank, shard.shard, shard.ids) for shard in shards)
 
 
-_ByPlace = Mapping[str, Mapping[tuple[int, int], list[_Numbers]]]  # where -> step and rank
+# Place of the draws -> (step, rank) -> draws.
+_ByPlace = Mapping[str, Mapping[tuple[int, int], list[_Numbers]]]
 
 
 def _by_place(trace: Trace) -> _ByPlace:
@@ -246,7 +249,7 @@ def _named(draws: _Draws) -> str:
 
 
 def named(generator: str) -> str:
-    """Return a generator in words: `numpy's generator`, `the generator noise_rng`."""
+    """Return a phrase for a generator: `numpy's generator`, `the generator noise_rng`."""
     known = {"torch": "torch's", "numpy": "numpy's", "python": "Python's"}
     if generator in known:
         return f"{known[generator]} generator"
@@ -259,10 +262,11 @@ def named(generator: str) -> str:
 
 
 def of_own_data(compared: Compared) -> str:
-    """Return which id seems to stand for different samples on two ranks; "" for none.
+    """Return which id seems to mean different samples on two ranks; "" if none does.
 
     It does if both ranks draw it in an epoch, with different contents. If a sampler splits the data
-    between the ranks, or the script selects each rank's part of it, ids mean the same on all ranks.
+    between the ranks, or the script selects each rank's part of the data, ids mean the same on all
+    ranks.
     """
     runs = (compared.trace,) if compared.is_one_run else (compared.model, compared.trace)
     return next((why for run in runs if (why := _apart(run))), "")
@@ -288,7 +292,7 @@ def _apart(trace: Trace) -> str:
 
 
 def are_ordered_otherwise(compared: Compared) -> bool:
-    """Return whether all steps have the same number of samples in both runs, but different ones."""
+    """Return whether all steps have equally many samples in both runs, but different ones."""
     samples, others = _batches(compared.model), _batches(compared.trace)
     common = sorted(samples.keys() & others.keys())
     return bool(common) and all(
@@ -300,15 +304,15 @@ def are_ordered_otherwise(compared: Compared) -> bool:
 def other_batches(compared: Compared) -> str:
     """Return why two runs may rightly have different batches; "" if these should be the same.
 
-    Each rank may have a part of the data, from which it draws its part of each batch, or a seed of
-    its own. And one worker may have a different sampler than several.
+    Each rank may draw its part of each batch from its own part of the data, or with its own seed.
+    And one worker may have a different sampler than several workers.
     """
     samples, others = _batches(compared.model), _batches(compared.trace)
     common = sorted(samples.keys() & others.keys())
     if not common or any(samples[step] == others[step] for step in common):
         return ""
     if "content" in (compared.model.traits.sample_ids, compared.trace.traits.sample_ids):
-        return ""  # rows with noise or padding: the clause reports what is unknown
+        return ""  # rows with noise or padding: the clause itself reports what is unknown
     if left_out(compared.model, compared.trace):
         return ""
     workers = counted(compared.trace.scenario.world_size, "worker")
@@ -331,7 +335,7 @@ def other_batches(compared: Compared) -> str:
 
 def _why_unlike(compared: Compared) -> str:
     """Return the likely cause of different batches with a different number of workers."""
-    ranks: dict[int, set[int]] = defaultdict(set)  # by sample
+    ranks: dict[int, set[int]] = defaultdict(set)  # sample -> ranks
     epochs: set[int] = set()
     for run in (compared.model, compared.trace):
         if run.scenario.world_size > 1:
@@ -348,10 +352,11 @@ def _why_unlike(compared: Compared) -> str:
 
 
 def left_out(whole: Trace, fewer: Trace) -> dict[int, list[int]]:
-    """Return by step the samples of `whole` that `fewer` lacks, if both cut the same batches.
+    """Return step -> the samples of `whole` that `fewer` lacks, if both form the same batches.
 
-    They do if no step of `fewer` draws anything else, and a step that is not the last of an epoch
-    of `whole` draws less: the last batch of an epoch may be cut short. Otherwise return {}.
+    They form the same batches if no step of `fewer` has other samples. At least one step must have
+    fewer samples in `fewer`, and not be the last of its epoch in `whole`, since a last batch may be
+    cut short. Otherwise return {}.
     """
     if whole.traits.epochs == "untold":
         return {}

@@ -1,10 +1,10 @@
 """Compare a resumed run with the run without stops: its state, samples, draws and sums.
 
 Checkpoints of users' trainers are not recorded. The state that a rank had before the stop is
-recorded after the optimizer's step. A script may change it between two steps (clamp weights, reset
-moments). So a difference counts only if the next step then ends differently than in the run without
-stops. Findings on samples say where in the data the resumed run continues, if the other run has
-been at that place.
+recorded right after the optimizer's step, and a script may change the state between two steps
+(clamp weights, reset moments). So a difference counts only if the next step then ends differently
+than in the run without stops. Findings on samples say at which place in the data the resumed run
+continues, if the run without stops was at that place.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from entrenar_py.shared.trace import (
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import listed, named
 
-# dtypes to which moments are cast when they are loaded for parameters of that dtype
-_MANTISSAS = {"bfloat16": 16, "float16": 13}  # name -> how many bits of float32's mantissa it lacks
+# dtype to which moments are cast when they are loaded for parameters of that dtype -> how many bits
+# of float32's mantissa it lacks
+_MANTISSAS = {"bfloat16": 16, "float16": 13}
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The start of a rank after a stop, and what all ranks had until then.
+    """The start of a rank after a stop, and the records of all ranks before it.
 
-    `begun` are the first starts by rank, and `updates` those before the stop by rank and step.
+    `begun` maps each rank to its first start, and `updates` maps rank and step to the updates
+    before the stop.
     """
 
     start: Start
@@ -54,7 +56,7 @@ class Resume:
         return self.updates.get(self.start.rank, {}).get(self.start.step - 1)
 
     def history(self, part: str, name: str) -> Iterator[tuple[TensorRecord | None, str]]:
-        """Yield what a tensor may have been restored from, each with words for it."""
+        """Yield the records that a tensor may have been restored from, each with words for it."""
         rank, step = self.start.rank, self.start.step
         first, own = self.begun.get(rank), self.updates.get(rank, {})
         if self.before is not None:
@@ -65,7 +67,8 @@ class Resume:
         if first is not None:
             words = "is as it was before the first step: it was not restored"
             yield getattr(first, part).get(name), words
-        when = "in" if part == "buffers" else "after"  # a script may change them after the step
+        # A script may change parameters after the step.
+        when = "in" if part == "buffers" else "after"
         for at, update in own.items():
             yield getattr(update, part).get(name), f"is as it was {when} step {at}"
         for other_rank, made in self.updates.items():
@@ -97,7 +100,7 @@ def _go_on_from(updates: dict[int, Update], event: Synchronised) -> None:
 
 
 def compare_state(tally: Tally, straight: Trace | None, trace: Trace, parts: Sequence[str]) -> None:
-    """Compare `parts` of each resume's state with the rank's state before the stop, bit for bit.
+    """Compare `parts` of each resumed state with the rank's state before the stop, bit for bit.
 
     A rank without optimizer state before the stop has none to restore. Local buffers are compared
     on the lowest rank, since scripts save these for all ranks.
@@ -179,7 +182,7 @@ _WORDS = {"weights": "weights", "optimizer": "optimizer state"}
 def _how_it_differs(
     due: TensorRecord, got: TensorRecord, history: Iterator[tuple[TensorRecord | None, str]]
 ) -> str:
-    """Return in words what a tensor was restored as, as far as that is known."""
+    """Return a phrase about what a tensor was restored as, as far as that is known."""
     left, right = due.elements(), got.elements()
     if left is not None and right is not None and left.any() and not right.any():
         return "is zero: it was not restored"
@@ -207,14 +210,14 @@ def _was_rounded(due: Any, got: Any, bits: int) -> bool:
 # --- samples and random numbers -------------------------------------------------------------------
 
 
-Place = tuple[int, int, int]  # step, rank, number of the shard
+Place = tuple[int, int, int]  # step, rank, index of the shard
 
 
 def compare_data(tally: Tally, straight: Trace, trace: Trace) -> bool:
     """Compare samples and random numbers of each shard. Return whether samples are comparable.
 
-    They aren't if the sampler draws with replacement and the resumed run draws different samples:
-    that may be on purpose.
+    Samples aren't comparable if the sampler draws with replacement and the resumed run draws
+    different ones, since that may be on purpose.
     """
     bare = missing.bare_fields(tally, straight, trace)
     expected = {_place(shard): shard for shard in straight.of(Shard)}
@@ -263,7 +266,8 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
         owner = owner or _late(straight, trace, drawn)
         where, generator = random_draws.PLACES[drawn.where], random_draws.named(drawn.generator)
         tally.check(
-            model.after == drawn.after,  # the generator may have had to be restored before it
+            # The generator may have had to be restored before this draw.
+            model.after == drawn.after,
             f"after the resume other random numbers are drawn {where}, from {generator}{owner}",
             step=drawn.step,
             rank=drawn.rank,
@@ -272,10 +276,11 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
 
 
 def _late(straight: Trace, trace: Trace, drawn: Drawn) -> str:
-    """Return in words that a generator may have been restored too late; "" otherwise.
+    """Return a phrase if a generator was perhaps restored too late; "" otherwise.
 
-    It may if its state before the step's draw is not the one after its earlier draw: then it also
-    draws between the steps.
+    In the run without stops, the generator's state before the step's draw may differ from its state
+    after the previous step's draw. Then it also draws between the two steps, and must be restored
+    before that.
     """
     resumes = {(start.step, start.rank) for start in trace.of(Start) if start.resumed}
     owner = drawn.rank, drawn.generator
@@ -305,7 +310,7 @@ def _place(shard: Shard) -> Place:
 
 
 def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
-    """Return in words where in the data the resumed run continues, as far as that is known."""
+    """Return a phrase about where in the data the resumed run continues, as far as is known."""
     back = [start.step for start in trace.of(Start) if start.resumed and start.step <= shard.step]
     if seen is None or shard.step not in back:
         return ""
@@ -324,9 +329,9 @@ def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
 
 
 def _other_order(straight: Trace, model: Shard, shard: Shard) -> str:
-    """Return in words how the samples differ from those of the `model`.
+    """Return a phrase about how the samples differ from those of `model`, the shard without stops.
 
-    Only if epochs are known, samples are reported as drawn again, or as the rest of the epoch.
+    Samples are called drawn again, or the rest of the epoch, only if epochs are known.
     """
     lost = [id_ for id_ in model.ids if id_ not in shard.ids]
     new = [id_ for id_ in shard.ids if id_ not in model.ids]
@@ -369,14 +374,14 @@ def _owner(expected: Mapping[Place, Shard], shard: Shard) -> str:
 # --- the order of a sum over ranks ----------------------------------------------------------------
 
 
-# Of the sum of the terms' norms: one rounding for each rank's term, and some for the division.
+# Of the sum of the terms' norms: one rounding for each rank's term, and a few for the division.
 _ROUNDINGS = 2.0**-20
 
 
 def summed_alike(tally: Tally, straight: Trace, trace: Trace) -> tuple[Trace, Trace]:
-    """Return both runs without the steps from the first that added in a different order.
+    """Return both runs without the steps from the first one that adds in a different order on.
 
-    If there is one, count it as missing.
+    If there is such a step, count it as missing.
     """
     if trace.scenario.world_size < 3:
         return straight, trace
@@ -424,7 +429,7 @@ def _is_rounding(expected: Tensors, got: Tensors, terms: list[Shard]) -> bool:
     if due is None or now is None or due.keys() != now.keys() or not size:
         return False
     whole = math.fsum(norm or math.inf for norm in norms)
-    # The terms are divided like their sum, by one number that is unknown.
+    # The terms and their sum are divided by the same number, which is unknown.
     total = np.sqrt(
         sum(np.square(_sum_of(terms, name)).sum() for name in due)  # float64
     )

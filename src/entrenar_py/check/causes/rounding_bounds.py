@@ -1,21 +1,22 @@
-"""Bounds of comparisons: how far rounding may move two correct runs apart.
+"""Bounds for comparisons: how far rounding may move two correct runs apart.
 
 Two correct runs add the same terms in different orders. So they differ by roundings, and no two
-runs on different numbers of workers have the same bits. Three things widen the bound of a
-comparison. Each is measured in the runs themselves, never chosen:
+runs on different numbers of workers have the same bits. Three classes decide how wide the bound of
+a comparison is. Each measures the runs themselves:
 
-- `Bounds`: the arithmetic of the coarsest run. The bounds of float32 were derived from the number
-  of terms and measured over thousands of scenarios. They are larger for 16 bits, and for later
-  steps under Adam, which moves an element of rounding noise as far as any other.
-- `sent_in`: the dtype in which gradients pass between ranks, as declared or as their sums show.
+- `Bounds`: by the arithmetic of the coarsest run. The bounds of float32 were derived from the
+  number of terms and measured over thousands of scenarios. They are larger for 16 bits, and for
+  later steps under Adam, which moves an element with a gradient of rounding noise as far as any
+  other.
+- `sent_in`: by the dtype in which gradients pass between ranks, as declared or as their sums show.
 - `Sensitivity`: a ReLU, a maximum or a router near its kink turns one rounding into a whole term,
   and a learning rate that is far too high doubles every difference in every step. No static bound
-  allows for that. So if two runs differ by little, a third shows what rounding does: the run on one
-  worker, with its first weights nudged by some roundings (`Fault` of kind `nudged_weights`). Its
-  distance from the run without the nudge is the sensitivity, step by step.
+  allows for that. So if two runs differ by little, a third run shows what rounding does: the run on
+  one worker, with its first weights nudged by some roundings (`Fault` of kind `nudged_weights`).
+  Its distance from the run without the nudge is the sensitivity, step by step.
 
-A wider static bound was the alternative. It would hide wrong gradients in all training runs for the
-sake of the few that are chaotic.
+The alternative, a wider static bound, would hide wrong gradients in all training runs for the sake
+of the few that are chaotic.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from entrenar_py.shared.trace import Shard, Start, Tensors, Trace, Update
 
 # Relative L2 distance of two float32 gradients of one batch that were added in different orders.
 # Each is within n u |terms| of the exact sum, with u = 2^-24 and n < 300 terms here: 2e-5 times the
-# cancellation among them. Errors of random sign are far smaller: the largest in 3,000 random
+# cancellation among the terms. Errors of random sign are far smaller: the largest in 3,000 random
 # scenarios was 2.1e-6 (docs/numerics.md). The bound is small enough to detect a gradient that was
 # rounded to bf16 (off by 1e-3), fp16 or TF32 (off by 1.4e-4).
 GRADIENT_BOUND = 1e-4
@@ -46,9 +47,9 @@ GRADIENT_BOUND = 1e-4
 LOSS_BOUND = 2e-5
 
 
-# A fraction of the largest loss (or gradient) in the first steps. A later one below it is only
+# A fraction of the largest loss (or gradient) in the first steps. A later loss below it is only
 # rounding: the data are learned. Weights are off by some u |w|. A gradient is about proportional to
-# their distance from the minimum, so it is off by some u times the largest: 16 u.
+# their distance from the minimum, so it is off by some u times the largest gradient: 16 u.
 LEARNED_AWAY = 2.0**-20
 
 
@@ -56,7 +57,7 @@ LEARNED_AWAY = 2.0**-20
 START_BOUND = 2.0**-20
 
 
-# After the first steps, rounding differences grow along the trajectory, faster than any static
+# After these first steps, rounding differences grow along the trajectory, faster than any static
 # bound allows. Later steps are judged by the published bound only.
 ROUNDING_STEPS = 4
 
@@ -70,9 +71,9 @@ ADAM_GRADIENT_BOUND = 1e-2
 ADAM_LOSS_BOUND = 1e-3
 
 
-# For runs in 16 bits, in roundings of that precision. A gradient passes through every layer twice,
-# and the rounding of each number depends on the order of a sum. The largest measured in 4 seeds of
-# 4 scripts in bfloat16, with and without autocast: 5 for a gradient, 1.1 for a loss.
+# For runs in 16 bits, in units of one rounding of that precision. A gradient passes through every
+# layer twice, and the rounding of each number depends on the order of a sum. The largest measured
+# in 4 seeds of 4 scripts in bfloat16, with and without autocast: 5 for a gradient, 1.1 for a loss.
 COARSE_GRADIENT_UNITS = 16
 
 
@@ -82,8 +83,8 @@ COARSE_LOSS_UNITS = 4
 def rounded_away(trace: Trace) -> str:
     """Return why the run's gradients can't be compared within rounding; "" if they can.
 
-    Gradients sent in 16 bits can be compared within the rounding of 16 bits. If nobody declares
-    this, only elements show it, and a sketch of a large tensor has few elements.
+    Gradients sent in 16 bits can be compared within the rounding of 16 bits. If nobody declares the
+    dtype, only single elements show it, and a sketch of a large tensor has few elements.
     """
     compressed = trace.traits.compressed
     if not compressed and _is_sketched(trace) and (seen := sent_in(trace)):
@@ -117,15 +118,15 @@ def sent_in(trace: Trace) -> str:
 class Bounds:
     """The allowed distances of losses, gradients and weights: relative, and absolute floors."""
 
-    loss: float  # in step 0
-    loss_moved: float  # in later steps
+    loss: float  # relative, in step 0
+    loss_moved: float  # relative, in later steps
     gradient: float
     gradient_moved: float
     weights: float
     start: float
     loss_floor: float  # absolute: a smaller distance is only rounding
     gradient_floor: float
-    adam: bool  # if a run uses Adam, weights can't be compared
+    adam: bool  # whether a run uses Adam; then weights can't be compared
 
     def gradient_at(self, step: int) -> float:
         """Return the allowed relative distance of two gradients of a step."""
@@ -167,20 +168,21 @@ def _largest(sizes: Iterable[float]) -> float:
 # --- gradients that ranks rounded to 16 bits before they added them -------------------------------
 
 
-_STEPS = 4  # to inspect
-_TELLING_MIN = 16  # elements, which hardly look rounded by chance
+_STEPS = 4  # steps to inspect
+_TELLING_MIN = 16  # elements: so many hardly look rounded by chance
 _EXACT = 2.0**-18  # an element that is off by a smaller fraction of its terms was not rounded
-_EXACT_MOST = 0.5  # the largest fraction of such elements in a tensor that was rounded
-_ONE_FACTOR = 0.8  # of the squared errors: the part that one factor explains, but chance doesn't
-# The smallest number of a dtype, below which rounding is absolute; bfloat16 has float32's.
+_EXACT_MOST = 0.5  # the largest fraction of exact elements in a tensor that was rounded
+# Of the squared errors: a larger part along the sum comes from one factor, not from chance.
+_ONE_FACTOR = 0.8
+# The smallest number of each dtype, below which rounding is absolute; bfloat16 has float32's.
 _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126}
 
 
 def undeclared_format(trace: Trace, bound: float) -> str:
-    """Return the dtype to which a run's sums were rounded undeclared: `float16` or `bfloat16`.
+    """Return the undeclared dtype to which a run's sums were rounded: `float16` or `bfloat16`.
 
     Return "" if there is none, if it is unknown, or if local gradients have that dtype themselves.
-    `bound` is the relative L2 distance up to which a sum in float32 was not rounded further.
+    `bound` is the relative L2 distance up to which a float32 sum counts as not rounded further.
     """
     if precision.unit(trace) > precision.FLOAT32:
         return ""
@@ -197,7 +199,7 @@ def undeclared_format(trace: Trace, bound: float) -> str:
 def format_of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: float) -> str | None:
     """Return the dtype of a step's sums; "" if they were not rounded, None if nothing fits.
 
-    Sums that are off by less than `bound`, all tensors together, were not rounded.
+    Sums were not rounded if they are off by less than `bound`, all tensors together.
     """
     update = evidence.any_rank(by_rank)
     known = {
@@ -230,7 +232,7 @@ def format_of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: fl
 def _divisor(whole: Vectors, applied: Vectors) -> float | None:
     sums = np.concatenate([whole[name] for name in applied])
     means = np.concatenate([value.astype(np.float64) for value in applied.values()])
-    with np.errstate(invalid="ignore"):  # for gradients that are not finite there is none
+    with np.errstate(invalid="ignore"):  # gradients that are not finite have no divisor
         ratios = sums[means != 0] / means[means != 0]
     number = float(np.median(ratios)) if ratios.size else 0.0
     return number if number and math.isfinite(number) else None
@@ -276,15 +278,16 @@ def _size(vectors: Vectors) -> float:
 # --- optimizers of an unknown rule ----------------------------------------------------------------
 
 
-# The fraction of a move that gradient and weight may leave unexplained: rounding, but not signs.
+# The fraction of a move that gradient and weight may leave unexplained, by rounding. A rule that
+# uses only signs leaves more.
 _UNEXPLAINED = 1e-2
 
 
 def is_adaptive(*runs: Trace) -> bool:
-    """Return whether users' optimizers of an unknown rule move weights out of proportion.
+    """Return whether optimizers of an unknown rule move weights out of proportion to gradients.
 
-    One run with moves in proportion to gradients is enough to say no: in others the gradients may
-    not be reduced yet when they are recorded.
+    The answer is no if one run has moves in proportion to gradients: in the others, the recorded
+    gradients may not have been reduced yet.
     """
     unknown = [run for run in runs if run.traits.rule != "known" and run.scenario.workload == "own"]
     return bool(unknown) and not any(map(_is_proportional, unknown))
@@ -325,13 +328,14 @@ def _unexplained(name: str, before: Tensors, update: Update) -> float | None:
 
 
 # Roundings by which each weight is nudged. Two orders of adding differ by a few roundings at each
-# kink. More roundings meet a kink wherever those few may, while a single one decides by chance. In
-# 16 bits each operation rounds by so much that one rounding is like the runs' own.
+# kink. A nudge by more roundings meets every kink that these few might meet, while a single
+# rounding decides by chance. In 16 bits each operation rounds by so much that one rounding is like
+# the runs' own.
 _ROUNDINGS = 256
 _ROUNDINGS_OF_16_BITS = 1
-# Two runs may be this many times further apart than the nudged run is from its original.
+# Two runs may be this many times further apart than the nudged run is from the one without.
 MARGIN = 4.0
-# A relative distance of a nudged run above which nothing is left to compare.
+# If a nudged run is further off than this, relative, nothing is left to compare.
 CHAOTIC = 0.1
 
 
@@ -339,7 +343,7 @@ CHAOTIC = 0.1
 class Sensitivity:
     """The relative distances of a nudged run from the same run without the nudge.
 
-    They are by part, then by step; each is the largest of all tensors. Parts are `loss`,
+    `moved` maps a part and a step to the largest distance of any tensor. Parts are `loss`,
     `gradient`, `weights` and `buffers`. `moved` is empty if no run was nudged.
     """
 
@@ -348,7 +352,7 @@ class Sensitivity:
     def allowed(self, part: str, step: int, bound: float) -> float:
         """Return the allowed relative distance of two runs in `part` of `step`: at least `bound`.
 
-        For steps that the nudged run did not take, its last step counts.
+        For steps that the nudged run did not take, its last step is used.
         """
         return max(bound, MARGIN * self._until(part, step))
 
@@ -357,7 +361,7 @@ class Sensitivity:
         return self._until("gradient", step) > CHAOTIC
 
     def in_words(self, num_steps: int, bound: float) -> str:
-        """Return how far rounding moves the first steps, if by more than `bound`; otherwise ""."""
+        """Return a phrase about how far rounding moves the first steps; "" if within `bound`."""
         for step in range(num_steps):
             if self.is_chaotic(step):
                 return (
@@ -390,7 +394,7 @@ def sensitivity_of(runs: Runs[Trace]) -> Sensitivity:
 
 
 def nudge(trace: Trace) -> float:
-    """Return the fraction of itself by which to nudge each weight of a run like `trace`."""
+    """Return the fraction by which to nudge each weight of a run like `trace`."""
     unit = precision.unit(trace)
     return unit * (_ROUNDINGS if unit <= precision.FLOAT32 else _ROUNDINGS_OF_16_BITS)
 
@@ -398,7 +402,7 @@ def nudge(trace: Trace) -> float:
 def may_be_rounding(model: Trace, trace: Trace) -> bool:
     """Return whether two runs that differ are so close that rounding may be the cause.
 
-    They are if their first gradients are.
+    The first gradients decide.
     """
     moved = _measured(model, trace)
     step = min(moved.moved["gradient"], default=None)

@@ -1,15 +1,15 @@
 """Compare a run with a reference run (`model`), and define what a comparison presupposes.
 
-The reference is the same training run on a single device, or with the script's knobs at their usual
+The reference is the same training on a single device, or with the script's knobs at their usual
 values. Samples must be the same. Then the first `ROUNDING_STEPS` steps are compared within rounding
 by loss, gradient, weights and buffers, tensor by tensor. Later steps have drifted apart by more
-than any static bound allows. In these only the learning rates, the published tolerance of losses,
-and an error that appears at once (`explanations.LaterSteps`) are judged.
+than any static bound allows. In later steps only the learning rates, the published tolerance of
+losses, and an error that appears at once (`explanations.LaterSteps`) are judged.
 
 A difference is a counterexample only if nothing else explains it. `Compared` is the pair of runs
-that a clause judges, with what is known of both: where they differ, and which equation explains it.
-`Presupposition` is a row of the table in `presuppositions`: a test on such a pair. This module
-judges no clause by itself.
+that a clause judges, with what is known about both: where they differ, and which equation explains
+the difference. `Presupposition` is a row of the table in `presuppositions`: a test on such a pair.
+This module judges no clause by itself.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ from entrenar_py.shared.verdict import Counterexample, Tally
 
 PUBLISHED_FROM_STEP = 100
 
-# Factors by two numbers of workers differ by more.
+# Factors by two different numbers of workers differ by more.
 FACTOR_BOUND = 1e-3
 
-# Terms that are this many times as large as their sum: a rounding of the terms is then a larger
-# part of the sum.
+# If terms are this many times as large as their sum, their rounding is a larger part of the sum.
 CANCELLED_MIN = 8
 
 _NOTHING = (
@@ -54,7 +53,7 @@ _NOTHING = (
     "compared that could differ; is the loss detached from the weights, or the "
     "same for all samples?"
 )
-# The parts of an update that are compared if values were recorded, with the words of a finding.
+# Part of an update that is compared if values were recorded -> words for a finding.
 _PARTS = {
     "gradient": "averaged gradient is not",
     "weights": "weights after the step are not",
@@ -76,8 +75,8 @@ def compare(
 ) -> int:
     """Compare the first steps within rounding. Return the number of averaged gradients compared.
 
-    If `tolerance` is not None, also compare losses from step 100 on within it. If the training
-    run's `sensitivity` was measured, more is allowed than rounding alone.
+    If `tolerance` is not None, losses from step 100 on are also compared, within `tolerance`. If
+    the training run's `sensitivity` was measured, larger distances than by rounding are allowed.
     """
     if not missing.require_updates(tally, model, trace):
         return 0
@@ -132,8 +131,8 @@ def _comparable(
 ) -> Iterator[tuple[int, Mapping[int, Update]]]:
     """Yield the steps that both runs took with the same samples, with the updates by rank.
 
-    Samples that are unknown, or known only by their rows, are the same if the gradients are. Stop
-    at step `apart`, which only one of the runs skipped: the runs differ from there on.
+    Samples that are unknown, or known only by their rows, count as the same if the gradients are.
+    Stop at step `apart`, which only one of the runs skipped, since the runs differ from there on.
     """
     tally, words, trace = comparison.tally, comparison.words, comparison.trace
     expected = evidence.updates(model)
@@ -157,7 +156,7 @@ def _comparable(
             and step >= ROUNDING_STEPS
             and (step in unknown or (is_by_rows and samples[step] != model_samples[step]))
         ):
-            return  # in the first steps, too, only gradients showed that samples are the same
+            return  # also in the first steps only gradients showed that samples are the same
         elif step in unknown or not samples.get(step) or not model_samples.get(step):
             missing.ask(tally, f"the samples of step {step} are unknown", facts.IDS_IN_BOTH)
         elif samples[step] != model_samples[step]:
@@ -193,7 +192,7 @@ def _other_rate(model: Trace, due: Update, trace: Trace, got: Update) -> str:
 def steps_alike(model: Trace, trace: Trace) -> set[int]:
     """Return the first steps with averaged gradients that agree within rounding.
 
-    Their samples are the same, whatever is known of them.
+    Their samples count as the same, whatever is known about them.
     """
     expected, alike = evidence.updates(model), set[int]()
     bounds = Bounds.of(expected, model, trace)
@@ -212,9 +211,9 @@ def steps_alike(model: Trace, trace: Trace) -> set[int]:
 def steps_combined(model: Trace, trace: Trace) -> set[int]:
     """Return the first steps in which `model`'s gradient combines micro-batches of `trace`.
 
-    It is a sum of their gradients, each times a number. So the samples are the same, however
-    `trace` adds up, if samples are known only by rows, which contain padding or are cut off.
-    Gradients of different samples leave no such sum.
+    A combination is a sum of the micro-batches' gradients, each times a number. Gradients of
+    different samples have no combination. So the samples count as the same, even if they are known
+    only by rows with padding or cut rows, and even if `trace` adds up wrongly.
     """
     expected, shards = evidence.updates(model), evidence.shards(trace)
     bounds = Bounds.of(expected, model, trace)
@@ -246,7 +245,7 @@ def tells(*runs: Trace, floor: float = 0.0) -> bool:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The comparison of one run with its model run, update by update."""
+    """The comparison of one run with its reference run, update by update."""
 
     tally: Tally
     words: Words
@@ -270,8 +269,8 @@ class _Comparison:
     def later_shares(self, later: explanations.LaterSteps, update: Update) -> None:
         """Check that no micro-batch counts too much in a step after the first ones.
 
-        Nothing else is judged there: rounding differences have grown by then. A short last batch
-        often comes late. All ranks apply the same gradient, so one rank's update is enough.
+        Nothing else is judged there, since rounding differences have grown by then. A short last
+        batch often comes late. All ranks apply the same gradient, so one rank's update is enough.
         """
         if not self.tally.would_keep(update.step):
             return
@@ -282,7 +281,7 @@ class _Comparison:
             self.tally.check(False, message, **evidence.place(self.trace, update))
 
     def losses(self, model: Update, update: Update, tolerance: float | None = None) -> None:
-        """Compare the losses within the relative `tolerance`; if it is None, within rounding."""
+        """Compare the losses within the relative `tolerance`; None means within rounding."""
         if model.loss is None or update.loss is None:
             if model.loss != update.loss:
                 why = f"the loss of step {model.step} is known in one run only"
@@ -302,8 +301,8 @@ class _Comparison:
     def tensors(self, model: Update, update: Update) -> set[str]:
         """Compare one rank's gradient, weights and buffers. Return the parts that are done.
 
-        These were compared or left out. Under Adam, weights are left out, and also a user's
-        buffers, which may depend on weights.
+        A part is done if it was compared or must be left out. Under Adam, weights are left out, and
+        also a user's buffers, which may depend on weights.
         """
         done = {"weights"} if self.bounds.adam else set()
         if done and self.trace.scenario.workload == "own":
@@ -336,7 +335,8 @@ class _Comparison:
     def before_clipping(self, model: Update, update: Update, message: str) -> None:
         """Check that gradients before clipping are not multiplied by the number of workers.
 
-        If all gradients are longer than the norm, clipping makes sums over workers equal to means.
+        If all gradients are longer than the clipping norm, clipping makes sums over workers equal
+        to means.
         """
         times = step_sums.ratio(model.unclipped, update.unclipped, FACTOR_BOUND)
         workers = self.trace.scenario.world_size
@@ -347,9 +347,9 @@ class _Comparison:
             self.tally.check(False, words, **evidence.place(self.trace, update))
 
     def cancelled(self, update: Update) -> dict[str, float]:
-        """Return how many times larger terms are than their sum, for tensors that mostly cancel.
+        """Return tensor -> how many times larger terms are than their sum, if they mostly cancel.
 
-        Return {} in float32, since its bound has room for this.
+        Return {} in float32, since its bound has room for cancellation.
         """
         if self.bounds.gradient <= GRADIENT_BOUND:
             return {}
@@ -359,7 +359,10 @@ class _Comparison:
         return {name: size for name, size in times.items() if size > CANCELLED_MIN}
 
     def sums(self, model: Update, update: Update, message: str) -> None:
-        """Check that no tensor's gradient was changed beyond its terms, if bounds are wide."""
+        """Check that gradients are combinations of their terms, if bounds are wide.
+
+        No tensor may have a part that none of its micro-batches gave.
+        """
         place = evidence.place(self.trace, update)
         bound = explanations.allowed_change(update, GRADIENT_BOUND)
         for name, change in explanations.changes(self.trace, update, model, GRADIENT_BOUND).items():
@@ -377,9 +380,9 @@ class _Comparison:
     def ends(self, apart: int | None, dropped: int | None, *, rests: bool, is_enough: bool) -> None:
         """Report where the comparison ended early, and how closely steps were compared.
 
-        It ends at a step that only one of the runs skipped (`apart`), or in which only one drops a
-        batch that the other trains on, because of its loss (`dropped`). `rests`: the judged run
-        skipped step `apart`. `is_enough`: enough was compared before, so that this is only noted.
+        It ends at step `apart`, which only one of the runs skipped, or at step `dropped`, in which
+        only one run drops a batch because of its loss. `rests` says whether the judged run is the
+        one that skipped. If `is_enough`, enough was compared before, so that this is only noted.
         """
         report = self.tally.note if is_enough else self.tally.miss
         before, model = self.words.before, self.words.run
@@ -428,7 +431,7 @@ class _Comparison:
 def _samples(trace: Trace) -> dict[int, Counter[int]]:
     """Return step -> how often each sample was used in it.
 
-    A step with inputs that were made from earlier samples has those of the step before.
+    A step with inputs that the script made from earlier samples has the samples of the step before.
     """
     samples: dict[int, Counter[int]] = {}
     for step, shards in sorted(evidence.shards(trace).items()):
@@ -454,7 +457,7 @@ def _has_values(trace: Trace, part: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Two runs that a check compares: `trace` is judged by `model`.
+    """The two runs of a comparison: `trace` is judged by the reference `model`.
 
     They are the same trace if ranks or steps of one run are compared with each other. `runs` are
     all runs that the check was given.
@@ -489,7 +492,7 @@ class Compared:
     def difference(self) -> Counterexample | None:
         """The place where the runs differ by more than rounding; None if they don't.
 
-        If they don't, a presupposition that fails had no effect.
+        If they don't differ, a presupposition that fails had no effect.
         """
         tried = Tally("", observed=True)
         compare(tried, self.model, self.trace, None, sensitivity=self.sensitivity)
@@ -513,13 +516,13 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Presupposition:
-    """A condition of comparing two tensors, losses or orders of samples.
+    """A condition for comparing two tensors, losses or orders of samples.
 
-    `says` completes "a comparison presupposes that ...". `lacking` tests it on the runs: it returns
-    why the condition fails or is unknown, and the call that settles it; "" if it holds. `left`
-    returns what can still be compared if it fails, or None. `is_explained` is true if a difference
-    that has an explanation can't come from this condition. `broken` returns the counterexample of a
-    training run in which it fails by the script's own fault; None if that isn't certain.
+    `says` completes "a comparison presupposes that ...". `lacking` tests the condition on the runs:
+    it returns why the condition fails or is unknown, and the call that settles it; "" if the
+    condition holds. If it fails, `left` returns what can still be compared, or None. `is_explained`
+    is true if a difference that has an explanation can't come from this condition. `broken` returns
+    a counterexample if the condition fails by the script's own fault; None if that isn't certain.
     """
 
     says: str

@@ -1,9 +1,9 @@
 """Compare training state that must be equal, part by part, and say which rank is wrong.
 
-The parts are weights, optimizer state and buffers. A state is held by a rank, at its start or after
-a step, or by a checkpoint. If two ranks differ, what they recorded in the step decides: the
-gradients that they applied, their learning rates, and whether their updates follow from these. If
-it does not decide, either rank may be wrong.
+The parts are weights, optimizer state and buffers. A state belongs to a rank, at its start or after
+a step, or to a checkpoint. If two ranks differ, their records of the step decide which is wrong:
+the gradients that they applied, their learning rates, and whether their updates follow from these.
+If the records don't decide, either rank may be wrong.
 
 Buffers that depend on a rank's own samples, such as BatchNorm's running statistics, may differ
 between ranks. But one rank's buffers must be the same in two runs, and after a resume. That is
@@ -35,7 +35,10 @@ ByRank = Mapping[int, Start] | Mapping[int, Update]
 
 
 class Comparison:
-    """The comparisons in one trace, counted in `tally`. Call `tell` at the end to report gaps."""
+    """Compares states within one trace, and counts the comparisons in `tally`.
+
+    Call `tell` at the end to report what some ranks did not record.
+    """
 
     def __init__(self, tally: Tally, trace: Trace) -> None:
         self.trace = trace
@@ -49,9 +52,10 @@ class Comparison:
         self._gaps.tell(self._tally)
 
     def is_sharded(self, by_rank: ByRank) -> bool:
-        """Return whether optimizer state is sharded over ranks (ZeRO-1), and note it if so.
+        """Return whether optimizer state is sharded over ranks (ZeRO-1). If it is, add a note.
 
-        It is sharded if no rank has all of it. If one rank has, the others lost what they lack.
+        It is sharded if no rank has all of it. If one rank has all of it, the others lost what they
+        lack.
         """
         names_of = [set(holder.optimizer) for holder in by_rank.values()]
         everything = set().union(*names_of)
@@ -65,7 +69,7 @@ class Comparison:
     def compare(
         self, part: str, expected: Holder, got: Holder, message: str, *, sharded: bool, step: int
     ) -> None:
-        """Compare a part of two states. For sharded optimizer state, compare what both hold."""
+        """Compare a part of two states. Of sharded optimizer state, compare what both have."""
         left, right = getattr(expected, part), getattr(got, part)
         bare = got if left else expected
         if bool(left) != bool(right) and missing.is_unknown(self._recorded, bare, part):
@@ -80,7 +84,7 @@ class Comparison:
         closeness.compare_exact(self._tally, left, right, message, **place)
 
     def compare_ranks(self, step: int, by_rank: ByRank, parts: Sequence[str]) -> None:
-        """Compare each rank with the state that most ranks hold, to name the rank that deviates.
+        """Compare each rank with the state of the majority, to name the rank that deviates.
 
         Of two ranks either may deviate, unless their records of the step decide. A rank with an
         unknown part is counted as missing.
@@ -112,7 +116,7 @@ class Comparison:
     ) -> dict[int, Tensors]:
         """Return `tensors_of` for the ranks with a known part; {} if none recorded it.
 
-        Count the other ranks as missing.
+        The other ranks are counted as missing.
         """
         anyone = any(tensors_of.values())
         if not (anyone or self._is_due(part, by_rank)):
@@ -127,7 +131,7 @@ class Comparison:
         return known
 
     def _is_due(self, part: str, by_rank: ByRank) -> bool:
-        """Return whether ranks must hold a part: weights always, other parts only after a step.
+        """Return whether ranks must record a part: weights always, other parts only after a step.
 
         Other parts are optimizer state, if the workers keep any, and parts that any update
         recorded.
@@ -178,9 +182,10 @@ class Comparison:
 
 
 def keys_in_pieces(trace: Trace) -> set[str]:
-    """Return the keys of a user's optimizer state that ranks may hold in pieces (ZeRO-1).
+    """Return the keys of a user's optimizer state that ranks may have in pieces (ZeRO-1).
 
-    These have a different number of elements than their parameter, and differ between ranks.
+    The state under such a key differs between ranks, and in its number of elements from its
+    parameter.
     """
     if trace.scenario.workload != "own":
         return set()
@@ -222,7 +227,7 @@ _GRADIENT_BOUND = rounding_bounds.GRADIENT_BOUND
 
 @dataclass(frozen=True)
 class Blame:
-    """The rank that is known to be wrong, or None, and the reason in words, or ""."""
+    """Which rank is wrong (None: unknown), and the reason in words, or ""."""
 
     rank: int | None = None
     words: str = ""
@@ -255,7 +260,10 @@ def _by_edit(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> Blame
 
 
 def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> Blame | None:
-    """Compare the applied gradients with each other, and with those of the micro-batches."""
+    """Blame by the applied gradients, compared with each other and with those of micro-batches.
+
+    Return None if they are equal or unknown.
+    """
     by_rank = evidence.updates(trace)[step]
     left, right = (_vector(by_rank[rank].gradient, name) for rank in pair)
     if left is None or right is None or left.shape != right.shape:
@@ -282,9 +290,10 @@ def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> B
 
 
 def _follows(trace: Trace, step: int, name: str, rank: int) -> str:
-    """Return whether a rank applied the gradient of `all` samples, or of its `own`; or "".
+    """Return "all" or "own": the samples with the gradient that a rank applied; "" if unclear.
 
-    The gradient may have a positive factor.
+    These are the samples of all ranks, or only the rank's own. The applied gradient may be a
+    positive multiple of theirs.
     """
     by_rank = evidence.updates(trace)[step]
     applied = _vector(by_rank[rank].gradient, name)
@@ -364,7 +373,7 @@ _AGREED_MIN = 2  # steps; in fewer, ranks with different samples may agree by ch
 def tell_local_buffers(tally: Tally, trace: Trace) -> None:
     """Note which buffers are not compared between ranks. Report those that began to differ."""
     names: dict[str, None] = {}
-    agreed: dict[str, int] = {}  # name -> steps after which all ranks had the same value
+    agreed: dict[str, int] = {}  # name -> number of steps after which all ranks had the same value
     for step, by_rank in evidence.ranks_by_step(trace):
         if len(by_rank) < 2:
             continue
@@ -419,7 +428,7 @@ _INITIALISE = "initialise every parameter after to_empty() (reset_parameters), o
 def judge_first_weights(tally: Tally, traces: Iterable[Trace]) -> None:
     """Check that no run trains from weights with a NaN or Inf.
 
-    Report a run that stopped at them.
+    A run that stopped at such weights is reported, too.
     """
     for trace in traces:
         for look, words in (("nan", "NaN"), ("inf", "Inf")):

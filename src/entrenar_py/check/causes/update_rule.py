@@ -1,13 +1,13 @@
 """Recompute optimizer steps in float64, from the recorded gradients and weights.
 
 The formulas are those of torch.optim, written from the papers as torch documents them,
-independently of every trainer here. A rule changes a tensor's `Moments`. It returns how far the
+independently of every trainer here. A rule updates a tensor's `Moments`. It returns how far the
 weight moves against the gradient, and the sum of the absolute values of the terms of that move, to
-which rounding is proportional. The constants are torch's defaults. A user's trainer declares
-different ones in its trace's `traits` (momentum, dampening, nesterov, betas, eps, and `decay:
-coupled` for an Adam with decay as a part of the gradient) or in its events (`Ruled`). Rounding
-noise in the recorded gradient makes no difference here, so this detects errors under Adam that
-parity can't.
+which rounding is proportional. The constants are torch's defaults, unless a user's trainer declares
+others in its trace's `traits` (momentum, dampening, nesterov, betas, eps, and `decay: coupled` for
+an Adam with decay as a part of the gradient) or in its events (`Ruled`). Steps start from the
+recorded gradient, so its rounding noise makes no difference, and errors under Adam are detected
+that a comparison of runs can't detect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Moments:
     """The optimizer's state of one tensor. `size` is `first` with absolute values of the terms.
 
     `steps` counts the steps in which the tensor had a gradient, as torch's optimizers do. `third`
-    and `product` are the state of rules that keep more.
+    and `product` are for rules that keep more state.
     """
 
     steps: int = 0
@@ -57,7 +57,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of a torch parameter group, with torch's defaults for those that it lacks.
+    """The constants of a torch parameter group, with torch's defaults for missing ones.
 
     `decoupled_weight_decay` is True if weight decay shrinks the weight separately from the
     gradient.
@@ -78,7 +78,7 @@ class Constants:
     initial_accumulator_value: float = 0.0
     rho: float = 0.9
     momentum_decay: float = 4e-3
-    roundings: float = 1.0  # the factor of the allowed error of a move, for constants in float32
+    roundings: float = 1.0  # the factor of a move's allowed error, for constants in float32
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class TensorRule:
 
 
 def rule_of(event: Ruled) -> TensorRule | None:
-    """Return the rule that an event describes; None if it is not one that is known here."""
+    """Return the rule that an event describes; None if it is unknown here."""
     defaults = vars(Constants())
     known = {name: value for name, value in event.constants.items() if name in defaults}
     if event.rule not in _RULES:
@@ -128,7 +128,7 @@ def are_known(trace: Trace) -> bool:
 
 
 def are_derived(trace: Trace) -> bool:
-    """Return whether an optimizer is of a user's class that is derived from torch's."""
+    """Return whether an optimizer's class is the user's, derived from one of torch's."""
     return any(event.derived for event in trace.of(Ruled))
 
 
@@ -212,7 +212,7 @@ def _rmsprop(group: Constants, moments: Moments, gradient: Vector, size: Vector)
         moments.third = group.alpha * moments.third + (1 - group.alpha) * gradient
         kept = np.maximum(second - np.square(moments.third), 0.0)
     root = np.sqrt(kept) + group.eps
-    # The difference of two squares is off by as much as the larger one.
+    # The difference of two squares has the error of the larger one.
     size = size * (np.asarray(second) / np.where(kept > 0, kept, 1.0) if group.centered else 1.0)
     if not group.momentum:
         return gradient / root, size / root
@@ -260,7 +260,10 @@ UPDATE_ULPS = 8
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor after a step. `moved` is the sum of the absolute values of its change's terms."""
+    """The expected tensor after a step.
+
+    `moved` sums the absolute values of the terms of its change.
+    """
 
     weight: Vector
     moved: Vector
@@ -269,9 +272,9 @@ class Expected:
 def _of_betas(traits: Traits, betas: tuple[float, float]) -> float:
     """Return the factor of the allowed error of Adam's move, for the precision of its constants.
 
-    In float32 a beta is off by one rounding of 1, and so is 1 - beta, for which this is a larger
-    relative error the smaller it is. Both are in the moments, and their powers are in the divisors
-    of these. Half of the second moment's error counts, since its root is taken.
+    In float32 a beta is off by one rounding of 1. So is 1 - beta, but the smaller it is, the larger
+    is its relative error. Both are in the moments, and their powers are in the divisors of the
+    moments. Only half of the second moment's error counts, since its root is taken.
     """
     if traits.betas_in == "float64":
         return 1.0
@@ -283,8 +286,8 @@ class Rule:
     """One rank's optimizer, followed from update to update.
 
     `known` is False if the moments are unknown, for example after a gap in the recorded updates.
-    `unknown` are tensors that moved in a step without a recorded gradient. `saved` has the moments
-    at each checkpoint, by step.
+    `unknown` has the tensors that moved in a step without a recorded gradient. `saved` maps steps
+    of checkpoints to the moments.
     """
 
     scenario: Scenario
@@ -318,18 +321,18 @@ class Rule:
         return self.ruled[name].kind
 
     def save(self, step: int) -> None:
-        """Keep a copy of the moments before `step`, if known: a checkpoint was written then."""
+        """Keep a copy of the moments, if known, for the checkpoint written before `step`."""
         if self.known and self.step_made == step:
             self.saved[step] = self.copied()
 
     def copied(self) -> dict[str, Moments]:
-        """Return a copy of the moments. Later steps don't change it."""
+        """Return a copy of the moments, which later steps don't change."""
         return {name: replace(moments) for name, moments in self.moments.items()}
 
     def step(self, update: Update) -> Iterator[tuple[str, Expected]]:
         """Yield the name and expected value of each tensor that can be recomputed.
 
-        It starts from the weights of the update before, and from those that were edited since.
+        The step starts from the weights of the update before, with those that were edited since.
         """
         before, self.weights = {**self.weights, **update.edited}, update.weights
         self.known = self.known and update.step == self.step_made
@@ -390,9 +393,9 @@ class Rule:
 
 
 def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
-    """Return the rule of the rank that starts: a new one, or after a resume its earlier one.
+    """Return the rule of the rank that starts: a new one or, after a resume, its earlier one.
 
-    A rank that resumes from a checkpoint has the moments that it had when the checkpoint was
+    A rank that resumes from a checkpoint has the moments of the time when the checkpoint was
     written. A rank that joins has the moments of the others.
     """
     own = rules.get(start.rank)
@@ -431,7 +434,7 @@ def prepare(rules: dict[int, Rule], event: Event, trace: Trace) -> None:
         for rule in rules.values():
             rule.save(event.step)
     elif isinstance(event, Synchronised) and event.rank in rules:
-        rule = rules[event.rank]  # its moments are kept
+        rule = rules[event.rank]  # keeps the moments
         rule.weights = {**rule.weights, **event.weights}
 
 
@@ -442,7 +445,7 @@ def start_of(trace: Trace, step: int, rank: int) -> Start | None:
 
 
 def rounding(trace: Trace, update: Update) -> float:
-    """Return the relative error that the roundings of the rule make in `update`."""
+    """Return the relative error that the roundings of the rule cause in `update`."""
     unit = precision.FLOAT32
     if trace.scenario.workload == "own":
         unit = precision.unit_of(update.weights)
@@ -452,7 +455,7 @@ def rounding(trace: Trace, update: Update) -> float:
 
 
 def allowed(rounding: float, expected: Expected) -> Vector:
-    """Return how far each element may be from `expected`, given the update's `rounding`."""
+    """Return how far each element may be from `expected`, for the relative error `rounding`."""
     return rounding * (np.abs(expected.weight) + expected.moved)
 
 

@@ -1,14 +1,13 @@
 """Averages and copies of a model's weights, recognised by how they move.
 
-An average a follows weights w by a + c (w - a). All its tensors move by the same fraction c of the
-way, which may differ from move to move (a warm-up, a mean of all steps). An average that is
-recorded with a step has not made its move after that step yet. Lists of gradients, and snapshots,
-don't move in this way.
+An average a of weights w moves to a + c (w - a). All tensors of the average have the same fraction
+c, which may differ from move to move (a warm-up, a mean of all steps). An average that is recorded
+with a step has not made its move after that step yet. Lists of gradients, and snapshots, don't move
+in this way.
 
-A module that trains nothing may still change, like a teacher in training mode. Its normalisations
+A module that trains nothing may still change, like a teacher in training mode: its normalisations
 compute with a batch's statistics, and its dropout draws masks, so its outputs change from step to
-step. A copy of the model may be renewed after the last step that was recorded, like a target
-network.
+step. A copy of the model may be renewed after the last recorded step, like a target network.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from entrenar_py.check.evidence import closeness, precision
 from entrenar_py.shared.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
-Shares = Mapping[int, float]  # step -> the fraction of the way that an average moves after it
+Shares = Mapping[int, float]  # step -> the fraction c by which an average moves after it
 Event = Start | Update
 Life = Sequence[Event]
 Holder = tuple[str, int]  # an average's label, and the rank that keeps it
 
-_ROUNDINGS = 8.0  # of an element, in a product and a sum
-_SEEN = 4.0  # times the error of rounding: a shorter move shows nothing
-_WHOLE = 1 - 1e-4  # a move that goes this far is a copy
+_ROUNDINGS = 8.0  # roundings of an element, in a product and a sum
+_SEEN = 4.0  # times the error of rounding; a shorter move proves nothing
+_WHOLE = 1 - 1e-4  # a larger fraction means that the copy became the weights
 _ALIKE = 1e-3
 
 
 def of(trace: Trace) -> dict[Holder, Shares]:
-    """Return the averages that a script keeps, with the fractions of their moves.
+    """Return (label, rank) -> the fractions of its moves, for the averages that a script keeps.
 
     These are averages that the script declares, and copies that only move like an average.
     """
@@ -54,10 +53,10 @@ def of(trace: Trace) -> dict[Holder, Shares]:
 def follow_others(start: Start, updates: Sequence[Update], names: Sequence[str]) -> set[str]:
     """Return the members of `names` that move like averages or copies of trained tensors.
 
-    The followed tensor has the same last parts of its name, and the same size.
+    The followed tensor must have the same size, and a name with the same last parts.
     """
     lives: list[list[Event]] = [[start, *updates]]
-    # The beginnings of both names -> name -> the tensor that it may follow.
+    # The prefixes of both names -> name -> the tensor that it may follow.
     pairs: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
         for other, end in _sources(name, start):
@@ -67,7 +66,7 @@ def follow_others(start: Start, updates: Sequence[Update], names: Sequence[str])
 
 
 def _all_follow(lives: Sequence[Life], pairs: Mapping[str, str]) -> bool:
-    """Return whether tensors move together, always part of the way to what they follow."""
+    """Return whether tensors move together, always part of the way to those that they follow."""
     moves = [
         share(
             {n: at.weights[n] for n in pairs if n in at.weights},
@@ -94,7 +93,7 @@ def _sources(name: str, start: Start) -> Iterator[tuple[str, str]]:
 def compare_resumed(tally: Tally, straight: Trace, trace: Trace) -> None:
     """Compare the averages after a resume with those of the run without stops, bit for bit.
 
-    Each average is compared on the lowest rank, which scripts save for all ranks.
+    Only the lowest rank's averages are compared, since scripts save these for all ranks.
     """
     begun = min((start.step for start in trace.of(Start) if start.resumed), default=None)
     if begun is None:
@@ -111,8 +110,7 @@ def compare_resumed(tally: Tally, straight: Trace, trace: Trace) -> None:
             update = updates[step][rank]
             due, got = (_held(one.extra, label) for one in (expected[step][rank], update))
             if due and not _moves_after(trace, label, rank):
-                # It may be the checkpoint that was loaded, and not an average that was created
-                # later.
+                # These may be values of the loaded checkpoint, not of an average created later.
                 tally.note(f"{label}, an average of the weights, was not seen after the resume")
                 break
             words = _words(straight, trace, (label, rank), shares[label, rank], step)
@@ -154,12 +152,12 @@ def _words(straight: Trace, trace: Trace, holder: Holder, shares: Shares, step: 
 
 
 def compare_ranks(tally: Tally, trace: Trace) -> None:
-    """Compare averages between ranks that hold the same weights.
+    """Compare averages between ranks that have the same weights.
 
-    Averages that differ are a counterexample only if the script declares the average: often only
-    one rank's is saved and used. After a resume only that one may be restored, so nothing is
-    compared. Statistics of batches in an average are left out: they are those of each rank's own
-    samples.
+    Different averages are a counterexample only if the script declares the average, since often
+    only one rank's average is saved and used. After a resume only that one may be restored, so
+    nothing is compared. Statistics of batches in an average are left out, because they are those of
+    each rank's own samples.
     """
     if any(start.resumed for start in trace.of(Start)):
         return
@@ -204,12 +202,12 @@ def _last_parts(name: str) -> str:
 
 
 def _made(event: Event) -> int:
-    """Return the step after which a rank holds what an event recorded: -1 before the first."""
+    """Return the last step before the event's record: -1 before the first step."""
     return event.step - isinstance(event, Start)
 
 
 def _lives(trace: Trace) -> dict[int, list[list[Event]]]:
-    """Return by rank its starts and updates, in each of its lives."""
+    """Return rank -> its lives, each with its start and updates."""
     lives: dict[int, list[list[Event]]] = {}
     for event in trace.standing.events:
         if isinstance(event, Start):
@@ -245,10 +243,9 @@ def _shares(lives: Sequence[Life], label: str) -> dict[int, float] | None:
 
 
 def share(before: Tensors, after: Tensors, followed: Sequence[Tensors]) -> float | None:
-    """Return the fraction of the way to one of `followed` that tensors move; or None.
+    """Return the fraction of the way to one of `followed` that all tensors move; None if none fits.
 
-    Return 0 if they don't move, or by no more than rounding, and None if they move in a different
-    way.
+    Return 0 if they don't move, or by no more than rounding.
     """
     if before.keys() != after.keys() or _same(before, after):
         return 0.0
@@ -288,7 +285,7 @@ def _same(one: Tensors, other: Tensors) -> bool:
 
 
 STATISTICS = ("running_mean", "running_var")
-_MASKS = "masks of "  # the prefix of the names of their counts
+_MASKS = "masks of "  # prefixes the names of their counts
 _EVAL = (
     "it is in training mode: call eval() on it, also after calling train() on "
     "a module that contains it"
@@ -354,7 +351,7 @@ def _is_statistic(name: str) -> bool:
 
 
 def _moved(lives: list[list[Event]]) -> dict[str, Event | None]:
-    """Return each tensor outside the model, with the first event after it moved in a life."""
+    """Return tensor outside the model -> the first event after it moved within a life, or None."""
     moved: dict[str, Event | None] = {}
     for life in (life for life in lives if isinstance(life[0], Start)):
         digests: dict[str, str] = {}

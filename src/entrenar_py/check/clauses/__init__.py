@@ -1,7 +1,7 @@
 """The checks, which judge traces.
 
-Related checks share a module. None uses torch, sockets or devices. `CHECKS` is the whole table:
-which check decides which clause, and on which runs.
+Related checks share a module. None uses torch, sockets or devices. The table `CHECKS` says which
+check decides which clause, and on which runs.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _BY_ID: dict[str, Check] = {check.id: check for check in _TABLE}
 
 
 def bind(invariant: Invariant) -> Check | None:
-    """Return the check that `invariant` names, or, if it names none, the check that has its id.
+    """Return the check that `invariant` names; if it names none, the check for its id.
 
-    Return None if there is no such check, or if the invariant's binding marks it as untried.
+    Return None if there is no such check, or if the invariant's binding says that it is not tried.
     """
     if invariant.binding is not None and invariant.binding.untried:
         return None
@@ -70,5 +70,5 @@ def bind(invariant: Invariant) -> Check | None:
 
 
 def terms() -> tuple[CheckTerms, ...]:
-    """Return all checks, as the CheckTerms that loading a contract needs."""
+    """Return the CheckTerms of all checks, which the loading of a contract needs."""
     return _TABLE

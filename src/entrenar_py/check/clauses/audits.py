@@ -38,7 +38,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
     )
     some, few = ({**usual.options, SHARE: share} for share in (0.4, 0.2))
     owner = Fault(kind="corrupt_gradient", step=1, rank=1, shard=2, value="0.5")
-    # A fault of a different worker, in the last block.
+    # A fault of another worker, in the last block.
     auditor = replace(owner, rank=2, tensor="output.bias", element=9, value="1e-6")
     lasting = Fault(kind="corrupt_worker", step=1, rank=1, value="0.5")
     killed = Fault(kind="kill", step=1, rank=0, at="Computed")
@@ -59,7 +59,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that enough shards are audited, only culprits are named, and the weights are right.
 
-    The weights are right if they are those of the run without faults.
+    The weights are right if they equal those of the run without faults.
     """
     tally = Tally(invariant.id)
     trace = runs.base
@@ -75,7 +75,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def undecided(trace: Trace) -> list[Audit]:
-    """Return the audits in which workers disagreed, and which could not determine the culprit."""
+    """Return the audits in which workers disagreed, but which could not determine the culprit."""
     return [audit for audit in trace.of(Audit) if _is_undecided(audit)]
 
 
@@ -85,9 +85,10 @@ def _is_undecided(audit: Audit) -> bool:
 
 
 def first_open(trace: Trace) -> float:
-    """Return the first step with a wrong shard that no audit saw, by a rank that none caught.
+    """Return the first step with a wrong shard that stayed undetected; inf if there is none.
 
-    Return inf if there is no such step.
+    A wrong shard is detected if two workers' results for it were compared, or if its rank was
+    caught in another shard of the step.
     """
     seen = {(audit.step, audit.shard) for audit in trace.of(Audit) if len(set(audit.ranks)) > 1}
     caught = {(audit.step, audit.culprit) for audit in trace.of(Audit)}
@@ -112,7 +113,7 @@ def _strikes(trace: Trace) -> Strikes:
 
 
 def _with_who_was_there(trace: Trace) -> Iterator[tuple[Audit, set[int], set[int]]]:
-    """Yield each audit, the ranks present, and its ranks that computed the shard wrongly.
+    """Yield each audit, the ranks present, and the audited ranks that computed the shard wrongly.
 
     An Injected event precedes the audit of its shard. If the worker leaves before the audit, the
     event is dropped, since nothing that the worker computed was used.
@@ -177,7 +178,7 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
 def _given_up(
     tally: Tally, trace: Trace, audit: Audit, num_there: int, *, rank: int | None
 ) -> None:
-    """Check that an undecided audit requested a third worker, or both again, and halted."""
+    """Check that an undecided audit asked a third worker, or both again, and then halted."""
     place = evidence.place(trace, audit)
     what = f"workers disagreed about shard {audit.shard} of step {audit.step}"
     num_ranks = len(set(audit.ranks))
@@ -195,7 +196,7 @@ def _given_up(
 
 
 def _told(tally: Tally, trace: Trace) -> None:
-    """Count it as missing if no wrong shard was audited. Add a note if only some were."""
+    """Count as missing that no wrong shard was audited. Add a note if only some were."""
     strikes, audited = _strikes(trace), {(audit.step, audit.shard) for audit in trace.of(Audit)}
     if strikes and not audited.intersection(strikes):
         tally.miss("no wrong shard was audited: audit a larger share, or more steps")

@@ -1,4 +1,4 @@
-"""F-DP-004, F-HET-001, F-HET-002, F-PAR-006: what each backend computes, and what each rank holds.
+"""F-DP-004, F-HET-001, F-HET-002, F-PAR-006: the results of each backend, the memory of each rank.
 
 Sources: distributed-training-v1; parallelism-v1, F-PAR-006.
 """
@@ -31,16 +31,16 @@ from entrenar_py.shared.verdict import Finding, Tally
 
 # --- the chain CUDA -> wgpu -> CPU ----------------------------------------------------------------
 
-ORDER = ("cuda", "wgpu", "cpu")  # the order that the clause states
+ORDER = ("cuda", "wgpu", "cpu")  # the order that the clause demands
 KINDS = ("absent", "init_error", "out_of_memory", "non_finite_output")
 
 
 def plan_chains(invariant: Invariant) -> list[Scenario]:
     """Plan a chain without faults, and chains in which one, two or all backends fail in every way.
 
-    Also plan an adapter that really fails, first of two backends and second of three.
+    Also plan a real adapter that fails, as the first of two backends and as the second of three.
 
-    A backend that works is left out of the chain if it is before a failing one: it would compute
+    A working backend in front of a failing one is left out of the chain, because it would compute
     the result, and the fault would never strike.
     """
     planned = [_planned((), ())]
@@ -192,7 +192,7 @@ def _note_devices(tally: Tally, trace: Trace) -> None:
 # --- manifests of gradients -----------------------------------------------------------------------
 
 BACKENDS = ("cpu", "wgpu", "cuda")
-DECLARED = "model"  # the backend name in the manifest that the model itself declares
+DECLARED = "model"  # the backend name in the model's own manifest
 
 
 def plan_manifests(invariant: Invariant) -> list[Scenario]:
@@ -206,8 +206,8 @@ def plan_manifests(invariant: Invariant) -> list[Scenario]:
 def judge_manifests(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that in each run, on two or more backends, all manifests are equal to the first.
 
-    The first is the manifest that the model itself declares, if it was recorded: all backends might
-    have the same error.
+    The first is the manifest that the model itself declares, if it was recorded, since all backends
+    might have the same error.
     """
     tally, probe = Tally(invariant.id), plan_manifests(invariant)[0].system
     for trace in evidence.usable(traces, tally):
@@ -250,12 +250,12 @@ def _compare_entries(tally: Tally, first: Manifest, other: Manifest, trace: Trac
 # model may fit into free memory of the interpreter's allocator, so that its growth can't be seen.
 SLACK = 1.5
 STANDS_OUT_BYTES = 128 * 2**20
-# On a device, memory contains no interpreter.
+# On a device, the memory of the interpreter doesn't count.
 STANDS_OUT_ON_DEVICE_BYTES = 8 * 2**20
 
 
 def compare_memory(tally: Tally, trace: Trace) -> None:
-    """Compare every rank's peak with its budget, and its growth with the earlier estimate."""
+    """Compare every rank's peak with its budget, and its growth with the estimate made before."""
     measured = trace.of(Memory)
     for memory in measured:
         _compare_rank(tally, memory, trace)
@@ -322,13 +322,13 @@ def plan_memory(invariant: Invariant) -> list[Scenario]:
 
 # --- parts of a model's parameters ----------------------------------------------------------------
 
-# The tolerance if a contract states none. Norms and the first matrices of adapters are on all
-# ranks: 3 % of the largest workload.
+# The tolerance if a contract gives none. Norms and the first matrices of adapters are on all ranks:
+# 3 % of the largest workload.
 RELATIVE = 0.05
 
 
 def judge_shares(invariant: Invariant, traces: Traces) -> Finding:
-    """Compare each rank's bytes of parameters with the model's over the number of ranks."""
+    """Compare each rank's bytes of parameters with the model's divided by the number of ranks."""
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in evidence.usable(traces, tally):

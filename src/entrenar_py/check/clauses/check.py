@@ -1,4 +1,4 @@
-"""The type of a row in the table of checks, and the judge of a probe's runs."""
+"""The type of a row in the table of checks, and a judge that judges each run separately."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ def _nothing(_: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(CheckTerms):
-    """A row of the table: how one type of clause is decided.
+    """A row of the table of checks: how one type of clause is decided.
 
-    `judge` compares the runs and returns the finding. `plan` returns the scenarios for a clause
-    that lists none. `needs` are the other runs that a run is compared with. `witnesses` are runs of
-    a user's own trainer that show whether the runs may be compared at all. `explores`: random
-    scenarios around the plan make sense. `in_step`: the check applies only if all workers take
-    every step together. If a user's workers step alone and are synchronised after each round,
-    `in_rounds` (if not None) judges the same clause.
-
-    `bitwise`: the check applies only to trainers that promise the same bits for any number of
-    workers. `takes_turned`: the check also judges runs with a turned knob: together with the base
-    if `needs` has that knob, otherwise alone. `takes_resumed`: the check also judges a user's
-    resumed run alone. `takes_commands`: the check also judges a user's command, as checks that
-    explore do. `not_of_commands`: the reason if a check that is not a probe judges no user's
-    command.
-
-    `absent` is called if the judgement is inconclusive. It returns the subject of the clause that
-    the runs of a user's trainer were seen to lack, so that the clause does not apply; "" if they
-    may have it. `advice` returns why a violation is only advice if the user named no contract; ""
-    if it is more than advice.
+    - `judge`: compares the runs and returns the finding.
+    - `plan`: returns the scenarios for a clause that lists none.
+    - `needs`: the other runs that a run is compared with.
+    - `witnesses`: runs of a user's own trainer that show whether the runs may be compared at all.
+    - `explores`: random scenarios near the planned ones make sense.
+    - `in_step`: the check applies only if all workers take every step together. If a user's workers
+      step alone and are synchronised after each round, `in_rounds` (if not None) judges the same
+      clause.
+    - `bitwise`: the check applies only to trainers that promise the same bits for any number of
+      workers.
+    - `takes_turned`: the check also judges runs with a turned knob: together with the base if
+      `needs` has that knob, otherwise alone.
+    - `takes_resumed`: the check also judges a user's resumed run alone.
+    - `takes_commands`: the check also judges a user's command, as checks with `explores` do.
+    - `not_of_commands`: the reason why a check that is not a probe judges no user's command.
+    - `absent`: called if the judgement is inconclusive. Returns the subject of the clause that the
+      runs of a user's trainer lack, so that the clause does not apply; "" if they may have it.
+    - `advice`: returns why a violation is only advice if the user named no contract; "" if it is
+      more than advice.
     """
 
     judge: Callable[[Invariant, Traces], Finding]
@@ -73,7 +74,7 @@ def judge_each(
 ) -> Callable[[Invariant, Traces], Finding]:
     """Return a judge that applies `compare` to each usable run separately.
 
-    `nothing` is the reason that the finding gives if no run had anything to compare.
+    `nothing` is the finding's reason if no run had anything to compare.
     """
 
     def judged(invariant: Invariant, traces: Traces) -> Finding:

@@ -1,15 +1,16 @@
 """Judge how a script clips its gradients, with and without a declared norm. Part of F-TI-008.
 
-**Declared.** No applied gradient may be longer than the norm. Each must be the whole unclipped
-gradient, with its own length or scaled to the norm. The unclipped gradient is what `obs.reduced()`
-showed, or the sum of the micro-batches' gradients. Of that sum only the direction is known, since
-scripts divide it by different numbers.
+**Declared.** No applied gradient may be longer than the declared norm. Each must be the whole
+unclipped gradient, either as it is or scaled to the norm. The unclipped gradient is known from
+`obs.reduced()`, or from the sum of the micro-batches' gradients. Of that sum only the direction is
+known, since scripts divide it by different numbers.
 
-**Undeclared.** Errors are recognised from all steps of a run together. Suppose a limit is a round
-number, as people write them. Then the applied gradients have this norm after an error: all of them,
-several groups of tensors, or the first step's alone. Or gradients were clipped while they were
-still multiplied by the loss scale. Divided by the scale again, their norm is the limit divided by
-the scale: the same tiny number in each step, whatever the gradient.
+**Undeclared.** Errors are recognised from all steps of a run together, on the assumption that a
+limit is a round number, as people write them. After some errors, gradients have this norm that
+should not: several groups of tensors each, or only the first step's gradient. After another error,
+gradients were clipped while they were still multiplied by the loss scale. Divided by the scale
+again, their norm is the limit divided by the scale: the same tiny number in each step, whatever the
+gradient.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from entrenar_py.shared.wording import listed
 
 ByRank = Mapping[int, Update]
 
-# torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; others don't.
+# torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; other functions don't.
 _EPSILON = 1e-6
-_VARIED = 1.01  # the longest whole gradient over the shortest: above this it is no chance
+_VARIED = 1.01  # the longest whole gradient over the shortest; a larger ratio is no chance
 _OTHERWISE = "it was divided after it was clipped"
 _SCALES_MIN = 32  # scripts divide by fewer micro-batches and workers than this
 
@@ -40,7 +41,7 @@ _SCALES_MIN = 32  # scripts divide by fewer micro-batches and workers than this
 def compare(tally: Tally, trace: Trace) -> None:
     """Judge a run's applied gradients by the norm that its script declares.
 
-    Judge nothing without one.
+    Nothing is judged if none is declared.
     """
     if trace.traits.clip_norm is None:
         return
@@ -51,9 +52,9 @@ def compare(tally: Tally, trace: Trace) -> None:
         tally.miss(unseen)
         return
     rested = evidence.skipped_without_gradients(trace)
-    since = trace.traits.compressed_from or math.inf  # steps before that one are known
+    since = trace.traits.compressed_from or math.inf  # the steps before this one aren't compressed
     obscured = rounding_bounds.rounded_away(trace)
-    is_known = False  # whether, in any step, the direction of the applied gradient could be judged
+    is_known = False  # whether the direction of any applied gradient could be judged
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in rested:
             continue
@@ -71,7 +72,7 @@ def compare(tally: Tally, trace: Trace) -> None:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A step with a gradient of length `norm`, which is the whole gradient times `factor`."""
+    """A step with an applied gradient of length `norm`: the whole gradient times `factor`."""
 
     update: Update
     norm: float
@@ -92,24 +93,25 @@ class _Judged:
     limit: float
     bound: float
     scaled: list[_Scaled] = field(default_factory=list)
-    clips_unseen: bool = False  # a gradient has the limit's length, and is unknown unclipped
+    # A gradient has the limit's length, and its length before clipping is unknown.
+    clips_unseen: bool = False
 
     def __post_init__(self) -> None:
         self._shards = evidence.shards(self.trace)
         # Without a declaration, the norm is the argument of the script's call of `clip_grad_norm_`.
         # Then only the result of a known error falsifies, as a script may change gradients on
-        # purpose later.
+        # purpose after the call.
         source, losses = self.trace.traits.clip_source, self.trace.traits.losses
         self._is_seen = source == "calls" or (not source and losses == "backward")
         self._declared = f"{'max_norm' if self._is_seen else 'clip_norm'}={self.limit:g}"
-        # A shorter gradient was not clipped.
+        # A gradient with a norm below this was not clipped.
         self._below = self.limit * (1 - self.bound - _EPSILON / self.limit)
 
     def length(self, update: Update, by_rank: ByRank) -> None:
         """Check that an applied gradient is no longer than the limit.
 
-        If `obs.reduced()` recorded its norm before clipping, it must have the length that clipping
-        gives.
+        If `obs.reduced()` recorded the norm before clipping, the applied gradient must have the
+        length that clipping gives.
         """
         norm = _length(update)
         if norm is None:
@@ -195,9 +197,9 @@ class _Judged:
         )
 
     def _is_as_called(self, update: Update) -> bool:
-        """Return whether the applied gradient is the tensors passed to torch's clipping, clipped.
+        """Return whether the applied gradient is the one passed to torch's clipping, clipped.
 
-        If the norm is known from calls alone, the script may remove gradients of tensors after the
+        If the norm is known from calls only, the script may remove gradients of tensors after the
         call.
         """
         whole, applied = map(evidence.vectors, (update.unclipped, update.gradient))
@@ -236,7 +238,10 @@ class _Judged:
             missing.ask(self.tally, unknown, NORMS)
 
     def _constant(self, free: Sequence[_Scaled]) -> str:
-        """Return the error that gives all gradients one norm below the limit; or ""."""
+        """Return a phrase about the error that gives all gradients one norm below the limit.
+
+        Return "" if the script doesn't make this error.
+        """
         norms, wholes = [step.norm for step in free], [step.whole for step in free]
         if len(free) < len(self.scaled) or max(norms) > min(norms) * (1 + 4 * self.bound):
             return ""
@@ -262,7 +267,7 @@ class _Judged:
         missing.ask(self.tally, why, CLIP_NORM)
 
     def _counted_twice(self, free: Sequence[_Scaled]) -> str:
-        """Return the error that the norm counts a tensor twice; "" if it counts none twice."""
+        """Return a phrase about the error that the norm counts a tensor twice; "" if it doesn't."""
         groups = [names for event in self.trace.of(Noticed) for names in event.shared]
         names = {name for step in free for name in step.update.gradient}
         known = {name for group in groups for name in group}
@@ -308,16 +313,16 @@ def _is_power_of_two(ratio: float, bound: float = 1e-4) -> bool:
 
 _STEPS_MIN = 3  # in fewer steps, equal norms may be chance
 _LATER_MIN = 4  # steps with one factor, after a first step with a different one
-_TWICE = 2  # the fewest steps in which groups have the same norm, and the fewest groups in a step
+_TWICE = 2  # groups of one norm in a step, and steps with such groups, at least
 _POWERS = (16, *range(8, 16), *range(17, 25))  # loss scales are 2^n; GradScaler begins with 2^16
 _ROUND = 1e-4  # relative, of a limit with two digits; clip_grad_norm_ adds 1e-6 to a norm
 _EXACT = 2e-5  # the same for a norm above 0.01 that is not divided again
-_ALIKE = 1e-3  # relative: factors of steps that divide by the same number
+_ALIKE = 1e-3  # relative: factors of steps that divide by the same number differ by less
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The norm of each step's applied gradient, its gradient before clipping, and its weight."""
+    """Step -> norm of the applied gradient, gradient before clipping, and weight."""
 
     norms: Mapping[int, float]
     clipped: Mapping[int, Clipped]
@@ -325,7 +330,10 @@ class Steps:
 
 
 def first(trace: Trace) -> tuple[int, Explanation] | None:
-    """Return the first step with a gradient, and how the run clipped wrongly; or None."""
+    """Return the first step with a gradient, and an explanation of wrong clipping.
+
+    Return None if there is no explanation.
+    """
     steps = _steps(trace)
     if not steps.norms or not all(map(math.isfinite, steps.norms.values())):
         return None
@@ -350,7 +358,7 @@ def _steps(trace: Trace) -> Steps:
 
 
 def _while_scaled(steps: Steps) -> Explanation | None:
-    """All steps have one limit, divided by powers of two."""
+    """Explain steps with one norm, which is a round limit divided by a power of two."""
     if len(steps.norms) < _STEPS_MIN:
         return None
     norm, *others = steps.norms.values()
@@ -364,7 +372,7 @@ def _while_scaled(steps: Steps) -> Explanation | None:
 
 
 def _by_group(steps: Steps) -> Explanation | None:
-    """Several groups of tensors have the same round norm: each group is clipped separately.
+    """Explain groups of tensors with the same round norm: each group was clipped separately.
 
     Networks that train together may rightly be clipped separately. But these groups divide a layer,
     as a list of parameters with weight decay does, and contain tensors of several layers.
@@ -405,7 +413,7 @@ def _divide_a_layer(groups: list[tuple[str, ...]]) -> bool:
 
 
 def _first_alone(steps: Steps) -> Explanation | None:
-    """The first step has a round norm; later gradients are longer and not clipped."""
+    """Explain a first step with a round norm before longer gradients that are not clipped."""
     known = dict(_factors(steps))
     if len(known) != len(steps.norms) or len(known) <= _LATER_MIN:
         return None
@@ -428,7 +436,7 @@ def _first_alone(steps: Steps) -> Explanation | None:
 
 
 def _factors(steps: Steps) -> Iterator[tuple[int, float]]:
-    """Yield each step and factor, if its gradient is its micro-batches' sum times one factor."""
+    """Yield (step, factor) if the step's gradient is its micro-batches' sum times one factor."""
     for step, clipped in steps.clipped.items():
         if not clipped.whole or not clipping.is_multiple(
             clipped.applied, clipped.whole, clipped.bound
@@ -444,8 +452,8 @@ LIST = (_while_scaled, _by_group, _first_alone)
 
 
 def _limit(norm: float) -> float | None:
-    # A limit is between 0.1 and 10, and has one or two digits. A norm that is round itself has
-    # none.
+    # A limit is between 0.1 and 10, and has one or two digits. If the norm itself is round, there
+    # is no limit.
     if _is_round(norm, _ROUND):
         return None
     limits = [limit for power in _POWERS if _is_round(limit := norm * 2.0**power, _ROUND)]

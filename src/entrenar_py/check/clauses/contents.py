@@ -1,14 +1,14 @@
-"""F-DP-002 for samples without declared ids: digests identify the rows that the model was given.
+"""F-DP-002 for samples without declared ids: a digest of the model's input identifies each row.
 
-A row may be something other than a sample, and a data set may contain a row twice. So runs that
-were given the same rows hold the clause, and runs with different rows leave it open. Two things are
-wrong whatever a row is. Replicas must not get the same rows in every step, if the rows change from
-step to step. And a row must not come again within a pass, if one worker gets each row once in a
-pass.
+A row may be something other than a sample, and a data set may contain a row twice. So the clause is
+held if runs get the same rows, and inconclusive if they get different ones. Two things are wrong
+whatever a row is. Replicas must not get the same rows in every step, if the rows change from step
+to step. And a row must not come again within a pass over the data, if one worker gets each row once
+in a pass.
 
-Suppose one worker is given each row once, then all of them again, and so on. Then the rows are
-distinct and are the data set: a row identifies its sample as well as an id does. Several workers
-must also be given each of these rows once in a pass.
+If one worker gets each row once, then all of them again, and so on, the rows are distinct and are
+the data set: a row then identifies its sample as well as an id does. Several workers must also get
+each of these rows once in a pass.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from entrenar_py.shared.trace import Shard, Trace
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import named
 
-RowsByRank = Mapping[int, Counter[int]]  # by rank
-_SURE_DIGITS = 5  # decimal digits: the chance is below 10^-5
+RowsByRank = Mapping[int, Counter[int]]  # rank -> rows
+_SURE_DIGITS = 5  # decimal digits: the probability of chance is below 10^-5
 
 
 def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
@@ -81,9 +81,10 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
 
 
 def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
-    """Count as missing that ranks which share a batch may be given different batches.
+    """Report as missing whether different rows on ranks that share a batch are parts of it.
 
-    They are given parts of the batch if the run on one worker is given their rows together.
+    They are parts if one worker's batch has exactly these rows. Otherwise each rank may have drawn
+    a batch of its own.
     """
     whole = {} if alone is None else evidence.shards(alone)
     for step, shards in sorted(evidence.shards(trace).items()):
@@ -107,11 +108,11 @@ def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
 def _rows_again(
     tally: Tally, owned: Mapping[int, Sequence[Shard]], trace: Trace, alone: Trace | None
 ) -> None:
-    """Count as missing that rows which come again before all rows came may be given twice.
+    """Report as missing whether rows were drawn twice, if they come again before all have come.
 
-    The order is the script's own (an epoch that grows, for example) if the run on one worker is
-    given the same rows in each step, or in each pass. Micro-batches that come twice in succession
-    are no such order: each worker of a loader may hand out all data.
+    The order is the script's own (an epoch that grows, for example) if the run on one worker gets
+    the same rows in each step, or in each pass. The exception are micro-batches that come twice in
+    succession: each worker of a loader may yield all data.
     """
     whole = {} if alone is None else evidence.shards(alone)
     every = {id_ for shards in owned.values() for shard in shards for id_ in shard.ids}
@@ -146,7 +147,7 @@ def _are_doubled(shards: Mapping[int, Sequence[Shard]]) -> bool:
 def do_the_same(trace: Trace, ranks: Sequence[int]) -> bool:
     """Return whether `ranks` have the same rows, loss and gradient in each micro-batch.
 
-    Then they don't share the work on their samples: each rank does all of it.
+    Such ranks don't share the work on their samples: each rank does all of it.
     """
     first: dict[tuple[int, int], tuple[Any, ...]] = {}
     numbers = dict.fromkeys(ranks, 0)
@@ -163,7 +164,7 @@ def do_the_same(trace: Trace, ranks: Sequence[int]) -> bool:
 
 
 def guessed(what: str) -> str:
-    """Return the reason why it is unknown whether `what` is wrong."""
+    """Return why a verdict on `what` is missing: ranks may share the work on their samples."""
     return (
         f"{what}: whether they share the work on them is not known; declare it, "
         'observe(..., layout={"dp": 1, "tp": 2}), or wrap the model in DistributedDataParallel'
@@ -171,10 +172,10 @@ def guessed(what: str) -> str:
 
 
 def compare(tally: Tally, model: Trace, trace: Trace) -> None:
-    """Compare the rows of two runs step by step. Rows that differ may still be the same samples.
+    """Compare the rows of two runs step by step.
 
-    They are if the gradients are the same: rows contain padding, or the last bits of their features
-    depend on the batch.
+    Different rows may still be the same samples, because rows contain padding, or the last bits of
+    their features depend on the batch. They count as the same if the gradients are the same.
     """
     alike = run_comparison.steps_alike(model, trace)
     others, unknown = evidence.shards(model), missing.unknown_steps(model)
@@ -225,7 +226,7 @@ def _together(shards: Sequence[Shard]) -> Counter[int]:
 
 
 def _by_the_same_numbers(rows: Mapping[int, Sequence[Shard]]) -> tuple[Shard, Shard] | None:
-    """Return two micro-batches of two ranks that have the same rows in the same order.
+    """Return two micro-batches of different ranks that have the same rows in the same order.
 
     Return None if there are none, or if so few rows are known that this may be chance.
     """
@@ -237,7 +238,7 @@ def _by_the_same_numbers(rows: Mapping[int, Sequence[Shard]]) -> tuple[Shard, Sh
     if not alike:
         return None
     least = min(len({*shard.ids}) for _, shard in alike)
-    # The mean number of pairs that are equal by chance, and the chance of this many pairs
+    # The mean number of pairs that are equal by chance, and the probability of this many pairs
     # (Poisson).
     expected = (len(shards) / 2) ** 2 / len(known) ** least
     digits = (math.lgamma(len(alike) + 1) - len(alike) * math.log(expected)) / math.log(10)
@@ -245,7 +246,7 @@ def _by_the_same_numbers(rows: Mapping[int, Sequence[Shard]]) -> tuple[Shard, Sh
 
 
 def _given_the_same(steps: Sequence[RowsByRank]) -> list[int]:
-    """Return the lowest rank and all with the same rows in every step; [] if it is the only one.
+    """Return the lowest rank and all ranks with its rows in every step; [] if there are no others.
 
     Also return [] if the rows never change, like the constant inputs of a benchmark.
     """
@@ -264,15 +265,15 @@ def _given_the_same(steps: Sequence[RowsByRank]) -> list[int]:
 
 # --- passes through all rows ----------------------------------------------------------------------
 
-Passes = Mapping[int, int]  # number of the pass, by step
-Rows = Mapping[int, Sequence[Shard]]  # by step
+Passes = Mapping[int, int]  # step -> number of the pass
+Rows = Mapping[int, Sequence[Shard]]  # step -> micro-batches with the rows
 
 
 def of(rows: Rows, alone: Trace | None) -> Passes:
-    """Return the pass that each step belongs to, as in the run on one worker, `alone`.
+    """Return step -> number of its pass, as in the run on one worker, `alone`.
 
-    Return {} if that run has fewer than two passes, if `rows` contains rows that it lacks, or if
-    the number of rows in a step differs.
+    Return {} if that run has fewer than two passes, if it lacks some of `rows`, or if the number of
+    rows in a step differs.
     """
     passes = {} if alone is None else _made(alone)
     if not passes or alone is None:
@@ -285,11 +286,11 @@ def of(rows: Rows, alone: Trace | None) -> Passes:
 
 
 def make_the_same(first: Trace, other: Trace) -> bool:
-    """Return whether two runs are given the same rows in each pass, each in an order of its own.
+    """Return whether two runs get the same rows in each pass, each in an order of its own.
 
-    A pass ends where both runs have been given the same rows so far, each row equally often. The
-    last pass may be cut short. Its rows must then be part of a complete pass, or of the rows that
-    the other run was given in its last pass.
+    A pass ends where both runs got the same rows so far, each row equally often. The last pass may
+    be cut short. Its rows must then be part of a complete pass, or of the rows in the other run's
+    last pass.
     """
     sums = [_sums(trace) for trace in (first, other)]
     ends = sorted(n for n in sums[0].keys() & sums[1].keys() if sums[0][n] == sums[1][n])
@@ -315,10 +316,10 @@ def _sums(trace: Trace) -> dict[int, Counter[int]]:
 
 
 def are_whole(rows: Rows) -> bool:
-    """Return whether rows come again only in whole passes, each through all rows of a block.
+    """Return whether rows come again only in whole passes, each over all rows of a block.
 
     An example is a trainer that goes through the same games several times, then through new ones. A
-    block takes at least two steps: a batch that is given twice is not a pass.
+    block takes at least two steps: a batch that comes twice is not a pass.
     """
     block, current, steps = set[int](), set[int](), 0  # the last pass, and the current one
     has_again = False
@@ -328,7 +329,7 @@ def are_whole(rows: Rows) -> bool:
         if len(fresh) < len(of_step):
             return False
         if block and current == block:
-            current = set()  # the next pass goes through the same rows, or through a new block
+            current = set()  # the next pass goes over the same rows, or over a new block
         is_again = bool(block) and fresh <= block
         if not current and (not block or fresh.isdisjoint(block)):
             block, current, steps = set(), fresh, 1  # a new block
@@ -344,8 +345,8 @@ def are_whole(rows: Rows) -> bool:
 
 
 def judge_passes(tally: Tally, trace: Trace, rows: Rows, passes: Passes) -> None:
-    """Check that no row comes again within a pass. `rows` and `passes` are by step."""
-    owner: dict[tuple[int, int], Shard] = {}  # by pass and row
+    """Check that no row comes again within a pass. `rows` and `passes` have steps as keys."""
+    owner: dict[tuple[int, int], Shard] = {}  # (pass, row) -> the micro-batch that got it
     for step in sorted(rows.keys() & passes.keys()):
         for shard in rows[step]:
             keys = [(passes[step], row) for row in shard.ids]

@@ -23,7 +23,7 @@ from entrenar_py.shared.verdict import Finding, Tally
 from entrenar_py.shared.wording import counted, named
 
 _TELLING_MIN = 10  # distinct samples: fewer may be equal by chance
-LISTED_MAX = 1000  # the most missing sample ids, or steps, that a finding lists
+LISTED_MAX = 1000  # missing sample ids, or steps, that a finding lists at most
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
@@ -103,17 +103,17 @@ def _in_short_epochs(tally: Tally, runs: Traces, trace: Trace) -> None:
 
 
 def _has_untold_epochs(trace: Trace) -> bool:
-    # A sampler of the script may never end: one pass has all samples, and then some of them again.
+    # A sampler of the script may never end. Then one pass has all samples, and some of them again.
     if trace.traits.replacement:
         return False
     return trace.traits.epochs == "untold" or is_endless(trace)
 
 
 def _guessed_to_differ(trace: Trace) -> list[int]:
-    """Return the ranks that draw the same samples in every step, if that may be right.
+    """Return the ranks that draw the same samples in every step, if they may rightly do so.
 
-    If neither torch's wrapper, nor a mesh, nor the script says that ranks are replicas, nothing
-    shows it: they may hold parts of a model that was cut by hand.
+    They may if neither torch's wrapper, nor a mesh, nor the script says that ranks are replicas.
+    Then they may have parts of a model that the script cuts itself.
     """
     if trace.traits.arranged != "guessed":
         return []
@@ -131,8 +131,8 @@ def _guessed_to_differ(trace: Trace) -> list[int]:
 def _disjoint_and_complete(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """Check that each sample is drawn once per epoch. A batch may span two epochs.
 
-    `alone` is the run on one worker, or None. The number of samples that a step draws is checked
-    only before the first step with unknown samples.
+    `alone` is the run on one worker, or None. The number of samples in a step is checked only
+    before the first step with unknown samples.
     """
     scenario, population = trace.scenario, Population(trace, alone)
     unknown = {*missing.require_ids(tally, trace), *missing.require_beginning(tally, trace)}
@@ -150,7 +150,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace, alone: Trace | None) -> N
         for epoch in begun:
             _ended_complete(tally, trace, seen, epoch, step, population)
         if tally.observed:
-            continue  # a script may draw any number of samples, as long as it draws all of them
+            continue  # a script may draw any number of samples per step, as long as it draws all
         count = sum(len(shard.ids) for shard in shards)
         tally.equal(
             min(scenario.batch_size, left),
@@ -166,7 +166,7 @@ def _replaced_apart(tally: Tally, trace: Trace) -> None:
     """Check that replicas which draw with replacement don't draw the same samples in every step."""
     if not trace.traits.replacement or trace.traits.shared or trace.scenario.workload != "own":
         return
-    drawn: dict[int, list[tuple[int, int]]] = {}  # by rank: step and sample
+    drawn: dict[int, list[tuple[int, int]]] = {}  # rank -> (step, sample)
     for shard in trace.of(Shard):
         drawn.setdefault(shard.rank, []).extend((shard.step, id_) for id_ in shard.ids)
     first = min(drawn, default=0)
@@ -230,10 +230,7 @@ def _count(
 
 
 def _drawn_before(ids: Sequence[int], drawn: Container[int]) -> tuple[int, ...]:
-    """Return the `ids` that were drawn before, or that occur earlier in `ids`.
-
-    There may be millions.
-    """
+    """Return the ids that are in `drawn`, or that occur earlier in `ids`. There may be millions."""
     earlier: set[int] = set()
     again = []
     for id_ in ids:
@@ -270,7 +267,7 @@ def _ended_complete(
     """Check that the epoch before `epoch` was drawn completely. `step` is the first of `epoch`.
 
     A trainer that drops the last batch may leave out fewer samples than a batch has. If the samples
-    of an epoch are only guessed, it must have those that it has on one worker.
+    of an epoch are only guessed, the epoch must have the samples that it has on one worker.
     """
     earlier = [e for e in seen if e < epoch]
     if not earlier:
@@ -296,7 +293,7 @@ def _ended_complete(
 
 
 def _all_made(tally: Tally, trace: Trace) -> None:
-    """Check that a run with status completed took every step from its first start on."""
+    """Check that a completed run took every step from its first start on."""
     steps = evidence.updates(trace)
     if not steps or trace.end.status != "completed":
         return
@@ -313,9 +310,9 @@ def _all_made(tally: Tally, trace: Trace) -> None:
 
 
 def _by_members(tally: Tally, trace: Trace) -> None:
-    """Check that only members compute shards.
+    """Check that only ranks that take part compute shards.
 
-    A rank is still a member in the step in which it leaves.
+    A rank still takes part in the step in which it leaves.
     """
     stays = evidence.stays(trace)
     for step, shards in evidence.shards(trace).items():
@@ -337,13 +334,13 @@ def _by_members(tally: Tally, trace: Trace) -> None:
 def _stable(tally: Tally, runs: Traces) -> None:
     """Check that every run on the same data draws the same samples in the same step.
 
-    The order must be the same, too, if both runs draw by logical shard.
+    The order must also be the same if both runs draw by logical shard.
     """
     group = [trace for trace in runs.own if evidence.is_as_trained(trace)]
     for first, trace in ((group[0], trace) for trace in group[1:]):
         is_again = first.scenario.world_size == trace.scenario.world_size
         if (trace.traits.replacement or trace.traits.selects) and not is_again:
-            continue  # with replacement, each rank draws its own
+            continue  # each rank draws its own samples at random
         if not is_again and (has_parts(first) or has_parts(trace)):
             tally.note(
                 "each rank draws from its own part of the data: batches were not compared "
@@ -378,7 +375,7 @@ def _is_whole(trace: Trace) -> bool:
 def _none_left_out(tally: Tally, runs: Traces) -> None:
     """Check that no run draws only part of a batch that the run on one worker draws.
 
-    Only batches of different sizes are left to check: the others were compared in full.
+    Only batches of different sizes need this check: the others were compared in full.
     """
     for alone in runs.witnesses.get(ALONE, ()):
         unlike = (trace for trace in runs.own if not any(alone is run for run in runs.own))
@@ -430,23 +427,24 @@ def _judge_without_epochs(tally: Tally, trace: Trace, alone: Trace | None) -> No
     """Check that no sample is drawn again before all were drawn, by an error or a cut epoch.
 
     A sample that is drawn again may be an error, or the first of the next epoch. If fewer samples
-    than a batch were left to draw, only reported epochs can decide which it is, except for a
-    sampler that never ends. The same is true if the samples of an epoch are a guess, unless the run
-    on one worker (`alone`) continues with samples that were not drawn yet.
+    than a batch were left to draw, only reported epochs can decide between the two, except for a
+    sampler that never ends. If the samples of an epoch are a guess, the run on one worker (`alone`)
+    decides: it is an error if that run continues with samples that were not drawn yet.
     """
     population = Population(trace)
     slack = trace.scenario.batch_size
     by_step = {} if alone is None else evidence.shards(alone)
-    is_endless = trace.traits.epochs == "told"  # as in the one pass of a loader that never ends
+    is_endless = trace.traits.epochs == "told"  # as in the only pass of a loader that never ends
     is_first = any(start.step > 0 for start in trace.of(Start))  # the epoch may have begun earlier
-    seen: dict[int, int] = {}  # sample -> step that drew it, in this epoch as it seems
+    seen: dict[int, int] = {}  # sample -> step that drew it, in the presumed epoch
     for step, shards in sorted(evidence.shards(trace).items()):
         drawn = {id_ for shard in shards for id_ in shard.ids}
         if len(drawn) == sum(len(shard.ids) for shard in shards) and drawn.isdisjoint(seen):
             tally.compared += len(shards)
             seen.update(dict.fromkeys(drawn, step))
             continue
-        # From here on the whole epoch is searched: in a correct run, only where an epoch begins.
+        # From here on the whole epoch is searched. In a correct run that happens only where an
+        # epoch begins.
         num_lacking = len([*islice(population.surely_lacking(seen), slack)])
         is_cut = num_lacking == slack and (
             not population.is_guessed or _goes_on(by_step, step, seen)
@@ -467,16 +465,16 @@ def _judge_without_epochs(tally: Tally, trace: Trace, alone: Trace | None) -> No
             else:
                 tally.check(True, "")
         if not seen.keys().isdisjoint(fresh):
-            if is_over:  # the samples that were lacking end this epoch, the others begin the next
+            if is_over:  # the missing samples end this epoch, the others begin the next
                 fresh = {id_: step for id_ in fresh if id_ in seen}
             is_first, seen = False, {}
         seen.update(fresh)
 
 
 def _goes_on(by_step: Mapping[int, Sequence[Shard]], step: int, seen: Collection[int]) -> bool:
-    """Return whether one worker, which drew all of `seen`, draws different samples in `step`.
+    """Return whether one worker, after drawing all of `seen`, draws other samples in `step`.
 
-    `by_step` are the shards of its run. Return False if they don't contain `step`.
+    `by_step` has the shards of its run. Return False if `step` is not in it.
     """
     before = {id_ for at in by_step if at < step for s in by_step[at] for id_ in s.ids}
     now = {id_ for shard in by_step.get(step, ()) for id_ in shard.ids}
@@ -503,16 +501,16 @@ def _ask(tally: Tally, step: int) -> None:
 
 # --- the samples of an epoch ----------------------------------------------------------------------
 
-TELLING_MIN = 16  # fewer samples, from 0 on, may be the first of a shuffled epoch by chance
+TELLING_MIN = 16  # fewer samples, from 0 on, may be the first ones of a shuffled epoch by chance
 
 
 class Population:
     """The ids of the samples that each epoch of `trace` should have.
 
-    They are the samples that any rank selects, or all ids from 0 on. If they are only guessed
-    (`is_guessed`), the samples that were `drawn` in any epoch are likely members, though a
-    curriculum may draw different ones in each. Certain are those that the epoch has on one worker,
-    in the run `alone`. If they vary (`is_varied`), selections are ignored.
+    They are the samples that any rank selects, or all ids from 0 on. If the ids are only guessed
+    (`is_guessed`), those that were `drawn` in any epoch are likely members, though a curriculum may
+    draw different ones in each epoch. Certain members are the samples of the epoch in the run
+    `alone`, on one worker. If epochs vary (`is_varied`), selections are ignored.
     """
 
     def __init__(self, trace: Trace, alone: Trace | None = None) -> None:
@@ -524,7 +522,7 @@ class Population:
         self.samples: Collection[int] = selected or whole
         self._in_order = sorted(selected) if selected else whole
         self.drawn = {id_ for shard in trace.of(Shard) for id_ in shard.ids}
-        self._alone: dict[int, set[int]] = defaultdict(set)  # by epoch
+        self._alone: dict[int, set[int]] = defaultdict(set)  # epoch -> ids
         for shard in () if alone is None else alone.of(Shard):
             self._alone[shard.epoch].update(shard.ids)
         self.in_words = "its selection" if selected else f"0 .. {len(self.samples) - 1}"
@@ -552,7 +550,7 @@ class Population:
     def lacking_beside_alone(self, epoch: int, seen: Collection[int]) -> list[int]:
         """Return, in order, the samples that an epoch has on one worker and lacks here.
 
-        Return [] if it has samples here that it lacks on one worker: then both may be right.
+        Return [] if it also has samples here that it lacks on one worker: then both may be right.
         """
         whole = self._alone[epoch]
         return sorted(whole.difference(seen)) if whole.issuperset(seen) else []
@@ -561,7 +559,7 @@ class Population:
 def compare_selections(tally: Tally, trace: Trace) -> None:
     """Check that all ranks select the same samples of a data set, or disjoint ones.
 
-    If more than half of the ranks agree, the first of the others is named.
+    If more than half of the ranks agree, the finding names the first rank that doesn't.
     """
     chosen = {event.rank: frozenset(event.ids) for event in trace.of(Selection)}
     if len(chosen) < 2 or trace.traits.population == "varied":
@@ -591,10 +589,10 @@ def has_parts(trace: Trace) -> bool:
 
 
 def in_epochs(runs: Traces) -> list[Trace]:
-    """Return the runs of a user's trainer, and their witnesses, in which samples come in epochs.
+    """Return the runs of a user's trainer, with their witnesses, that draw samples in epochs.
 
-    They don't if samples are drawn with replacement, from data that varies, or are known only by
-    their content.
+    There are no epochs if samples are drawn with replacement or from data that varies. Runs with
+    samples known only by their content are left out, too.
     """
     needs = (ALONE, REPEATED, SHORTENED)
     witnesses = [trace for need in needs for trace in runs.witnesses.get(need, ())]
@@ -613,8 +611,8 @@ def has_ended_epoch(trace: Trace) -> bool:
     """Return whether `trace` shows the end of an epoch: all its samples, or the next epoch.
 
     If the script reports no epochs, a sample that comes again begins the next one. If the number of
-    samples is guessed from those that were drawn, and they are shuffled, an epoch has ended once
-    all ids from 0 on were drawn: in the middle of an epoch, some would be lacking.
+    samples is guessed from the drawn ones, and they are shuffled, an epoch has ended once all ids
+    from 0 on were drawn, since in the middle of an epoch some would be missing.
     """
     drawn: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for shard in trace.of(Shard):
@@ -649,8 +647,8 @@ def is_endless(trace: Trace) -> bool:
 def count_on(traces: Collection[Trace]) -> bool:
     """Return whether samples are numbered from step to step, with any number of workers.
 
-    Then they come from a stream (tasks, games, noise), which has no epochs: its length is unknown,
-    each step has the next samples, and the number of workers does not change them.
+    Then they come from a stream (tasks, games, noise) without epochs: its length is unknown, each
+    step has the next samples, and the number of workers does not change them.
     """
     by_run = []
     for trace in traces:
@@ -670,7 +668,7 @@ def count_on(traces: Collection[Trace]) -> bool:
 
 
 def _blocks(by_step: Mapping[int, Sequence[int]]) -> dict[int, range]:
-    """Return the samples of each step if they continue those of the step before; otherwise {}."""
+    """Return step -> its sample ids, if they continue those of the step before; otherwise {}."""
     blocks: dict[int, range] = {}
     begin = 0
     for step, ids in sorted(by_step.items()):

@@ -1,4 +1,4 @@
-"""F-WGPU-001 to F-WGPU-009: results on a device, and the cost of a step.
+"""F-WGPU-001 to F-WGPU-009: the results on a device, and the cost of a step.
 
 Sources: distributed-training-v1, F-WGPU-001; wgpu-backend-v1. Bounds are derived in
 docs/numerics.md.
@@ -22,8 +22,8 @@ from entrenar_py.shared.verdict import Finding, Tally
 
 # Options of the system `matmul`. Ragged and prime sizes test every edge of a tile. A long k tests
 # the drift of float32 sums, and a large magnitude a case in which an absolute tolerance is
-# meaningless. The last two are about the smallest for which wgpu chooses the kernels with medium
-# and large tiles.
+# meaningless. The last two are about the smallest products for which wgpu chooses the kernels with
+# medium and large tiles.
 PRODUCTS: tuple[dict[str, Any], ...] = (
     {"m": 64, "k": 64, "n": 64},
     {"m": 64, "k": 64, "n": 64, "layout": "both_transposed"},
@@ -61,7 +61,7 @@ def judge_products(invariant: Invariant, traces: Traces) -> Finding:
         if trace.end.status == "failed":
             tally.miss(trace.end.reason)
         for product in trace.of(Product):
-            if product.backend != "cpu":  # comparing the CPU with itself would show nothing
+            if product.backend != "cpu":  # the CPU compared with itself would prove nothing
                 _judge_product(tally, product, trace.scenario, invariant.tolerance)
     nothing = "no matrix product was computed on a GPU"
     return tally.finding(nothing=missing.probed(invariant, nothing))
@@ -90,7 +90,7 @@ def _judge_product(
     if tolerance is None:
         tally.note("the clause has no tolerance: only the float32 bound was checked")
         return
-    # No element is named: the largest distance from the CPU may be at a different element.
+    # No element is named, since the largest distance from the CPU may be at a different element.
     tally.check(
         product.error_cpu < tolerance,
         f"{what} is off by {product.error_cpu:.3g} from the CPU, the clause allows {tolerance:g}",
@@ -128,7 +128,7 @@ def compare_operations(tally: Tally, trace: Trace) -> None:
 def compare_finiteness(tally: Tally, trace: Trace) -> None:
     """Check that finite inputs give finite results, and that a NaN stays NaN.
 
-    An element that a NaN reaches must be NaN on the device.
+    An element that a NaN reaches on the CPU must be NaN on the device.
     """
     for result in trace.of(Explained):
         message = f"{result.of}: {result.tensor} is not finite, though all its inputs are"
@@ -172,7 +172,7 @@ def compare_refusals(tally: Tally, trace: Trace) -> None:
 
 # --- whole steps ----------------------------------------------------------------------------------
 
-DISPATCHES = 256  # the most dispatches in one submission
+DISPATCHES = 256  # dispatches in one submission, at most
 _ALIGNMENT = 256  # bytes; WebGPU's largest min-storage-buffer-offset-alignment
 NO_STEP = "no step on a device was recorded"
 
@@ -208,7 +208,7 @@ def _later(tally: Tally, trace: Trace) -> Iterator[Stepped]:
 
 
 def compare_cost(tally: Tally, trace: Trace) -> None:
-    """Check the cost of each step that has the number of samples of an earlier one.
+    """Check the cost of each step with as many samples as an earlier step.
 
     It must make one upload, one submission for every DISPATCHES and one read-back, upload only its
     inputs, and compute nothing on the CPU.
@@ -264,7 +264,7 @@ def compare_repetition(tally: Tally, trace: Trace) -> None:
 
 
 def compare_compilation(tally: Tally, trace: Trace) -> None:
-    """Check that a step with an earlier step's number of samples compiles and traces nothing."""
+    """Check that a step with as many samples as an earlier one compiles and traces nothing."""
     for step in _later(tally, trace):
         what = f"step {step.earlier + 1} of {step.num_samples} samples of {trace.scenario.workload}"
         place = evidence.place(trace, step)
@@ -289,7 +289,7 @@ def plan_training(invariant: Invariant) -> list[Scenario]:
 def judge_training(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that the losses on the device are those on the CPU, and that both fall.
 
-    In each step the tolerance is relative to the CPU's first loss, or to its loss in that step if
+    In each step the tolerance is relative to the CPU's first loss, or to its loss in this step if
     that is larger.
     """
     tally = Tally(invariant.id)

@@ -1,4 +1,4 @@
-"""F-KD-008 to F-KD-011: shards have a teacher's rows, each once; a student accepts no others.
+"""F-KD-008 to F-KD-011: shards have a teacher's rows, each once; a student refuses others.
 
 One function computes the loss of a row. tests/train/distill/test_soft_targets.py tests that its
 value and gradient are the textbook's. Source: distillation-v1, equations kept, distilled.
@@ -28,9 +28,10 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Tally
 
-# The float32 error of a small model's log-probability, compared with float64. 1e-6 was measured.
+# The float32 error of a small model's log-probability, compared with float64. The measured error
+# was 1e-6.
 ROUNDING = 1e-5
-# Each defect of shards -> the kind of the error that refuses them.
+# Defect of shards -> the kind of the error that refuses them.
 REFUSALS = {
     "shards of another tokenizer": "tokenizer",
     "half of a shard": "size",

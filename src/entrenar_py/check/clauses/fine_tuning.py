@@ -119,7 +119,7 @@ def compare_quantised(tally: Tally, trace: Trace) -> None:
 
 
 def compare_rank(tally: Tally, trace: Trace) -> None:
-    """Check that what was added to each layer has at most the configured rank.
+    """Check that the change of each layer has at most the configured rank.
 
     A matrix X + E has at most rank(X) singular values above norm_F(E) (Weyl).
     """
@@ -142,7 +142,7 @@ def compare_rank(tally: Tally, trace: Trace) -> None:
 
 
 def compare_start(tally: Tally, trace: Trace) -> None:
-    """Check that no adapter changes its layer before the first step: B A is zero."""
+    """Check that no adapter changes its layer before the first step, so that B A is zero."""
     for event in trace.of(Adapted):
         if event.when == "start":
             found = _matrices(event)
@@ -186,7 +186,7 @@ def compare_merged(tally: Tally, trace: Trace) -> None:
 
 
 def _matrices(event: Adapted) -> dict[str, Matrix]:
-    """Return the matrices of an adapted layer in float64.
+    """Return the matrices of a layer with an adapter, in float64.
 
     Tensors without recorded values are left out.
     """
@@ -203,7 +203,7 @@ def _matrices(event: Adapted) -> dict[str, Matrix]:
 
 
 def _rounding(event: Adapted, matrices: dict[str, Matrix]) -> Matrix:
-    """Return how far each element of W + s B A in float32 may be from the exact result.
+    """Return how far each element of W' = W + s B A in float32 may be from the exact result.
 
     The product B A may be off by gamma_r |B||A| s, the multiplication by s and the rounding of the
     term by one u each, and the last addition by u |W'|, where u is the unit roundoff.
@@ -242,7 +242,7 @@ _ADVICE = "a fine-tuning with the option facts: [outputs, merged] records it"
 
 # --- steps ----------------------------------------------------------------------------------------
 
-# Covers the second order: the loss is not linear in the distance of the weights.
+# A factor for the second order, since the loss is not linear in the distance of the weights.
 SECOND_ORDER = 2.0
 
 
@@ -323,7 +323,7 @@ def _compare(tally: Tally, peer: Trace, trace: Trace) -> None:
 def _losses(
     tally: Tally, trace: Trace, update: Update, model: Update, before: tuple[Tensors, Tensors]
 ) -> None:
-    """Check that rounding and the distance of the weights explain the distance of two losses.
+    """Check that rounding and the distance of the weights explain the difference of two losses.
 
     To first order |L(w) - L(v)| is |g| . |w - v|, with the recorded gradient g at w.
     """
@@ -340,7 +340,7 @@ def _losses(
 
 
 def _reach(update: Update, own: Tensors, other: Tensors) -> float | None:
-    """Return the sum over all weights of |gradient| |distance|; None if values are unknown."""
+    """Return the sum over all weights of |gradient| |own - other|; None if values are unknown."""
     total = 0.0
     for name, record in update.gradient.items():
         slope = record.values()
@@ -414,8 +414,8 @@ def plan_strategies(invariant: Invariant) -> list[Scenario]:
 def judge_strategies(invariant: Invariant, runs: Traces) -> Finding:
     """Compare the weights that ranks wrote with a single device's, and their outputs with float64.
 
-    The outputs are those of the written adapters. So they are the single device's, as far as the
-    adapters are.
+    The outputs are those of the written adapters. If the adapters equal the single device's, so do
+    the outputs.
     """
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
@@ -461,7 +461,7 @@ def _moved(before: Tensors, after: Tensors) -> Tensors | None:
 # --- stages ---------------------------------------------------------------------------------------
 
 _BLOCKS = 4
-_FACTS = ("ids", "weight", "loss_sum", "draws")  # of a shard, in the order of comparison
+_FACTS = ("ids", "weight", "loss_sum", "draws")  # fields of a Shard, in the order of comparison
 _SAID = {"ids": "samples", "weight": "weight", "loss_sum": "loss", "draws": "random numbers"}
 
 
@@ -497,7 +497,7 @@ def judge_stages(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _compare_with_one_process(tally: Tally, single: Trace, trace: Trace) -> None:
-    """Compare a run in stages with that in one process: shards first, as they are the causes."""
+    """Compare a run in stages with that in one process: shards first, since they are causes."""
     expected = {(one.step, one.shard): one for one in single.of(Shard)}
     for shard in trace.standing.of(Shard):
         model = expected.get((shard.step, shard.shard))
@@ -519,7 +519,7 @@ def _compare_with_one_process(tally: Tally, single: Trace, trace: Trace) -> None
 def _as_stages_record(trace: Trace) -> Trace:
     """Return `trace` without facts that no stage knows: shard gradients and optimizer state.
 
-    Wrong moments would show in the weights after the step.
+    Wrong optimizer state would show in the weights after the step.
     """
     bare: list[Event] = []
     for event in trace.events:
@@ -534,7 +534,7 @@ def _as_stages_record(trace: Trace) -> Trace:
 
 
 def compare_stages(tally: Tally, trace: Trace) -> None:
-    """Check that stages hold the checkpoint's bits, and each block's weight is in one stage.
+    """Check that stages have the checkpoint's bits, and each block's weight is in one stage.
 
     Trained weights are left out, and so are weights outside the blocks: a token embedding that is
     also the head is in the first and in the last stage.
@@ -546,7 +546,8 @@ def compare_stages(tally: Tally, trace: Trace) -> None:
     if not files or not stages or is_cut_anew:
         return
     trained = {_in_checkpoint(name) for start in trace.of(Start)[:1] for name in start.trainable}
-    holders: dict[str, dict[str, None]] = defaultdict(dict)  # a stage loaded twice is one
+    # A stage that is loaded twice counts once.
+    holders: dict[str, dict[str, None]] = defaultdict(dict)
     for event in stages:
         for name in event.weights:
             holders[name.removesuffix(" in NF4")][event.when] = None

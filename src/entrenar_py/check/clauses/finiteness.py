@@ -1,4 +1,4 @@
-"""F-DP-003: finite gradients average to a finite gradient; NaN or Inf halts before any update.
+"""F-DP-003: finite gradients give a finite average; a NaN or Inf halts training before any update.
 
 A user's trainer may instead skip the step on all ranks and continue.
 """
@@ -93,8 +93,8 @@ def compare(tally: Tally, trace: Trace) -> None:
 def _without_effect(trace: Trace, traces: Traces) -> int | None:
     """Return the step of a planted value after which all ranks have the weights of a plain run.
 
-    Return None if there is no such step or no plain run, or if the step moves no weights, since
-    equal weights then show nothing.
+    The value then had no effect. Return None if there is no such step or no plain run, or if the
+    step moves no weights, since equal weights then prove nothing.
     """
     planted = {event.step or 0 for event in _bad(trace)[1]}
     size = trace.scenario.world_size
@@ -142,9 +142,10 @@ def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
 def _is_lost(trace: Trace, planted: Injected) -> bool:
     """Return whether the record may have lost the micro-batch in which a value was planted.
 
-    It may if samples are unknown: a skipped micro-batch is not recorded then. The recorder of a
-    user's script runs after the fault struck, so it would have seen the value. If ranks differ
-    after the step, or take different numbers of steps, not all ranks left it out.
+    That is possible if samples are unknown, since a skipped micro-batch is not recorded then. If it
+    was recorded, the recorder of a user's script would have seen the value, because it runs after
+    the fault struck. If ranks differ after the step, or take different numbers of steps, not all
+    ranks skipped the micro-batch, so it wasn't lost.
     """
     place = planted.step, planted.rank
     shards = [shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
@@ -160,9 +161,9 @@ def _is_lost(trace: Trace, planted: Injected) -> bool:
 def _is_perhaps_dropped(trace: Trace, culprit: Shard | Injected) -> bool:
     """Return whether the script may have discarded the non-finite gradient.
 
-    A pass for the generator of a GAN leaves gradients in the discriminator. For a script without
-    the line `observe`, the gradients of passes are unknown once optimizers have taken turns: the
-    record lacks those of later passes. For a sharded model it has none at all.
+    For example, a pass for the generator of a GAN leaves gradients in the discriminator. In a
+    script without the line `observe`, gradients of passes are unknown once optimizers have taken
+    turns, since the record lacks those of later passes. For a sharded model it has none at all.
     """
     if not isinstance(culprit, Shard) or culprit.gradient or trace.traits.losses != "backward":
         return False
@@ -201,7 +202,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
 
 
 def _unknown_at(trace: Trace, halt: Halt) -> str:
-    """Return, in words, which unrecorded shards may have caused a halt; "" if none is missing."""
+    """Return a phrase about unrecorded shards that may have caused a halt; "" if there are none."""
     shards = [shard for shard in trace.of(Shard) if shard.step == halt.step]
     if not any(_same_place(halt, shard) for shard in shards):
         where = "" if halt.rank is None else f" of rank {halt.rank}"

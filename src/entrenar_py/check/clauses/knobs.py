@@ -1,8 +1,8 @@
 """The knobs of a user's own trainer, and how runs with different values of a knob are compared.
 
-Turning a knob reveals bugs that the run on one worker has, too, so that comparing with that run
-can't show them. All knobs but one must change nothing. The clipping norm may change the size of the
-gradient, but not its direction. Each knob is a row of KNOBS.
+Turning a knob reveals bugs that the run on one worker has, too, so that a comparison with that run
+can't show them. All knobs but one must change nothing. That one, the clipping norm, may change the
+size of the gradient, but not its direction. Each knob is a row of KNOBS.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from entrenar_py.shared.trace import Shard, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 
 UNCLIPPED = "1e9"  # larger than the norm of any gradient
-_CLIPPED_SHARE = 16  # the smallest gradient norm of the usual run over the clipping norm
+# The smallest gradient norm of the usual run is divided by this to give the clipping norm.
+_CLIPPED_SHARE = 16
 _CLIPPED_USUAL = 1e-3  # the clipping norm if the gradients' norms are unknown
-# torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; others don't.
+# torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; other functions don't.
 CLIP_EPSILON = 1e-6
 
 
@@ -51,14 +52,14 @@ def compare(tally: Tally, runs: Traces) -> list[int]:
     return counts
 
 
-# Returns whether the knob took effect: two equal runs would prove nothing.
+# Returns whether the knob took effect, since two equal runs would prove nothing.
 Effect = Callable[[Tally, Pair, Trace, Trace], bool]
 
 
 def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Compared], int | None]:
     """Return the judge of a knob that must change nothing.
 
-    It judges runs if `took_effect` is true.
+    Runs are judged only if `took_effect` returns True.
     """
 
     def judge(tally: Tally, pair: Pair, compared: Compared) -> int | None:
@@ -136,8 +137,8 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
 def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
     """Check that no gradient is longer than the clipping norm.
 
-    In step 0 both runs have the same weights. So its gradient must be the unclipped one, scaled to
-    the clipping norm.
+    In step 0 both runs have the same weights. So the gradient of step 0 must be the unclipped one,
+    scaled to the clipping norm.
     """
     limit, model, trace = float(pair.value), compared.model, compared.trace
     bounds = rounding_bounds.Bounds.of({}, model, trace)
@@ -178,7 +179,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
         if update.step == 0 and not unseen:
             what = f"that of {pair.knob}={pair.usual} clipped to this norm"
             message = f"{pair.words.before}the gradient is not {what}"
-            # The norm that the script computed may be off by rounding; the direction is not.
+            # The norm that the script computed may be off by rounding. The direction is not.
             length = min(max(norm, limit * (1 - rounding)), limit * (1 + rounding))
             clipped = evidence.times(first_update.gradient, length / whole)
             closeness.compare_close(tally, clipped, applied, bound, message, **place)
@@ -186,8 +187,8 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
 
 
 def _applied(update: Update) -> Tensors:
-    # A script may report the gradient before clipping (`obs.reduced()`). Then its norm after
-    # clipping is known, too.
+    # A script may report the gradient before clipping (`obs.reduced()`). Then the norm after
+    # clipping is also known.
     before, after = update.grad_norm, update.applied_norm
     if not before or after is None or not math.isfinite(before + after):
         return update.gradient
@@ -215,11 +216,11 @@ def _local(trace: Trace) -> dict[str, str]:
 def same_masks(model: Trace, trace: Trace) -> bool:
     """Return whether dropout, if any, uses the same masks in `trace` as in `model`.
 
-    The single device draws by logical shard. A trainer that also draws by shard has the same masks
-    unless its trait `masks` is `shard_apart`. For others the draws of the first shards are
-    compared, if they were recorded. Micro-batches count as different masks, since they draw in a
-    different order. So does batch normalisation by each rank's own samples, since one worker
-    normalises differently.
+    The single device draws masks by logical shard. A trainer that also draws by shard has the same
+    masks, unless its trait `masks` is `shard_apart`. For other trainers the draws of the first
+    shards are compared, if they were recorded. Micro-batches count as different masks, since they
+    draw in a different order. So does batch normalisation by each rank's own samples, since one
+    worker normalises differently.
     """
     if trace.traits.batch_norm:
         return False
@@ -247,13 +248,14 @@ class Knob:
     """One setting of a script that can be changed without changing the results of training.
 
     The command has a placeholder with the knob's name; `says` describes what the script does with
-    its value. The value is `usual` except in the knob's own runs. Those have each of the values
+    the value. The value is `usual` except in the knob's own runs. These have each of the values
     `others` in turn, or the value that `limit` returns for the usual run. Knobs in `companions` are
     also turned if the command has them.
 
-    `judge` compares the usual run with such a run. It returns the number of gradients that it
-    compared, or None if the knob took no effect. `expected` is the result that docs/your-trainer.md
-    promises, and `turned_to` describes there the value that `limit` returns.
+    `judge` compares the usual run with a run in which the knob is turned. It returns the number of
+    gradients that it compared, or None if the knob took no effect. `expected` is the result that
+    docs/your-trainer.md promises, and `turned_to` describes the value that `limit` returns, for the
+    same page.
     """
 
     says: str
@@ -268,7 +270,7 @@ class Knob:
     def turns(self, usual: Trace | None) -> tuple[str, ...]:
         """Return the values that the knob is turned to.
 
-        `usual` must be given if the knob has a `limit`.
+        `usual`, the usual run, must not be None if the knob has a `limit`.
         """
         if self.limit is None:
             return self.others

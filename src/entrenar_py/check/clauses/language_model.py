@@ -1,8 +1,9 @@
 """F-LM-001 to F-LM-009: which tokens a language model's losses and outputs depend on.
 
 The records of a probed model (`shared/trace/token_events.py`) are measurements: how much an output
-changes if tokens are replaced on which it must not depend, which token a target is, and how much
-each token's loss counts in the step. A clause does not apply to a script without its subject.
+changes if tokens are replaced that it must not depend on, which token a target is, and how much
+each token's loss counts in the step. A clause does not apply to a script that lacks its subject
+(such as packed documents).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Finding, Tally
 
-# Outputs that must stay may change by this many roundings of the largest output. A changed token
-# elsewhere may change the order of sums (experts that get different rows), and nothing else.
+# An output that must not change may change by this many roundings of the largest output, because a
+# changed token elsewhere may change the order of sums (experts that get different rows).
 ROUNDINGS = 64
 # Changes below this many roundings don't matter in float32. In 16 bits a leak may be this small.
 SILENT, _FINE = 8, 2.0**-20
@@ -60,9 +61,10 @@ def _judge(compare: Compare) -> Callable[[Invariant, Traces], Finding]:
 
 
 def _absent(compare: Compare, by_passes: bool, traces: Sequence[Trace]) -> str:
-    """Return what every run was seen to lack, as a reason; "" if a run may have it.
+    """Return the subject that every run lacks, as a reason; "" if a run may have it.
 
-    `by_passes`: only passing the tokens to the model again shows whether it has the subject.
+    If `by_passes`, only probing the model (passing tokens to it again) shows whether it has the
+    subject.
     """
     reasons: dict[str, None] = {}
     for trace in traces:
@@ -99,7 +101,7 @@ def _place(trace: Trace, event: Tokens | Scored | Reread) -> dict[str, Any]:
 
 
 def _totals(trace: Trace) -> Iterator[tuple[list[Scored], int, list[int]]]:
-    """Yield each cross-entropy's losses, its known targets, and the matches of each shift.
+    """Yield for each cross-entropy: its losses, its number of known targets, and matches by shift.
 
     A match of shift s is a target that equals the token s places further on.
     """
@@ -117,7 +119,7 @@ def _totals(trace: Trace) -> Iterator[tuple[list[Scored], int, list[int]]]:
 
 
 def _shifts(trace: Trace) -> dict[int, list[Scored]]:
-    """Return the losses by the shift of all their targets: 0, 1 or 2."""
+    """Return shift -> the losses for which all targets have this shift: 0, 1 or 2."""
     shifts: dict[int, list[Scored]] = {}
     for losses, known, matches in _totals(trace):
         fits = [shift for shift, equal in enumerate(matches) if equal == known]
@@ -149,9 +151,10 @@ def _shifted(tally: Tally, trace: Trace) -> str:
         return _NO_TARGETS
     if _restores(trace):
         return _RESTORED
-    shift = 1 if 1 in shifts else min(shifts)  # further losses may have later tokens as targets
+    shift = 1 if 1 in shifts else min(shifts)  # other losses may have later tokens as targets
     losses, sees = shifts[shift], _sees_own(trace)
-    if shift == 1 or (shift == 0 and sees is False):  # the second: the model shifts its inputs
+    # In the second case the model shifts its inputs.
+    if shift == 1 or (shift == 0 and sees is False):
         tally.compared += len(losses)
     elif sees is None:
         tally.miss(_why(trace, "it is not known which tokens an output depends on"))
@@ -195,8 +198,8 @@ def _is_still(reread: Reread) -> bool:
 def _stays(tally: Tally, trace: Trace, rereads: Iterable[Reread], message: str) -> bool:
     """Check that outputs stay the same. Return whether `rereads` is not empty.
 
-    An output that changes although no token does is no evidence, and neither is a change within a
-    few roundings: both count as missing.
+    Two changes are no evidence, and are counted as missing: a change of an output although no token
+    changed, and a change within a few roundings.
     """
     judged = False
     for reread in rereads:
@@ -272,7 +275,7 @@ def _documents(tally: Tally, trace: Trace) -> str:
     _stays(tally, trace, rereads, what)
     crossing = [event for event in trace.of(Scored) if event.crossing]
     several = sum(event.tokens_crossing for event in crossing) > len(crossing)
-    for scored in crossing if several else ():  # else all may begin with the same token
+    for scored in crossing if several else ():  # otherwise all may begin with the same token
         tally.check(
             False,
             f"{scored.crossing} targets are the first token of the next document: ignore them",

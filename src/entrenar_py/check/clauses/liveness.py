@@ -22,8 +22,8 @@ from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Updat
 from entrenar_py.shared.verdict import Finding, Tally
 
 # A trainable tensor may stay unchanged while its gradient is exactly zero (LoRA's A while B is
-# still zero, an expert to which nothing was routed). A tensor with a gradient must have changed
-# after this many steps with a positive learning rate.
+# still zero, an expert that got no row). A tensor with a gradient must have changed after this many
+# steps with a positive learning rate.
 STEPS_TO_MOVE = 3
 # A float32 weight w changes if its step is larger than this times |w|. Each optimizer here moves a
 # weight by at least rate times gradient, unless larger gradients came before, and those changed w.
@@ -68,9 +68,10 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 class _Freezing:
     """The tensors that must not change, and those that must.
 
-    The line `observe` in a script declares the first (`declared`). If it doesn't, `declared` is
-    None, and tensors that require no gradient are taken as frozen. These are not `judged`: a change
-    is no counterexample. Other trainers declare both in Start.
+    `declared` has the tensors that a script's line `observe` declares frozen. If the script
+    declares nothing, `declared` is None, and tensors that require no gradient are taken as frozen.
+    Then `judged` is false: a change of these is no counterexample. Other trainers declare both
+    kinds of tensors in Start.
     """
 
     declared: Set[str] | None
@@ -115,8 +116,8 @@ def _frozen(
 ) -> None:
     """Check that frozen tensors don't change.
 
-    Tensors that changed and that nobody declared frozen are counted as missing, unless a known
-    cause decides.
+    If a tensor changed that was only taken as frozen, count it as missing, unless the change has a
+    known cause.
     """
     names = freezing.frozen(start)
     changed: dict[int, list[str]] = {}  # step -> tensors that changed and are not declared frozen
@@ -231,7 +232,7 @@ def _of_own_classes(trace: Trace, rank: int) -> Set[str]:
 
 
 def _are_in_turn(names: Set[str], start: Start, updates: Sequence[Update]) -> bool:
-    """Return whether each tensor that moves also rests in some step in which it has a gradient."""
+    """Return whether each tensor that moves also rests in a step with a gradient for it."""
     moved, rested = set[str](), set[str]()
     every = [start.weights, *(update.weights for update in updates)]
     for update, (before, after) in zip(updates, pairwise(every), strict=True):
@@ -295,9 +296,9 @@ def _may_rest(
 ) -> bool:
     """Return False if a gradient of `name` was large enough to change its weights, otherwise True.
 
-    True means that the tensor may stay unchanged. It is counted as missing if it never `moved` and
-    all its gradients were zero, or if values were not recorded. For updates without a recorded
-    gradient, that of the shards in `local` is used.
+    True means that the tensor may stay unchanged in the updates `rest`. It is counted as missing if
+    it never `moved` and all its gradients were zero, or if values were not recorded. For updates
+    without a recorded gradient, the shard's gradient in `local` is used.
     """
     weight = start.weights[name].elements()
     some_gradient, num_known = False, 0
@@ -310,7 +311,9 @@ def _may_rest(
     for update in rest:
         record = update.gradient.get(name)
         if record is None and update.gradient and (moved or update.step not in local):
-            continue  # it had no gradient, or the script removed it until the tensor was to move
+            # The tensor had no gradient, or the script removed the gradient until the tensor should
+            # move.
+            continue
         gradient = local.get(update.step) if record is None else record.elements()
         if weight is None or gradient is None or gradient.size != weight.size:
             why = f"{name} did not move, and its weight or gradient is unknown"
@@ -347,14 +350,14 @@ def _may_rest(
 
 
 def _is_taken_away(name: str, rest: Sequence[Update], local: Mapping[int, Any]) -> bool:
-    """Return whether backward passes gave `name` a gradient in each step that no step applied."""
+    """Return whether backward passes gave `name` gradients, and no step applied them."""
     return all(u.gradient and name not in u.gradient and u.step in local for u in rest)
 
 
 def _cancels(trace: Trace, rank: int, name: str) -> bool:
-    # The gradient of a layer's bias is a sum over rows, which may cancel out. The gradient of its
-    # weight shows that gradients come through the layer's outputs. Other passes may train another
-    # model.
+    # The gradient of a layer's bias is a sum over rows, which may cancel out. The gradient of the
+    # layer's weight shows that gradients come through the layer's outputs. Other passes may train
+    # another model.
     weight = f"{name.removesuffix('bias')}weight"
     gradients = [shard.gradient for shard in trace.of(Shard) if shard.rank == rank]
     passes = [gave for gave in gradients if name in gave or weight in gave]

@@ -1,12 +1,12 @@
 """Clauses for local SGD, where workers meet after each round: agreement, parity and finiteness.
 
 In local SGD, DiLoCo and federated averaging each rank steps with its own gradient, and now and then
-all ranks get the same weights. A script may report this with `obs.synchronised()`. If it doesn't,
-the weights of the ranks show it. They differ, and are equal again before a later step, changed by
+all ranks get the same weights. A script may report this with `obs.synchronised()`. Otherwise the
+weights of the ranks show it: they differ, and before a later step they are equal again, changed by
 something other than the optimizer.
 
-The rule of the outer step is the one that was observed (an optimizer that steps copies of the
-parameters), or the mean, or a rate and a momentum that explain the steps of all rounds by the
+The rule of the outer step is the observed one (of an optimizer that steps copies of the
+parameters), or the mean, or a rate and a momentum that explain the outer steps of all rounds by the
 ranks' mean movement. Ranks that only move closer to each other, or that share a part of the model
 at a time, follow no such rule.
 """
@@ -48,7 +48,7 @@ from entrenar_py.shared.wording import listed
 def plan_scenario(**changes: Any) -> Scenario:
     """Return a scenario of three workers, two epochs, and rounds of 2, 2 and 1 steps.
 
-    Workers have unequal numbers of samples. `changes` replace or add fields of the scenario.
+    Workers have unequal numbers of samples. `changes` replaces or adds fields of the scenario.
     """
     usual = plans.mlp(
         system="local_sgd",
@@ -80,7 +80,7 @@ def plan_non_finite(invariant: Invariant) -> list[Scenario]:
 
 
 def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that workers hold equal tensors after an outer step, and joiners start with them."""
+    """Judge that workers have equal tensors after an outer step, and joiners start with them."""
     tally = missing.tally_for(invariant, traces)
     for trace in rounds.usable(traces, tally):
         replicas.compare(tally, rounds.as_steps(trace))
@@ -90,7 +90,7 @@ def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _left_apart(tally: Tally, trace: Trace) -> None:
-    """Count as missing the tensors that differ and that no round synchronises.
+    """Count as missing the tensors that differ between ranks and that no round synchronises.
 
     They may be each rank's own, or forgotten.
     """
@@ -153,7 +153,7 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
         runs = replace(runs, beside={ALONE: alone} if base.scenario.world_size > 1 else {})
     if base is not None:
         parity.compare_with_oracle(tally, runs, None)
-    is_other = base is None and tally.observed  # a script with steps in common
+    is_other = base is None and tally.observed  # a script that takes common steps
     why = "" if is_other else parity.missing_model(tally, runs)
     return tally.finding(nothing=why or rounds.nothing(tally))
 
@@ -165,7 +165,7 @@ def _in_steps(trace: Trace) -> Trace:
 def _until(trace: Trace, last: int) -> Trace:
     """Return a run without the events after step `last`.
 
-    A meeting after the last step is not seen.
+    A synchronisation after the last step is not observed.
     """
     kept = (event for event in trace.events if (getattr(event, "step", None) or 0) <= last)
     return replace(trace, events=tuple(kept))
@@ -193,7 +193,7 @@ def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
 def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     """Judge the state that ranks resume with.
 
-    The state of an inner optimizer is each rank's own.
+    The state of an inner optimizer is each rank's own, and need not agree.
     """
     tally = missing.tally_for(invariant, traces)
     stopped = traces.of(SAVED)
@@ -202,7 +202,7 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     return tally.finding(nothing=rounds.OWN_STATE)
 
 
-# Check -> the judge of its clause in a user's runs with workers that step alone.
+# Check -> the judge of its clause for a user's runs with workers that step alone.
 IN_ROUNDS: Mapping[str, Callable[[Invariant, Traces], Finding]] = {
     "replica_identity": judge_agreement,
     "finiteness": judge_finiteness,
@@ -291,18 +291,18 @@ def _judge_round(tally: Tally, trace: Trace, event: Synchronised, stopped: Place
 
 # --- rounds that a script does not report ---------------------------------------------------------
 
-_SHARED_MAX = 0.1  # of the elements of gradients, between ranks that step alone
-_MET_MIN = 0.5  # of the elements that had differed, and are equal after a round
-_OFF = 1e-3  # of a step's length: the largest error of a rule for the outer step
+_SHARED_MAX = 0.1  # share of gradient elements that ranks which step alone may have in common
+_MET_MIN = 0.5  # share of the elements that had differed that must be equal after a round
+_OFF = 1e-3  # largest error of a rule for the outer step, as a fraction of the step's length
 _SHORT = 2e-4  # relative: a rate or momentum this close to a short decimal is taken as that decimal
 _DIGITS = 3
 
 Vector = NDArray[np.float64]
-Met = Mapping[int, Mapping[int, Tensors]]  # step -> rank -> the weights that were given after it
+Met = Mapping[int, Mapping[int, Tensors]]  # step -> rank -> the weights that the rank got after it
 
 
 def seen(trace: Trace) -> Trace:
-    """Return `trace` with a Synchronised event wherever ranks that step alone got the same weights.
+    """Return `trace` with a Synchronised event wherever ranks that step alone got equal weights.
 
     If the run has no such rounds, or reports them, return it unchanged.
     """
@@ -326,7 +326,7 @@ def seen(trace: Trace) -> Trace:
 
 
 def _meetings(trace: Trace) -> tuple[Met, Set[str]]:
-    """Return the weights that ranks were given, by step and rank, and the synchronised tensors.
+    """Return step -> rank -> the weights that ranks got, and the names of the synchronised tensors.
 
     In each round the same tensors must be synchronised, and all others of the model stay as they
     are. Otherwise return no rounds.
@@ -353,7 +353,7 @@ def _meetings(trace: Trace) -> tuple[Met, Set[str]]:
 
 
 def _step_alone(by_rank: Mapping[int, Update]) -> bool:
-    """Return whether ranks took a step with their own gradients, and hold different weights now."""
+    """Return whether ranks stepped with their own gradients, and have different weights now."""
     if len(by_rank) < 2:
         return False
     gradients = [update.gradient for update in by_rank.values()]
@@ -396,7 +396,7 @@ def _are_equal_again(before: Mapping[int, Tensors], after: Mapping[int, Tensors]
 
 
 def _with_meetings(trace: Trace, met: Met, names: Set[str]) -> Iterator[Event]:
-    """Yield the events with a Synchronised for each round, which replaces edits."""
+    """Yield the events, with a Synchronised event in place of the edits of each round."""
     after = {step + 1 for step in met}
     for event in trace.events:
         if isinstance(event, Update) and event.step in after:
@@ -443,8 +443,8 @@ _MEAN = _Rule(1.0)
 def _with_rule(trace: Trace) -> Trace:
     """Return the run with the rule that all of its outer steps follow.
 
-    If they follow none, but one known error explains how they come from the observed rule or from
-    the mean, that rule is used. Otherwise the rule is unknown.
+    They may follow none, but differ from the observed rule, or from the mean, by one known error.
+    Then that rule is used. Otherwise the rule is unknown.
     """
     is_known = "outer_momentum" in trace.scenario.options and trace.traits.outer != "other"
     known = [trace] if is_known else []
@@ -454,7 +454,7 @@ def _with_rule(trace: Trace) -> Trace:
     unknown = replace(trace, traits=replace(trace.traits, outer="other"))
     if _is_a_choice(trace) or (not is_known and _is_a_multiple(trace)):
         return unknown
-    # An error of the observed rule is tested before a fitted rule, which may hide it in its rate.
+    # An error of the observed rule is tested before a fitted rule, since a fitted rate may hide it.
     if is_known and _follows(trace):
         return trace
     fitted = [rule.of(trace) for rule in _fitted(trace)]
@@ -472,7 +472,7 @@ def _follows(trace: Trace) -> bool | None:
 def _is_a_choice(trace: Trace) -> bool:
     """Return whether each round gives all ranks the weights of one of them, not always rank 0's.
 
-    Population-based training continues from its best member.
+    Population-based training does so: it continues from its best member.
     """
     chosen: set[int] = set()
     for step, by_rank in rounds.synchronisations(trace).items():
@@ -489,9 +489,9 @@ def _is_a_choice(trace: Trace) -> bool:
 
 
 def _is_a_multiple(trace: Trace) -> bool:
-    """Return whether the first outer step is the mean movement times the number of workers.
+    """Return whether the first outer step is the mean movement times or over the number of workers.
 
-    Or divided by this number. It may be a rate of 2, or a sum that nothing divides.
+    Such a step may have a rate of 2, for example, or be a sum that nothing divides.
     """
     first = next(_moves(trace), None)
     share = None if first is None else _share(*first)
@@ -555,7 +555,7 @@ def _share(of: Vector, move: Vector) -> float | None:
 
 
 def _short(number: float) -> float:
-    """Return a short decimal if `number` is one except for rounding; otherwise return `number`."""
+    """Return the short decimal that `number` is, except for rounding; if none, return `number`."""
     decimals: Sequence[float] = [float(f"{number:.{d}g}") for d in range(1, _DIGITS + 1)]
     return next((d for d in decimals if math.isclose(d, number, rel_tol=_SHORT)), number)
 

@@ -2,10 +2,10 @@
 
 The outer step is recomputed in float64 from each worker's weights at the end of its round.
 
-Within a round workers share nothing of the training. In the harness's own trainers every collective
-within a round counts as sharing. A user's script may call collectives for other reasons (a barrier,
-the mean of a loss for the log, a broadcast to a worker that returned). So in a script the gradient
-decides that a rank stepped with: its own, or the mean of all ranks.
+Within a round workers must not communicate about the training. In the harness's own trainers any
+collective within a round breaks this. A user's script may call collectives for other reasons (a
+barrier, the mean of a loss for the log, a broadcast to a worker that returned). So for a script the
+gradient that a rank stepped with decides: its own, or the mean of all ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from entrenar_py.shared.verdict import Finding, Tally
 from entrenar_py.shared.wording import counted
 
 # Relative bound on the weights, 16 u with u = 2^-24, for up to about ten workers: one rounding of
-# each worker's distance from the outer weights, some of their mean, and one of the final sum.
+# each worker's distance from the outer weights, some of the mean of these, and one of the final
+# sum.
 BOUND = 2.0**-20
-SKETCHED = 2.0**-14  # for large models: sketches are projections in float32
-ROUNDINGS = 16  # for weights in 16 bits; their outer copy may have more
+SKETCHED = 2.0**-14  # bound for large models: sketches are projections in float32
+ROUNDINGS = 16  # allowed for weights in 16 bits: their outer copy may have more bits
 # The error of a pseudo-gradient that is sent and added in bfloat16, relative to its length.
 SENT_IN_16_BITS = 2.0**-7
 MOMENTUM = "momentum_buffer"
@@ -97,7 +98,7 @@ def _is_cut_off(scenario: Scenario, step: int) -> bool:
 
 
 def _is_unseen(trace: Trace, step: int) -> bool:
-    # Weights show a meeting only in the next step.
+    # Weights show a synchronisation only in the next step.
     is_last = trace.scenario.workload == "own" and step + 1 == trace.scenario.num_steps
     return is_last and all(one.collectives_alone is None for one in trace.of(Synchronised))
 
@@ -114,8 +115,8 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 def judge_weighting(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that each sample counts the same in a user's rounds, whichever worker draws it.
 
-    Workers with unequal numbers of samples may count equally on purpose. This is counted as
-    missing.
+    If workers with unequal numbers of samples count equally, that may be on purpose. It is counted
+    as missing.
     """
     tally = missing.tally_for(invariant, traces)
     for trace in rounds.usable(traces, tally):
@@ -164,7 +165,7 @@ def follow(tally: Tally, trace: Trace) -> None:
 
 
 def shares(trace: Trace, there: Mapping[int, Update], earlier: int, step: int) -> dict[int, float]:
-    """Return each worker's fraction of the round's samples; {} if the samples were not recorded.
+    """Return rank -> its fraction of the round's samples; {} if samples were not recorded.
 
     Samples from before a worker joined don't count.
     """
@@ -190,7 +191,8 @@ def _inner(there: Mapping[int, Update], start: Start) -> dict[int, Vectors] | No
 def _outer(trace: Trace, round_: Round, *, other: bool = False) -> tuple[Vectors, Vectors]:
     """Return weights and momentum after the outer step, as in torch (Sutskever et al. 2013).
 
-    With `other`, Nesterov's look-ahead is left out where the run has it, and used where it hasn't.
+    With `other`, Nesterov's look-ahead is left out if the run's rule has it, and used if it
+    doesn't.
     """
     rule = rounds.rule(trace.scenario)
     looks_ahead = (trace.traits.outer == "nesterov") != other
@@ -258,7 +260,7 @@ def _was_rounded(
 ) -> bool:
     """Return whether a user's outer step differs from the rule's only by rounding to 16 bits.
 
-    Pseudo-gradients may be sent in 16 bits on purpose. This is counted as missing.
+    If so, it is counted as missing, since pseudo-gradients may be sent in 16 bits on purpose.
     """
     got = evidence.vectors(event.weights)
     if trace.scenario.workload != "own" or got is None or not weights.keys() <= got.keys():
@@ -315,16 +317,16 @@ _BEGINNINGS = (
     "Nesterov's look-ahead is applied",
     "only rank",
 )
-_ALIKE = 1e-3  # of the step's length: the causes are much further apart than this
+_ALIKE = 1e-3  # fraction of the step's length; causes are much further apart than this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """The quantities that an outer step is computed from.
+    """The quantities from which an outer step is computed.
 
-    `before` are the outer weights with which all workers began the round, and `momentum` is the
-    outer momentum. `inner` has each worker's weights at the end of the round, and `shares` each
-    worker's fraction of the samples.
+    `before` has the outer weights with which all workers began the round, and `momentum` the outer
+    momentum. `inner` maps each worker to its weights at the end of the round, and `shares` to its
+    fraction of the samples.
     """
 
     before: Vectors
@@ -334,7 +336,7 @@ class Round:
 
     @property
     def mean(self) -> dict[str, NDArray[np.float64]]:
-        """The mean of the workers' weights, weighted by their samples."""
+        """The mean of the workers' weights, weighted by their fractions of the samples."""
         return {
             name: np.sum(
                 [
@@ -353,7 +355,7 @@ Step = Callable[[Round], Vectors]  # returns the outer weights after the round
 def explain(round_: Round, got: Vectors, rank: int, step: Step, other: Step) -> str:
     """Return what caused a worker's weights `got`, to end a message; "" if no known cause fits.
 
-    `step` computes the right outer step, and `other` that with the other type of momentum.
+    `step` computes the right outer step, and `other` the step with the other type of momentum.
     """
     if any(name not in got or got[name].shape != v.shape for name, v in round_.before.items()):
         return ""
@@ -405,7 +407,7 @@ def _distance(one: Vectors, other: Vectors) -> float:
 
 # --- silence within rounds ------------------------------------------------------------------------
 
-# The largest angle between gradients of the same direction, also in 16 bits. Clipping keeps the
+# The largest angle between gradients of one direction, also in 16 bits. Clipping keeps the
 # direction.
 _ANGLE = 1e-2
 
@@ -433,7 +435,7 @@ def compare_silence(tally: Tally, trace: Trace) -> None:
 def _own_gradients(tally: Tally, trace: Trace) -> None:
     """Check that each worker steps with its own gradient, as far as directions show."""
     summed = _sums(trace)
-    unknown: set[tuple[int, int]] = set()  # step, rank
+    unknown: set[tuple[int, int]] = set()  # (step, rank)
     for step, by_rank in evidence.ranks_by_step(trace):
         of_step = {rank: summed.get((step, rank)) for rank in by_rank}
         every = _added(one for one in of_step.values() if one is not None)
@@ -455,7 +457,7 @@ def _own_gradients(tally: Tally, trace: Trace) -> None:
 def _tell_collectives(tally: Tally, trace: Trace, unknown: set[tuple[int, int]]) -> None:
     """Count a round as held if it called no collective, or if its collectives shared no gradient.
 
-    `unknown` are the (step, rank) of steps with a gradient that may be the rank's own or not.
+    `unknown` has the (step, rank) of steps with a gradient that may be the rank's own or not.
     """
     begun: dict[int, int] = {}
     called_any = False
@@ -486,7 +488,7 @@ def _sums(trace: Trace) -> Mapping[tuple[int, int], Vector]:
     terms: dict[tuple[int, int], list[Vector | None]] = {}
     for shard in trace.standing.of(Shard):
         if trace.traits.shared:
-            continue  # ranks share micro-batches: none has a gradient of its own
+            continue  # ranks share micro-batches, so none has a gradient of its own
         terms.setdefault((shard.step, shard.rank), []).append(_vector(shard.gradient))
     sums = {}
     for place, vectors in terms.items():

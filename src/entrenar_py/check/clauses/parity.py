@@ -2,8 +2,8 @@
 
 Up to three comparisons are made. Losses from step 100 on are compared within the published bound.
 Losses and gradients of the first steps are compared, within float32 rounding, with an independently
-written single-device trainer. Bits are compared if the trainer promises the same ones for any
-number of workers.
+written single-device trainer. If the trainer promises the same bits for any number of workers, bits
+are compared.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> list[int]:
     """Compare the first steps of runs with the oracle's run, within rounding.
 
-    If `tolerance` is not None, also compare losses from step 100 on within it. A user's own
-    trainer, which no oracle can run, is compared with its run on one worker. A run with a turned
-    knob is compared with the base.
+    If `tolerance` is not None, losses from step 100 on are also compared, within `tolerance`. No
+    oracle can run a user's own trainer, so it is compared with its run on one worker. A run with a
+    turned knob is compared with the base.
 
     Return, for each run that took a step, the number of averaged gradients that were compared.
     """
@@ -72,7 +72,7 @@ def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> 
 
 @dataclass
 class _Followed:
-    """The counts of compared runs and gradients, and the runs left out for different masks."""
+    """The numbers of compared runs and gradients, and the runs left out for their dropout masks."""
 
     num_followed: int = 0
     num_gradients: list[int] = field(default_factory=list)
@@ -81,7 +81,8 @@ class _Followed:
     @classmethod
     def of(cls, tally: Tally, runs: Traces, tolerance: float | None) -> _Followed:
         done, model = cls(), model_of(runs)
-        if model is None and runs.base is not None:  # then this reason is reported first
+        # Test this early, so that its reason is reported first.
+        if model is None and runs.base is not None:
             compared = Compared(runs=runs, model=runs.base, trace=runs.base)
             presuppositions.comparable(tally, presuppositions.SAMPLES, compared)
         base = () if runs.base is None else (runs.base,)
@@ -104,7 +105,7 @@ class _Followed:
 
 
 def _is_explained(compared: Compared) -> bool:
-    # With different masks, no equation would be left over.
+    # With different masks, no equation could explain the difference.
     own = compared.trace.scenario.workload == "own"
     return own and presuppositions.aligned(compared).explanation is not None
 
@@ -125,13 +126,12 @@ def _compare(
 
 # --- the run on a single device -------------------------------------------------------------------
 
-# Finds the run on a single device that a training run is compared with. Judges nothing.
-#
-# It is a run of the independent trainer. For a user's own trainer, which the independent one can't
+# Finds the run on a single device with which a training run is compared, and judges nothing. It is
+# a run of the independent trainer. For a user's own trainer, which the independent one can't
 # reproduce, it is the user's run on one worker.
 
-# Field of a scenario -> how runs of one command differ in it, with advice. The order matters: the
-# first difference often causes the others.
+# Field of a scenario -> how runs of one command differ in it, with advice. The order matters, since
+# the first difference often causes the others.
 _DIFFERENT: Mapping[str, str] = {
     "batch_size": "one worker trains on batches of {alone} samples, {workers} on {several}: divide "
     "the global batch by the number of workers ({{share:GLOBAL}} in the command does)",
@@ -142,7 +142,7 @@ _DIFFERENT: Mapping[str, str] = {
     "learning_rate": "one worker begins with learning rate {alone}, {workers} with {several}: "
     "if it is scaled by the number of workers, turn that off for the check",
 }
-# Used instead of the numbers of samples if these are guessed from the highest id that was drawn.
+# Used in place of the numbers of samples if these are guessed from the highest id that was drawn.
 _OTHER_SAMPLES = (
     "one worker draws different samples from {workers} workers: draw each "
     "batch for all workers, by the same seed, and give each its share"
@@ -157,7 +157,7 @@ def model_of(runs: Traces) -> Trace | None:
 def missing_model(tally: Tally, runs: Traces) -> str:
     """Return why no run can be compared with one on a single device, and what to do about it.
 
-    Return "" if one can be.
+    Return "" if a run can be compared.
     """
     model = model_of(runs)
     for trace in runs.own:
@@ -184,7 +184,8 @@ def _another_training(tally: Tally, runs: Traces) -> str:
     if near is None or runs.base is None:
         return "no run on several workers and one on one worker that both ended without failing"
     for run in (runs.base, near.run):
-        if not any(shard.ids for shard in run.of(Shard)):  # sizes of batch and data are guesses
+        # Then the sizes of batch and data are guesses.
+        if not any(shard.ids for shard in run.of(Shard)):
             return missing.nothing(tally, "the samples of each step are unknown", facts.IDS)
     others = ", ".join(near.fields)
     otherwise = f"one worker and {runs.base.scenario.world_size} train differently, in {others}"
@@ -207,7 +208,7 @@ def _difference(runs: Traces, names: Iterable[str]) -> str:
 
 
 def other_masks(trace: Trace) -> str:
-    """Return why a run with dropout or batch normalisation is not compared with one device."""
+    """Return why a run with dropout or batch normalisation is not compared with a single device."""
     if trace.traits.batch_norm:
         return (
             "batch normalisation uses each rank's own samples: on one worker the run "
@@ -232,12 +233,13 @@ def _instead(trace: Trace) -> str:
 
 # --- controlled pairs of runs ---------------------------------------------------------------------
 
-# The pair of runs that compares several workers with one.
+# The pair of runs by which several workers are compared with one.
 #
-# It is the plain pair unless random numbers rightly differ between the two, one worker has samples
-# in a different order, or samples that are divided differently influence each other. Then it is a
-# pair in which this was controlled: random numbers are the same for all samples, and in addition
-# samples come in one order, or all ranks and the one worker have the same part of the batch.
+# It is the plain pair, except in three cases: random numbers rightly differ between the two runs,
+# one worker has samples in a different order, or samples that are divided differently influence
+# each other. Then it is a pair of runs in which this was controlled: random numbers are the same
+# for all samples, and in addition samples come in one order, or all ranks and the one worker have
+# the same part of the batch.
 #
 # A loss that couples samples may be meant to couple those of one rank, or of all ranks. By the
 # first meaning, ranks with the same part train as one worker does on this part. By the second, they
@@ -266,10 +268,10 @@ def is_by_chance(compared: Compared) -> bool:
 
 
 def is_ordered_otherwise(compared: Compared) -> bool:
-    """Return whether ranks draw their own samples in step 0, and one worker different ones.
+    """Return whether ranks draw their own samples in step 0, and one worker draws different ones.
 
-    One worker must draw the same number of samples. Ranks that draw the same samples hold parts of
-    a model, and must have the same.
+    One worker must draw equally many samples. If ranks draw the same samples, they have parts of a
+    model, and one worker must draw these samples, too: then return False.
     """
     runs = (compared.model, compared.trace)
     if any(run.scenario.workload != "own" or run.traits.sample_ids == "content" for run in runs):
@@ -313,7 +315,7 @@ def controlled_pair(tally: Tally, compared: Compared) -> tuple[Compared, Words]:
 
 
 def alike(compared: Compared, kind: str) -> Compared | None:
-    """Return the runs with common random numbers or with one order of samples, as `kind` says.
+    """Return the pair of runs controlled by `kind`: common random numbers, or one order of samples.
 
     Return None if they can't be compared either.
     """
@@ -326,7 +328,8 @@ def alike(compared: Compared, kind: str) -> Compared | None:
 def mirrored(compared: Compared) -> Compared | None:
     """Return the run in which all ranks have the same samples, and the one-worker run to match.
 
-    Return None if the two can't be compared, or if the intended meaning of the loss would decide.
+    Return None if the two can't be compared, or if the result depends on which samples the loss is
+    meant to couple.
     """
     once, again = (
         _controlled(compared, kind, faults.MIRRORED) for kind in (faults.MIRRORED, faults.REPEATED)
@@ -351,9 +354,9 @@ def _is_decided(plain: Compared, mirrored: Compared) -> bool:
 def _is_coupled(compared: Compared) -> bool:
     """Return whether the first loss on several workers differs from that on one, or is unknown.
 
-    It is the same if samples don't influence each other, and gradients differ for another reason.
-    What each rank does to its own gradients before they are added (clipping by value) is the same
-    for equal ranks.
+    If the losses are equal, samples don't influence each other, and gradients differ for another
+    reason. In that case a mirrored run proves nothing, because equal ranks also hide what each rank
+    does to its own gradients before they are added (clipping by value).
     """
     return not copies.have_one_loss(compared)
 
@@ -369,7 +372,7 @@ def _agree(compared: Compared) -> bool:
 def _are_comparable(compared: Compared) -> bool:
     """Return whether two runs can be compared.
 
-    They can't if an update is not finite: a NaN may come from equal rows.
+    They can't if an update is not finite, since a NaN may come from equal rows.
     """
     updates = (*compared.model.of(Update), *compared.trace.of(Update))
     is_finite = all(update.finite for update in updates)
@@ -377,9 +380,9 @@ def _are_comparable(compared: Compared) -> bool:
 
 
 def _tells(plain: Compared, controlled: Compared) -> bool:
-    """Return whether more than rounding is left of the gradients if random numbers are common.
+    """Return whether gradients are more than rounding in runs with common random numbers.
 
-    If only chance distinguishes samples (the mean of several answers), nothing may be left.
+    If only chance distinguishes samples (the mean of several answers), they may be only rounding.
     """
     expected = evidence.updates(plain.model)
     floor = rounding_bounds.Bounds.of(expected, plain.model, plain.trace).gradient_floor

@@ -1,4 +1,4 @@
-"""The scenarios on which a clause is tested if its contract names none.
+"""The scenarios on which a clause is tried if its contract names none.
 
 They are chosen to reveal bugs: unequal shards, sizes that do not divide evenly, two epochs, and SGD
 with and without clipping, since clipping would hide a wrong constant factor.
@@ -16,7 +16,7 @@ from entrenar_py.shared.scenario import Scenario
 def mlp(**changes: Any) -> Scenario:
     """Return a scenario with 3 workers, 5 shards, and two epochs of 21 digits.
 
-    Batches have 8, 8 and 5 samples. `changes` replace or add fields of the scenario.
+    Batches have 8, 8 and 5 samples. `changes` replaces or adds fields of the scenario.
     """
     usual: dict[str, Any] = {
         "system": "reference",

@@ -42,7 +42,7 @@ def _planned(*facts: str, **options: object) -> Scenario:
 
 
 def compare_references(tally: Tally, trace: Trace) -> None:
-    """Check that the reference gives each pair the same bits whenever it is used."""
+    """Check that the reference model gives each pair the same bits whenever it is used."""
     first: dict[int, Referred] = {}
     again = False
     for event in trace.of(Referred):
@@ -70,7 +70,7 @@ def compare_references(tally: Tally, trace: Trace) -> None:
 def compare_sides(tally: Tally, trace: Trace) -> None:
     """Compare both sides' tokens with stock libraries', and what the loss depends on.
 
-    Both begin with the same prompt, and none of its tokens is predicted. A pair counts once.
+    Both sides begin with the same prompt, and none of its tokens is predicted. A pair counts once.
     """
     rows = {(event.sample, event.side): event for event in trace.of(Encoded) if event.side}
     for event in rows.values():
@@ -114,7 +114,7 @@ def _same_prompt(
 def compare_steps(tally: Tally, trace: Trace) -> None:
     """Judge that each step's loss and gradients are within their rounding bounds."""
     if not trace.of(Referred):
-        return  # a step that learns something else
+        return  # a step of another kind of training
     for explained in trace.of(Explained):
         if explained.of == fine_tuning.STEP:
             closeness.judge_explained(tally, explained, trace)

@@ -24,8 +24,9 @@ from entrenar_py.shared.verdict import MEANING, Finding, Tally
 
 # Shorter orders are not compared. Two shuffled orders of 10 samples are equal once in 10! = 3.6e6.
 ORDER_LENGTH_MIN = 10
-CHANCE_MAX = 1e6  # a chance of one in this many is too small
-DRAWING = ("mlp", "decoder", "decoder_full", "own")  # workloads in which dropout draws
+CHANCE_MAX = 1e6  # an event with a chance of one in this many doesn't happen
+# Workloads in which dropout draws random numbers.
+DRAWING = ("mlp", "decoder", "decoder_full", "own")
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
@@ -41,7 +42,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         else:
             _dropout_differs(tally, trace)
         modes_alike(tally, trace)
-        if trace.traits.population != "varied":  # otherwise two data sets may have the same order
+        if trace.traits.population != "varied":  # two different data sets may have the same order
             _orders_differ(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
@@ -51,7 +52,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         if trace.traits.population != "varied":
             _orders_differ(tally, trace)
         between = Tally(tally.invariant, observed=tally.observed)
-        modes_alike(between, trace)  # an evaluation is run between epochs
+        modes_alike(between, trace)  # an evaluation runs between epochs
         tally.take(between)
     _same_for_any_worker_count(tally, runs)
     if lacks_second_epoch(runs):
@@ -69,7 +70,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _dropout_differs(tally: Tally, trace: Trace) -> None:
-    """Check that no two shards use the same mask, and every shard with samples draws one."""
+    """Check that no two shards use the same mask, and that every shard with samples draws one."""
     owner: dict[str, Shard] = {}
     drew = any(shard.draws is not None for shard in trace.of(Shard))
     if trace.scenario.dropout and not drew and trace.scenario.workload in DRAWING:
@@ -96,20 +97,21 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
 class _Orders:
     """The `orders` of samples by epoch, and the epochs that are `shuffled`.
 
-    An epoch is in order if its sample ids grow from step to step, or within each rank, or within
-    each loader worker of a rank (loader workers take turns with batches). `first_step` is by epoch.
+    An epoch is not shuffled if its sample ids grow from step to step, or within each rank, or
+    within each loader worker of a rank (loader workers take turns with batches). `first_step` maps
+    epochs to steps.
     """
 
     orders: Mapping[int, Sequence[int]]
     shuffled: Collection[int]
     first_step: Mapping[int, int]
-    of_ranks: Mapping[tuple[int, int], Sequence[int]]  # by epoch and rank
+    of_ranks: Mapping[tuple[int, int], Sequence[int]]  # (epoch, rank) -> order
 
     def are_alike(self, before: int, after: int, common: int) -> bool:
         """Return whether two epochs have the same order, or the same order within each rank.
 
-        Only the first `common` samples are compared. If a script skips steps, a step may have
-        samples of several passes.
+        Only the first `common` samples are compared. Ranks are compared separately because a script
+        that skips steps may have samples of several passes in a step.
         """
         if self.orders[before][:common] == self.orders[after][:common]:
             return True
@@ -120,7 +122,7 @@ class _Orders:
         return is_telling and all(len(one) > 0 and one == other for one, other in known)
 
     def pairs(self) -> list[tuple[int, int, int]]:
-        """Return pairs of consecutive epochs, and the length in which to compare each pair."""
+        """Return (epoch, next epoch, number of samples to compare) for the epochs to compare."""
         known = [(before, after) for before, after in pairwise(sorted(self.orders))]
         sized = [(*pair, min(len(self.orders[epoch]) for epoch in pair)) for pair in known]
         return [
@@ -157,10 +159,12 @@ def _orders_of(trace: Trace) -> _Orders:
 
 
 def _drawn_orders(trace: Trace) -> list[_Orders]:
-    """Return the orders of a run's epochs; [] if its script draws no order, and may have one.
+    """Return the orders of a run's epochs.
+
+    Return [] if its script draws no order, or counts wrong batches.
 
     A script that continues in an endless pass may count batches to know when an epoch ends. If the
-    harness makes loaders end or merges them, it counts too many, and nothing shows its epochs.
+    harness shortens or merges its loaders, the script counts too many, and its epochs are unknown.
     """
     if not is_endless(trace):
         return [] if trace.traits.ordered else [_orders_of(trace)]
@@ -183,11 +187,11 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
 
 
 def _passes(trace: Trace) -> Iterator[_Orders]:
-    """Yield the orders of one endless pass: a sample that comes again is in the next epoch.
+    """Yield the orders within one endless pass: a sample that comes again is in the next epoch.
 
-    Ranks may take turns sample by sample, or batch by batch.
+    Ranks may take turns sample by sample, or batch by batch: both are tried.
     """
-    drawn: list[tuple[int, int, int, int]] = []  # step, rank, place, sample
+    drawn: list[tuple[int, int, int, int]] = []  # (step, rank, place, sample)
     for step, shards in sorted(evidence.shards(trace).items()):
         for shard in shards:
             drawn += [(step, shard.rank, place, id_) for place, id_ in enumerate(shard.ids)]
@@ -211,11 +215,11 @@ def lacks_second_epoch(runs: Traces) -> bool:
 
 
 def in_turns(drawn: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether the ids of micro-batches grow, all together or by the workers of a loader.
+    """Return whether the ids of micro-batches grow, over all or for each worker of a loader.
 
-    Loader workers take turns. With several of them, ids must also grow within each micro-batch. And
-    there must be so many ids that a shuffle hardly leaves them in order: a few micro-batches may
-    look ordered by chance.
+    The workers of a loader take turns. With several of them, ids must also grow within each
+    micro-batch. And there must be so many ids that a shuffle hardly leaves them in order: a few
+    micro-batches may look ordered by chance.
     """
 
     def grows(batches: Sequence[tuple[int, ...]]) -> bool:
@@ -288,7 +292,7 @@ def _absent(traces: Sequence[Trace]) -> str:
 
 # --- streams of a user's script -------------------------------------------------------------------
 
-# Check that the random streams of a user's script differ where they must.
+# Checks that the random streams of a user's script differ where they must.
 #
 # Numbers for samples (masks, noise, augmentation) must differ between ranks that have different
 # samples, between the workers of a loader, and between epochs. Numbers for the whole batch may be
@@ -300,7 +304,7 @@ _OWN_SEEDS = "seed each rank differently, torch.manual_seed(seed + rank)"
 _OWN_GENERATOR = (
     "let an evaluation draw from a generator of its own, torch.Generator().manual_seed(seed)"
 )
-_Place = tuple[int, int | None, str, str]  # step, micro-batch, where, generator
+_Place = tuple[int, int | None, str, str]  # step, micro-batch, place of the draw, generator
 
 
 def judge_streams(tally: Tally, trace: Trace, alone: Trace | None) -> None:
@@ -375,7 +379,7 @@ def _mode_left(
 ) -> None:
     """Judge a model that is in evaluation mode in all steps after step `last`.
 
-    A script may switch to it on purpose at some step, but not by an evaluation.
+    A script may switch to this mode on purpose at some step, but not by an evaluation.
     """
     first = min(off)
     if first <= last:
@@ -414,7 +418,8 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
         before = there.setdefault(_place(event), [])
         peers = [peer for peer in before if streams.are_others(peer, event)]
         before.append(event)
-        # The state after the draw decides: the generator may have been seeded here, by rank or not.
+        # The state after the draw decides, because the generator may have been seeded here, by rank
+        # or not.
         peer = next((peer for peer in peers if peer.after == event.after), None)
         if peer is None:
             tally.compared += bool(peers)
@@ -431,7 +436,7 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
                 "the samples, as parts of one model do, else wrong; call obs.samples(ids)"
             )
             continue
-        # The first finding of two ranks is also the earliest. Later draws have been the same since
+        # The first finding on two ranks is also the earliest. Later draws have been the same since
         # then, or since both were seeded again. So the beginning is searched for only once.
         pair = peer.rank, event.rank, event.where, event.generator
         since = event if pair in blamed else _begin_alike(trace, peer, event)
@@ -461,7 +466,7 @@ def _seeded_alike(parted: int) -> str:
 
 
 class _Streams:
-    """The known random draws of a run: for which samples they are, and whether for each sample.
+    """The known random draws of a run: the samples that they are for, and whether each has its own.
 
     A stream is a place and a generator. `alone` is the same training on one worker, or None.
     """
@@ -472,8 +477,8 @@ class _Streams:
         for shard in trace.standing.of(Shard):
             self._shards.setdefault((shard.step, shard.rank), []).append(shard)
         self._by_sample: dict[tuple[str, str], bool] = {}
-        # By stream: the first step in which ranks can be compared, if they drew their own numbers
-        # in it.
+        # Stream -> the first step in which ranks can be compared, if they drew their own numbers in
+        # it.
         self._parted: dict[tuple[str, str], int | None] = {}
         first: dict[_Place, Drawn] = {}
         for event in drawn:
@@ -491,10 +496,10 @@ class _Streams:
         return self._by_sample[stream]
 
     def parted(self, event: Drawn) -> int | None:
-        """Return the first step of the event's stream if ranks drew their own numbers in it.
+        """Return the first step of the event's stream if ranks drew their own numbers in that step.
 
-        Return None otherwise, and for draws in that step. Numbers for the whole batch are the same
-        on all ranks in each step.
+        Return None otherwise, and for draws in that step. Numbers for the whole batch would be the
+        same on all ranks in each step.
         """
         step = self._parted.get((event.where, event.generator))
         return step if step is not None and step < event.step else None
@@ -527,7 +532,7 @@ def _are_the_same(shard: Shard, other: Shard) -> bool:
 
 
 def _begin_alike(trace: Trace, peer: Drawn, event: Drawn) -> Drawn:
-    """Return where a rank began to draw the numbers of `peer`, which it draws in `event`.
+    """Return the draw with which a rank began to draw the numbers of `peer`, as it does in `event`.
 
     For samples of different lengths, ranks draw different counts from one stream. Then their
     generators end in the same state only in some steps.
@@ -561,8 +566,8 @@ def _unbroken(trace: Trace, event: Drawn) -> Iterator[Drawn]:
 def _is_by_sample(trace: Trace, event: Drawn, alone: Trace | None) -> bool:
     """Return whether numbers are drawn for each sample, as far as is known.
 
-    Dropout's numbers are. Others are if one worker draws more of them from the same state, for its
-    larger part of the batch: then its generator ends in a different state.
+    Dropout's numbers are. Other numbers are if one worker draws more of them from the same state,
+    since it has more samples: its generator then ends in a different state.
     """
     if _is_mask(trace, event):
         return True
@@ -589,7 +594,7 @@ def _passes_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], streams: 
     """Check that no rank draws the same numbers again in a later step for different samples.
 
     For dropout masks the state after the draw decides, whatever the samples. Other numbers may be
-    those of the whole batch, or come from the sample that is drawn last.
+    for the whole batch, or may follow from the sample that is drawn last.
     """
     seen: dict[tuple[str, ...], Drawn] = {}
     for event in drawn:

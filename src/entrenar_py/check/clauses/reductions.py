@@ -1,8 +1,8 @@
 """F-RED-001 to F-RED-004: the averages that a star, a mesh and a ring compute, and their cost.
 
-They are judged on the workload `vectors`, for which the mean is known in advance. Source:
-reduction-v1. The bound on the error is derived in docs/numerics.md. `expected_bytes` computes the
-bytes to send.
+They are judged on the workload `vectors`, for which the mean is known in advance. `expected_bytes`
+computes how many bytes must be sent. The bound on the error is derived in docs/numerics.md. Source:
+reduction-v1.
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ def _scenario(system: str, world_size: int, length: int, options: dict[str, floa
 
 
 def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that every rank holds the weighted mean, within float32 rounding.
+    """Judge that every rank has the weighted mean, within float32 rounding.
 
-    A clause may state a tolerance instead: absolute; relative to the mean of the terms' absolute
-    values (the mean itself if all terms have one sign); or in units of 2^-24 times that mean.
+    A clause may state one of three tolerances instead: absolute; relative to the mean of the terms'
+    absolute values (the mean itself if all terms have one sign); or in units of 2^-24 times that
+    mean.
     """
     tally = Tally(invariant.id)
     for trace in _subjects(traces, tally):
@@ -125,7 +126,7 @@ def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _roundings_allowed(stated: float | None, kind: str | None, trace: Trace) -> float | None:
-    """Return the allowed error in the units of `roundings_max`; None if a tolerance is absolute."""
+    """Return the allowed error in the units of `roundings_max`; None for an absolute tolerance."""
     if stated is None or kind not in ("absolute", "relative", "ulp"):
         return roundings_max(trace)
     if kind == "absolute":
@@ -153,8 +154,8 @@ def roundings_max(trace: Trace) -> float:
     """Return the rounding bound, in units of 2^-24 times the mean of the terms' absolute values.
 
     In a tree a term passes through the additions of its shard, one addition per level, and the
-    division. In a ring it passes through the additions of its shard, of its worker's shards, one
-    per worker, and the division.
+    division. In a ring it passes through the additions of its shard, those of its worker's shards,
+    one per worker, and the division.
     """
     scenario = trace.scenario
     shards, samples = scenario.num_shards, scenario.batch_size
@@ -174,7 +175,7 @@ def _gamma(num: int, unit: float) -> float:
 
 
 def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that ranks hold the same bits, and that a second reduction gives these bits, too."""
+    """Judge that ranks have the same bits, and that a second reduction gives these bits, too."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in (run for run in runs if run.traits.topology):
@@ -291,16 +292,17 @@ def _subjects(traces: Iterable[Trace], tally: Tally) -> Iterator[Trace]:
 
 # --- the bytes that each rank sends and receives --------------------------------------------------
 
-# The bytes of gradients that each rank of a star, a mesh or a ring must send and receive.
-#
-# They are computed from the scenario and the rank of each shard, independently of the trainers.
+# Computes the bytes of gradients that each rank of a star, a mesh or a ring must send and receive,
+# from the scenario and the rank of each shard, independently of the trainers.
 
-# The messages that carry blocks of gradients, averages, or new weights.
+# The messages with blocks of gradients, averages, or new weights.
 BLOCKS = ("TreeNode", "Partial", "Average", "Weights")
 FRAME_BYTES, CHUNK_BYTES = 48, 2**22  # sizes of a frame's prefix and of its largest payload
-HEADER_BYTES_MAX = 256  # of one such message: a few numbers of up to 24 digits, and their names
+# Of a message with a block: a few numbers of up to 24 digits, and their names.
+HEADER_BYTES_MAX = 256
 
-# (rank, or None for the coordinator; peer: "worker" or "coordinator"; "sent" or "got") -> bytes.
+# (rank, or None for the coordinator; "worker" or "coordinator" as the peer; "sent" or "got") ->
+# bytes.
 Bytes = dict[tuple[int | None, str, str], int]
 
 
@@ -314,7 +316,7 @@ def payload_bytes(trace: Trace) -> Bytes:
 
 
 def beside_bytes_max(record: Traffic) -> int:
-    """Return the most bytes that prefixes and headers of the messages in `record` may take."""
+    """Return how many bytes prefixes and headers of the messages in `record` may take at most."""
     frames = record.messages + record.payload_bytes // CHUNK_BYTES
     return FRAME_BYTES * frames + HEADER_BYTES_MAX * record.messages
 
@@ -324,9 +326,9 @@ def expected_bytes(trace: Trace) -> Bytes | None:
 
     Return None if the blocks are unknown, or the rank that computed a shard. In a ring every block
     passes N - 1 workers twice. So the ranks together send 2 (N - 1) times the vector, and each rank
-    sends 2 (N - 1) / N of it if the blocks divide evenly. In a mesh each rank sends its tree nodes
-    to the rank that averages the block, and its own averages to all others. In a star each rank
-    sends its nodes and receives the average.
+    sends 2 (N - 1) / N of the vector if the blocks divide evenly. In a mesh each rank sends its
+    tree nodes to the rank that averages the block, and its own averages to all others. In a star
+    each rank sends its nodes and receives the average.
     """
     scenario = trace.scenario
     sizes = block_bytes(scenario)
@@ -358,7 +360,7 @@ def block_bytes(scenario: Scenario) -> list[int] | None:
 
 
 def num_nodes(shards: set[int], num_shards: int) -> int:
-    """Return the least number of tree nodes that cover exactly `shards`.
+    """Return the smallest number of tree nodes that cover exactly `shards`.
 
     The tree is the reduction tree over `num_shards` shards.
     """
@@ -374,7 +376,10 @@ def num_nodes(shards: set[int], num_shards: int) -> int:
 
 
 def _nodes(trace: Trace, step: int) -> list[int] | None:
-    """Return how many tree nodes each rank must send; None if a shard is lacking or comes twice."""
+    """Return the number of tree nodes that each rank must send.
+
+    Return None if shards are missing or occur twice.
+    """
     shards_of: dict[int, set[int]] = {rank: set() for rank in range(trace.scenario.world_size)}
     for event in trace.of(Shard):
         if event.step == step:
@@ -401,7 +406,7 @@ def _star(sizes: list[int], nodes: list[int]) -> Bytes:
 def _mesh(sizes: list[int], nodes: list[int]) -> Bytes:
     num_bytes = _steered(len(nodes))
     for rank, num in enumerate(nodes):
-        own = sum(sizes[rank :: len(nodes)])  # of the blocks that it averages
+        own = sum(sizes[rank :: len(nodes)])  # bytes of the blocks that this rank averages
         others = sum(sizes) - own
         num_bytes[rank, "worker", "sent"] = num * others + (len(nodes) - 1) * own
         num_bytes[rank, "worker", "got"] = (sum(nodes) - num) * own + others
@@ -420,7 +425,7 @@ def _ring(sizes: list[int], nodes: list[int]) -> Bytes:
 
 
 def _steered(num_ranks: int) -> Bytes:
-    """Return zero bytes for each exchange with the coordinator: only workers exchange blocks."""
+    """Return zero bytes for exchanges with the coordinator, since only workers exchange blocks."""
     num_bytes: Bytes = {(None, "worker", direction): 0 for direction in ("sent", "got")}
     for rank in range(num_ranks):
         for direction in ("sent", "got"):

@@ -1,8 +1,8 @@
 """F-DP-001 and F-TI-002: replicas hold the same weights, optimizer state and buffers.
 
-If a tensor is recorded under only one of its names, it is one tensor in memory, so that its copies
-can't differ. Copies on different stages of a pipeline have one name in the trace: they are
-replicas.
+If a tensor with several names (tied weights) is recorded under only one of them, it is one tensor
+in memory, and has no copies that could differ. Copies on different stages of a pipeline have one
+name in the trace, and are replicas.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
-    """Compare the workers of a run with short epochs, in which a script's work between epochs runs.
+    """Compare the workers of a run with short epochs, including a script's work between epochs.
 
-    What stays open in this run also stays open in the longer runs, and is not reported again.
+    What is missing in this run is also missing in the longer runs, and is not reported again.
     """
     trial = Tally(tally.invariant, observed=tally.observed)
     left = presuppositions.comparable(
@@ -93,9 +93,9 @@ def compare(tally: Tally, trace: Trace) -> None:
 def _trained_together(tally: Tally, trace: Trace) -> None:
     """Check that ranks which were not seen to communicate don't take the same steps.
 
-    Ranks that have the same seed, and draw the same samples, hold the same weights without
-    communication. If their gradients are the same, too, they have no use for a channel that was not
-    seen, such as a server.
+    Ranks that have the same seed, and draw the same samples, have the same weights without
+    communication. If their gradients are the same, too, they don't communicate over a channel that
+    was not seen either, such as a server, since they would have no use for it.
     """
     ranks = sorted({update.rank for update in trace.of(Update)})
     if not trace.traits.alone or len(ranks) < 2 or rounds.are_in(trace):
@@ -179,7 +179,7 @@ def _compare_joined(comparison: Comparison) -> None:
 
 
 def _all_updated(tally: Tally, trace: Trace) -> None:
-    """Check that all members take each step that any takes, and departed ranks take none."""
+    """Check that all present ranks take each step that any takes, and departed ranks take none."""
     stays, scenario = evidence.stays(trace), trace.scenario
     moved = {change.rank for change in trace.of(Membership)}
     always = {update.rank for update in trace.of(Update)} - stays.keys() - moved
@@ -234,7 +234,7 @@ def compare_ties(tally: Tally, trace: Trace) -> None:
 
 
 def have_copies(trace: Trace) -> bool:
-    """Return whether a rank holds copies of a tensor that is declared tied, or was shared."""
+    """Return whether a rank has copies of a tensor that is declared tied, or was shared."""
     declared = _ties(event.tied for event in trace.of(Declared))
     noticed = _ties(event.shared for event in trace.of(Noticed))
     return any(True for tie in (*declared, *noticed) for _ in _holders(trace, tie))
@@ -273,7 +273,7 @@ def _compare_copies(tally: Tally, trace: Trace, tie: Tie) -> None:
 
 
 def _tell_parted(tally: Tally, trace: Trace, tie: Tie) -> None:
-    """Report names of one tensor that became two. Nobody declared whether that is right."""
+    """Report names of one tensor that became two tensors. Nobody declared whether that is right."""
     for event, step, names in _holders(trace, tie):
         first = event.weights[names[0]]
         apart = next((name for name in names if event.weights[name].digest != first.digest), "")
@@ -393,7 +393,8 @@ def _compare_owners(tally: Tally, runs: Traces) -> None:
     """Count as compared the state that is spread over ranks, if together it is one worker's.
 
     Only the first state is compared, which follows from one gradient. If it differs, nothing is
-    reported here: the worker may have had different samples, and wrong moments show in the weights.
+    reported here, since the worker may have had different samples, and wrong moments show in the
+    weights.
     """
     if runs.base is None or not _is_spread(runs.base):
         return

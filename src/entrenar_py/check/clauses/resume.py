@@ -1,7 +1,7 @@
 """F-TI-003: a run that is stopped and resumed has the bits of one that is not.
 
 Two runs of a user's command are not always equal, and the step given to `observe(step=...)` is not
-always the script's. So what the comparison of runs presupposes is judged first.
+always the script's. So the presuppositions of comparing the two runs are judged first.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _absent(traces: Sequence[Trace]) -> str:
 def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:
     """Return `trace` without the steps after the last one of the `straight` run.
 
-    They are missing, not different: {steps} may count the steps of one launch. If the harness ended
-    the straight run, they are not even missing.
+    Additional steps are reported as missing, not as different, since {steps} may count the steps of
+    one launch. If the harness ended the straight run, they are not reported at all.
     """
     last = max(evidence.updates(straight), default=-1)
     beyond = max(evidence.updates(trace), default=-1) - last
@@ -246,7 +246,7 @@ def repeats(tally: Tally, straight: Trace, trace: Trace) -> bool:
 
 
 def differed_before(straight: Trace, trace: Trace) -> bool:
-    """Return whether the run differs from `straight` before its first stop, or passed it."""
+    """Return whether the run differs from `straight` before its first stop, or went on past it."""
     stop = min(trace.scenario.stops, default=0)
     updates = (event for event in first_life(trace) if isinstance(event, Update))
     went_on = any(update.step >= stop for update in updates)
@@ -273,12 +273,13 @@ def began_anew(trace: Trace) -> bool:
 
 
 def _first_weights(trace: Trace) -> dict[int, list[Tensors]]:
-    """Return by rank, for each of its lives, the weights from which it took the first step.
+    """Return rank -> for each of its lives, the weights from which it took the first step.
 
-    A pass may have come earlier, and the weights may have been changed since.
+    These are the weights of the start, with the changes before the step. A pass may have come
+    earlier.
     """
     lives: dict[int, list[Tensors]] = {}
-    begun: dict[int, int] = {}  # by rank, the first step of its life
+    begun: dict[int, int] = {}  # rank -> the first step of its life
     for event in trace.events:
         if isinstance(event, Start):
             lives.setdefault(event.rank, []).append(event.weights)
@@ -289,7 +290,7 @@ def _first_weights(trace: Trace) -> dict[int, list[Tensors]]:
 
 
 def _differences(straight: Trace, trace: Trace) -> Iterator[str]:
-    """Yield how the run differs from the `straight` one before its first stop."""
+    """Yield, in words, how the run differs from the `straight` one before its first stop."""
     updates = evidence.updates(straight)
     ids = {(shard.step, shard.rank, shard.shard): shard.ids for shard in straight.of(Shard)}
     for event in first_life(trace):
@@ -342,9 +343,9 @@ def first_life(trace: Trace) -> Iterator[Event]:
 def begins_where_it_says(tally: Tally, straight: Trace, trace: Trace) -> bool:
     """Return whether each resume has the weights of the step that it reports, as far as is known.
 
-    If it has those of a different step, either the script counts wrongly, which is falsified, or
-    `observe` received a different step than the script's, which is missing. The count is the
-    script's own if the run ends at the same step as the `straight` run.
+    If a resume has the weights of a different step, either the script counts wrongly, which is
+    falsified, or `observe` received a different step than the script's, which is missing. The count
+    is the script's own if the run ends at the same step as the `straight` run.
     """
     weights: dict[int, dict[int, Tensors]] = {}  # rank -> step -> weights after it
     for event in trace.events:
@@ -406,7 +407,7 @@ def require_resumes(tally: Tally, trace: Trace) -> None:
         if anew and trace.scenario.workload == "own":
             _tell_anew(tally, trace, stop, (lives[0], anew[0]), is_enough=bool(resumed))
             if not resumed:
-                break  # after every stop it starts over, for the same reason
+                break  # after every stop the script starts over, for the same reason
         elif stop not in resumed and len(lives) <= number and stop <= last:
             why = f"the run was to stop before step {stop}, and no resume was recorded"
             missing.ask(tally, why, facts.RESUMED_START)
@@ -415,11 +416,11 @@ def require_resumes(tally: Tally, trace: Trace) -> None:
 def _tell_anew(
     tally: Tally, trace: Trace, stop: int, starts: tuple[Start, Start], *, is_enough: bool
 ) -> None:
-    """Count as missing why a rank that was started again after a stop has not resumed.
+    """Count as missing that a rank that was started again after a stop has not resumed, and why.
 
     `starts` are the rank's first start and the one after the stop. `is_enough` says that a
-    different stop was resumed. If the first checkpoint was written later than this stop, that is
-    only noted then. A script that has read its checkpoint has nothing else to continue from.
+    different stop was resumed. In that case, a stop before the first checkpoint was written is only
+    noted. A script that has read its checkpoint has nothing else to continue from.
     """
     first, start = starts
     if evidence.are_equal(first.weights, start.weights):
@@ -481,7 +482,7 @@ def _how_to_resume(trace: Trace) -> str:
 
 
 def compare_first_steps(tally: Tally, straight: Trace, trace: Trace) -> None:
-    """Compare the weights after the first step of each resume if nothing recorded explains them."""
+    """Compare the weights after the first step of each resume with equal recorded inputs."""
     expected, updates = evidence.updates(straight), evidence.updates(trace)
     for resume in resumes.resumes(trace):
         start = resume.start
@@ -524,7 +525,7 @@ def _cause(resume: resumes.Resume, update: Update) -> str:
     if len(known) < len(states) or any(other != sizes[0] for other in sizes):
         return general
     was, came, begun = (step_sums.joined(vectors, vectors.keys()) for vectors in known)
-    if not np.linalg.norm(came - begun) < np.linalg.norm(came - was):  # also for NaN
+    if not np.linalg.norm(came - begun) < np.linalg.norm(came - was):  # also if one is NaN
         return general
     return (
         "it went back to nearly what it was before the first step: the optimizer "

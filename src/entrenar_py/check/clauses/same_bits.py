@@ -1,6 +1,6 @@
 """F-TI-006, F-TI-007, F-DP-006: the same bits with any number of workers, and in each repetition.
 
-After the loss of a worker no sample is lost, and training soon returns to its trajectory.
+F-DP-006: after the loss of a worker no sample is lost, and training soon returns to its trajectory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADVICE = (
 def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
     """Judge trainers that promise the same bits for any number of workers.
 
-    A trainer that doesn't promise them is counted as missing.
+    A trainer without this promise is counted as missing.
     """
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
@@ -84,7 +84,7 @@ def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _by_rounding(compared: Compared, broken: Counterexample) -> Counterexample:
-    """Return the counterexample, which blames a GPU's kernels if the runs agree within rounding.
+    """Return the counterexample. If the runs agree within rounding, it blames a GPU's kernels.
 
     Only the first steps can be compared within rounding.
     """
@@ -122,9 +122,10 @@ def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
     expected = {(shard.step, shard.rank, shard.shard): shard for shard in model.of(Shard)}
     for shard in trace.of(Shard):
         model_shard = expected.get((shard.step, shard.rank, shard.shard))
-        if model_shard is None:  # another worker computed it: the first that is free may take it
+        # Another worker computed it: the first that is free may take a shard.
+        if model_shard is None:
             continue
-        # As text, so that NaN equals NaN. Python's shortest text of a float is exact.
+        # Compared as text, so that NaN equals NaN. Python's shortest text of a float is exact.
         same_loss = repr(model_shard.loss_sum) == repr(shard.loss_sum)
         tally.check(
             same_loss and replace(model_shard, **left_out) == replace(shard, **left_out),
@@ -155,8 +156,8 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
 
     If the runs have different workers, compare with the lowest rank of `model`. Gradients of
     logical shards are compared first, if they were recorded, since they name the worker that
-    computed wrongly. Workers that step alone are also compared after each synchronisation. A fact
-    that one run never recorded is missing. A fact that it stopped recording is a difference.
+    computed wrongly. Workers that step alone are also compared after each synchronisation. A field
+    that one run never recorded is missing. A field that it stopped recording is a difference.
     """
     if not missing.require_updates(tally, model, trace):
         return
@@ -197,7 +198,7 @@ def _compare_update(
     message: str,
     place: Mapping[str, Any],
 ) -> None:
-    """Compare an update with `model`. `known` is what both runs record, the model's first."""
+    """Compare an update with `model`. `known` has what each run records, the model's first."""
     for part in ("gradient", "weights", "optimizer", "buffers"):
         left, right = getattr(model, part), getattr(update, part)
         bare = [
@@ -255,7 +256,7 @@ ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that no sample or step is lost, and that the loss is soon back on its trajectory.
 
-    The clause's tolerance is the number of steps after which it must be.
+    The clause's tolerance is the number of steps after which it must be back.
     """
     tally = missing.tally_for(invariant, runs)
     _compare(tally, evidence.usable_runs(runs, tally), int(invariant.tolerance or 0))
@@ -380,9 +381,9 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
 def _on_trajectory(
     tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership], within_steps: int
 ) -> bool:
-    """Check that losses are those of the faultless run from `within_steps` after a departure on.
+    """Check that losses equal the faultless run's from `within_steps` after a departure on.
 
-    In a shorter run only the last step is checked. Return whether both runs took a step.
+    In a shorter run only the last step is checked. Return whether both runs took a checked step.
     """
     calm, trace = evidence.with_losses(calm), evidence.with_losses(trace)
     expected, got = evidence.updates(calm), evidence.updates(trace)

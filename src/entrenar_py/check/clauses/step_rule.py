@@ -1,7 +1,7 @@
 """F-TI-008: learning rate and clipping depend only on the step and the global gradient.
 
-This needs no second run. The schedule's closed form, the clipped norm and the update itself are
-recomputed from what the run recorded.
+No second run is needed. The schedule's closed form, the clipped norm and the update itself are
+recomputed from the run's records.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from entrenar_py.shared.trace import Noticed, Ruled, Start, Tensors, Trace, Upda
 from entrenar_py.shared.verdict import Finding, Tally
 from entrenar_py.shared.wording import listed
 
-# The tolerance if a contract states none. Rates and norms are sums or products in float32. Their n
+# The tolerance if a contract gives none. Rates and norms are sums or products in float32. Their n
 # roundings of random sign add up to sqrt(n) 2^-24, which is 6e-6 for n = 10,000 elements.
 RELATIVE = 1e-5
 
@@ -72,9 +72,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 def _may_be_changed(tally: Tally, trace: Trace) -> bool:
     """Return whether a script may have changed gradients on purpose after it reported them.
 
-    Only a clipping norm that is declared, or given in the command, says what happens after
-    `obs.reduced()`. Without one, steps that don't follow from the reported gradient are counted as
-    missing.
+    If so, count it as missing. Only a clipping norm that is declared, or passed in the command,
+    says what happens after `obs.reduced()`. Without one, steps that don't follow from the reported
+    gradient may be meant.
     """
     traits = trace.traits
     is_declared = traits.clip_norm is not None and traits.clip_source != "calls"
@@ -108,7 +108,7 @@ def _is_unchanged(trace: Trace, step: int | None) -> bool:
 
 
 def _follow(tally: Tally, trace: Trace) -> None:
-    """Recompute all updates. Count as missing each rank's first one that can't be recomputed."""
+    """Recompute all updates. Count as missing each rank's first update that can't be recomputed."""
     is_known = trace.traits.rule == "known" or update_rule.are_known(trace)
     if trace.traits.rule != "known" and update_rule.are_derived(trace):
         is_known = is_known and _is_as_derived(trace)
@@ -153,7 +153,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
 
 
 def is_recomputed(trace: Trace) -> bool:
-    """Return whether a user's optimizer steps by the rule of torch's that it derives from."""
+    """Return whether a user's optimizer steps by the rule of torch's class that it derives from."""
     return update_rule.are_known(trace) and _is_as_derived(trace)
 
 
@@ -170,7 +170,7 @@ def _begins_anew(
 ) -> bool:
     """Return whether a user's step follows only from empty moments, like that of a new optimizer.
 
-    Workers that are synchronised now and then may start over each time. This is noted.
+    If so, a note says it: workers that are synchronised now and then may start over each time.
     """
     if trace.scenario.workload != "own" or not rule.moments:
         return False
@@ -192,9 +192,9 @@ def _trial(trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]
 
 
 def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, facts.Fact] | None:
-    """Return why `rule`, as it was before `update`, can't recompute it, and the fact it lacks.
+    """Return why `rule`, as it was before `update`, can't recompute it, and the missing fact.
 
-    Return None if only the norms are lacking, which `_clipping` reports.
+    Return None if only the norms are missing, which `_clipping` reports.
     """
     what = "made an update that can't be recomputed"
     if rule is None:
@@ -247,7 +247,8 @@ def _rate(
                 "learning rate was not judged"
             )
         return
-    if scenario.workload == "own":  # other numbers of workers may have other rates: F-DP-005
+    # Runs on other numbers of workers may have other rates: F-DP-005.
+    if scenario.workload == "own":
         first = evidence.any_rank(next(by_rank for _, by_rank in evidence.ranks_by_step(trace)))
         scenario = scenario.with_(learning_rate=first.learning_rate)
     expected, allowed = expected_rate(scenario, update.step), relative * scenario.learning_rate
@@ -270,7 +271,7 @@ def _clipping(
     if norm is not None:
         message = "the norm is not that of the averaged gradient"
         tally.close(norm, update.grad_norm, relative * norm, message, **place)
-    if trace.traits.clipping == "other":  # to an unknown norm
+    if trace.traits.clipping == "other":  # gradients were clipped to an unknown norm
         tally.check(
             update.applied_norm <= update.grad_norm * (1 + relative),
             "the applied gradient is longer than the averaged one",
@@ -304,7 +305,7 @@ def _moved(
     """Check, element by element, that each tensor moved as the optimizer's formula says.
 
     Tensors in `twice`, which are stepped twice, are left out. Return whether tensors were compared,
-    among them all that have a gradient or that may have moved.
+    including all that have a gradient or may have moved.
     """
     before = rule.weights
     before = {**before, **update.edited}
@@ -376,12 +377,11 @@ def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
 
 # --- a schedule of the script's own ---------------------------------------------------------------
 
-# Test whether the learning rate of a script's own schedule is a function of the step alone.
-#
-# Its closed form is unknown here. Its values are compared with those of the same steps in a
-# repetition of the run, and on one worker. A schedule that follows a metric must get the same
-# metric on all ranks. Runs on different numbers of workers are compared up to the step where their
-# metrics differ.
+# Tests whether the learning rate of a script's own schedule is a function of the step alone. Its
+# closed form is unknown here. Its values are compared with those of the same steps in a repetition
+# of the run, and on one worker. A schedule that follows a metric must get the same metric on all
+# ranks. Runs on different numbers of workers are compared up to the step where their metrics
+# differ.
 
 RATE_BOUND = 1e-6  # relative: the product of a few float64 numbers
 METRIC_BOUND = 1e-3  # relative: an evaluation of the same samples differs by rounding
@@ -414,8 +414,8 @@ def compare_schedule(tally: Tally, runs: Traces) -> None:
 def compare_metrics(tally: Tally, trace: Trace) -> None:
     """Check that the schedules of all ranks follow the same metric.
 
-    With different metrics their rates differ sooner or later: perhaps much later, once the metric
-    of one rank still improves and another's does not.
+    With different metrics their rates differ sooner or later: perhaps only when the metric of one
+    rank still improves and another's does not.
     """
     for _, by_rank in evidence.ranks_by_step(trace):
         known = {rank: u.metric for rank, u in sorted(by_rank.items()) if u.metric is not None}
@@ -439,7 +439,10 @@ def compare_metrics(tally: Tally, trace: Trace) -> None:
 
 
 def _compare_rates(tally: Tally, base: Trace, other: Trace, divided: float) -> None:
-    """Compare the rates of two runs; `base` divides by `divided` in its rate, not its gradients."""
+    """Compare the rates of two runs.
+
+    `divided` is the number by which `base` divides its rates, in place of gradients.
+    """
     expected = evidence.updates(other)
     is_same = other.scenario.world_size == base.scenario.world_size
     for step, by_rank in evidence.ranks_by_step(base):
@@ -504,7 +507,7 @@ def _schedule(trace: Trace) -> Iterator[str]:
 
 
 def _decay(trace: Trace) -> Iterator[str]:
-    """Yield the one-dimensional tensors that are decayed, if other one-dimensional ones are not."""
+    """Yield the one-dimensional tensors with weight decay, if others have none."""
     starts = [start for start in trace.of(Start) if start.shapes and start.decayed]
     if not starts:
         return
@@ -523,7 +526,7 @@ def _decay(trace: Trace) -> Iterator[str]:
 
 
 def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
-    """Check that no tensor is stepped twice. Return the names of those that are.
+    """Check that no tensor is stepped twice. Return the names of tensors that are.
 
     The steps of these tensors follow no rule. Two parameters in the same memory may be right with
     plain SGD, which adds their gradients.

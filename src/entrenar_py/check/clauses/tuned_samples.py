@@ -20,7 +20,7 @@ from entrenar_py.shared.verdict import Tally
 NO_CLASS = -1
 # A class's weight is rounded once to float32. The rounding of their sum in float64 is negligible.
 WEIGHT_ROUNDING = 2.0**-23
-_POWERS = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}  # of a class's fraction
+_POWERS = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}  # exponent of a class's fraction
 _ADVICE = "a fine-tuning with the option facts: [samples] records it"
 
 
@@ -51,7 +51,7 @@ def plan_copies(invariant: Invariant) -> list[Scenario]:
 
 
 def compare_tokens(tally: Tally, trace: Trace) -> None:
-    """Compare tokens, tokens to predict, and what the loss depends on with the stock template."""
+    """Compare tokens, targets, and the states that the loss depends on, with the stock template."""
     samples = {event.sample: event for event in trace.of(Encoded) if not event.side}
     for event in samples.values():
         as_stock(tally, trace, event)
@@ -104,7 +104,7 @@ def _first_apart(tokens: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def learned(tally: Tally, trace: Trace, sample: Encoded, event: Taught) -> None:
-    """Compare the states that a loss depends on with those that predict the due tokens."""
+    """Compare the states that a loss depends on with the states that predict the right tokens."""
     length = len(sample.tokens)
     due = {length - 1} if sample.label != NO_CLASS else {p - 1 for p in sample.completion}
     extra, lacking = sorted(set(event.positions) - due), sorted(due - set(event.positions))

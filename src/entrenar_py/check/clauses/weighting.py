@@ -43,7 +43,7 @@ RELATIVE = 1e-5  # the default tolerance; a float32 sum of n terms is off by up 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that losses and gradients are means over samples or tokens, not means of means.
 
-    They are judged by the shards that a run recorded, and by the oracle's run.
+    They are compared with the shards that the run recorded, and with the oracle's run.
     """
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
@@ -80,9 +80,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
-    """Check the gradients of a run with short epochs, in which work between epochs runs.
+    """Check the gradients of a run with short epochs, which includes work between epochs.
 
-    What stays open in this run also stays open in the longer runs, and is not reported again.
+    What is missing in this run is also missing in the longer runs, and is not reported again.
     """
     trial = Tally(tally.invariant, observed=tally.observed)
     compared = Compared(runs=runs, model=trace, trace=trace)
@@ -93,9 +93,11 @@ def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
 
 
 def _left_in_alone(tally: Tally, runs: Traces) -> None:
-    """Check the run on one worker if several don't clear gradients, and shards have none.
+    """Check the run on one worker for gradients that several workers don't clear.
 
-    That run shows by itself that a step's gradient still contains those of earlier steps.
+    Only the run on one worker is checked, if several workers have recorded uncleared gradients, but
+    none of their micro-batches' own: then only that run can show that a step's gradient still
+    contains those of earlier steps.
     """
     model = parity.model_of(runs)
     if model is None or not tally.observed:
@@ -134,7 +136,7 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
             missing.ask(tally, f"the micro-batches of step {step} have no loss", facts.LOSS)
             continue
         mean = sum(sums) / weight
-        # Losses may have both signs: rounding is relative to their sizes, not to their sum.
+        # Losses may have both signs, so rounding is relative to their sizes, not to their sum.
         size = sum(map(abs, sums)) / weight
         if not math.isfinite(mean):  # F-DP-003 judges this
             continue
@@ -151,7 +153,8 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
 def _changed_gradient(tally: Tally, *, is_one_workers: bool) -> None:
     """Note, or count as missing, that a script changes gradients between sum and optimizer.
 
-    If one worker, which adds up nothing, applies the same gradient, the sum is weighted rightly.
+    It is only noted if one worker, which has nothing to add up, applies the same gradient
+    (`is_one_workers`), since the sum is then weighted rightly.
     """
     if is_one_workers:
         tally.note(
@@ -167,7 +170,7 @@ def _changed_gradient(tally: Tally, *, is_one_workers: bool) -> None:
 
 
 def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> list[bool]:
-    """Check that the averaged gradient is the sum of the shards' gradients over one number.
+    """Check that the averaged gradient is the sum of the shards' gradients divided by one number.
 
     That number must be the same for all tensors. In all steps it must be the same, or the same
     multiple of the step's weight, unless the trait `clipping: other` says that gradients were
@@ -175,7 +178,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
     factor.
 
     Return one value for each step with a gradient that a user's script may have changed on purpose:
-    whether a run on one worker would show that it was added up correctly.
+    whether a run on one worker would show that the gradient was added up correctly.
     """
     if why := rounding_bounds.rounded_away(trace):
         tally.miss(why)
@@ -207,7 +210,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
         mean = evidence.vectors(_by_micro_batch(trace, update))
         if total and mean is not None and trace.scenario.workload == "own":
             total = _without_taken(tally, total, mean, step)
-            # No micro-batch used these tensors: the script may have set their gradients to zero.
+            # No micro-batch used these tensors. The script may have set their gradients to zero.
             total |= {n: np.zeros(v.shape) for n, v in mean.items() if n not in total}
         if total and mean is not None and step_sums.shapes(total) == step_sums.shapes(mean):
             for names in _apart(by_rank, shards[step], mean):
@@ -229,7 +232,7 @@ def _apart(
 ) -> list[list[str]]:
     """Return the tensors of a step's gradient, in one list for each separate loss.
 
-    Two networks may each be clipped by its own norm. Tensors of no loss are in the first list.
+    Two networks may each be clipped by its own norm. Tensors without a loss are in the first list.
     """
     names: list[list[str]] = []
     for part in step_sums.parts(by_rank, shards):
@@ -287,8 +290,8 @@ class _Divisions:
     """The numbers by which a run divides sums of gradients to average them, step by step.
 
     `limit` is the size at which elements are clipped, or None. `first` maps the first tensor of
-    each loss to the divisor of the first step, as it is and divided by the step's weight. `changed`
-    is what `_summed_gradient` returns.
+    each loss to the divisor of the first step: as it is, and divided by the step's weight.
+    `changed` is what `_summed_gradient` returns.
     """
 
     tally: Tally
@@ -347,7 +350,8 @@ class _Divisions:
                 else f"the applied gradient of {name} {explanation.words}"
             )
             self.tally.check(name not in off, message, tensor=name, **place)
-        is_mixed = not off and not loss_terms.are_one_mean(shards)  # else parts of a penalty
+        # Otherwise these are parts of a penalty.
+        is_mixed = not off and not loss_terms.are_one_mean(shards)
         for name in [name for name in mean if name in update.mixed and is_mixed]:
             message = (
                 f"the applied gradient of {name} also contains that of the pass before its "
@@ -395,9 +399,9 @@ class _Divisions:
     ) -> tuple[Collection[str], Explanation | None]:
         """Return which tensors are `off`, and what explains their gradient; None if nothing does.
 
-        Large tensors that are wrong may have determined the divisor, so those of other tensors are
-        tried, too. Elements that may be clipped are left out if the gradient has no explanation
-        otherwise.
+        Wrong tensors that are large may have determined the divisor, so the divisors of other
+        tensors are tried, too. If the gradient still has no explanation, elements that may be
+        clipped are left out.
         """
         step = accumulation.Applied(self.trace, update, total, mean, divisor, off, self.bound)
         if (explanation := explanations.first(accumulation.LIST, step)) is not None:
@@ -424,8 +428,8 @@ class _Divisions:
     def _is_open(self, explanation: Explanation | None, update: Update) -> bool:
         """Return whether a user's script may have changed the gradient on purpose.
 
-        A gradient that was reported by `obs.reduced()` is that of the whole batch, so it is not
-        open.
+        If `obs.reduced()` reported the gradient, it is that of the whole batch, and the answer is
+        no.
         """
         declared = self.trace.scenario.workload != "own" or update.grad_norm is not None
         if explanation is not None and not explanation.is_wrong:
@@ -455,7 +459,7 @@ def _note_kept(tally: Tally, trace: Trace) -> None:
 def _none_dropped(tally: Tally, trace: Trace) -> None:
     """Check that micro-batches' gradients are not cleared before they are applied.
 
-    It is wrong if it happens in at least half of the steps, and in two or more.
+    It is wrong if gradients are cleared in at least half of the steps, and in two or more.
 
     A script may drop a micro-batch now and then on purpose, after a loss that is too large.
     """
@@ -465,7 +469,8 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
         step: dropped
         for step, by_rank in sorted(by_step.items())
         if (dropped := step_sums.dropped(by_rank, shards.get(step, ())))
-        and step_sums.are_apart(shards[step])  # otherwise several losses of the same samples
+        # Otherwise these are several losses of the same samples.
+        and step_sums.are_apart(shards[step])
     }
     if not lost:
         return
@@ -486,10 +491,9 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
 
 # --- how much each reported loss counts -----------------------------------------------------------
 
-# Judge how much each micro-batch's reported loss counts in the gradient that is applied.
-#
-# A backward pass begins at some number. Divide its derivative by the mean loss that the script
-# reports (the shard's `slope`) by the number that gradients are divided by: this is how much the
+# Judges how much each micro-batch's reported loss counts in the applied gradient. A backward pass
+# begins at some value. Its derivative with respect to the mean loss that the script reports (the
+# shard's `slope`), divided by the number by which gradients are divided, is how much the
 # micro-batch counts. It should be the micro-batch's fraction of the step's samples or tokens.
 # Clipping, and terms other than the loss, change it by the same factor for all micro-batches.
 
@@ -530,7 +534,7 @@ def _told(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> list[Shard]
 
 
 def _shares(tally: Tally, trace: Trace, counting: Sequence[Shard]) -> None:
-    """Check that each micro-batch of a step counts as much as its samples or tokens."""
+    """Check that each micro-batch of a step counts in proportion to its samples or tokens."""
     weight = sum(shard.weight for shard in counting)
     slope = sum(shard.slope or 0.0 for shard in counting)
     for shard in counting:

@@ -19,8 +19,8 @@ from entrenar_py.shared.trace import Admission, Carried, Heard, Refused, Trace
 from entrenar_py.shared.verdict import Finding, Tally
 
 # The memory that reading a message may take in addition to its payload. A header has at most 2 MiB.
-# It is held as received, as bytes and as text, which makes 6 MiB. Its values (65,536 numbers, or
-# the same number of small objects that are then refused) take up to 5 MiB more.
+# It is kept as received, as bytes and as text, which makes 6 MiB. Its values (65,536 numbers, or as
+# many small objects that are then refused) take up to 5 MiB more.
 BESIDE_BYTES = 12 * 2**20
 REFUSAL = "ProtocolError"
 
@@ -54,7 +54,7 @@ def compare_refusal(tally: Tally, trace: Trace) -> None:
 
 
 def compare_memory(tally: Tally, trace: Trace) -> None:
-    """Check the memory that reading takes beyond the payload, and that a refusal takes."""
+    """Check the memory that reading takes beyond the payload, and that of a refusal."""
     for carried in trace.of(Carried):
         num_bytes = carried.allocated_bytes
         what = f"reading {carried.message} with {carried.payload_bytes} bytes took {num_bytes}"
@@ -144,7 +144,7 @@ def _trouble(kind: str, at: str, *, rank: int, step: int) -> Fault:
 
 # --- averages on the original system's wire -------------------------------------------------------
 
-ROUNDINGS_MAX = 1.0  # in the unit of `Heard.roundings`
+ROUNDINGS_MAX = 1.0  # the unit is that of `Heard.roundings`
 
 
 def plan_averages(invariant: Invariant) -> list[Scenario]:

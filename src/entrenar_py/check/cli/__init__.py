@@ -1,7 +1,7 @@
-"""The command `entrenar-check`: read the command line, call the harness, render, exit.
+"""The command `entrenar-check`: read the command line, call the harness, report, exit.
 
 Exit codes: 0 held · 1 falsified · 2 contract or command line invalid, nothing ran · 3 the harness
-itself failed · 4 inconclusive · 5 nothing selected.
+itself failed · 4 inconclusive · 5 no clause selected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INIT = "init"
 EXIT_INVALID = 2
 EXIT_HARNESS = 3
 EXIT_INTERRUPTED = 4
-# These signals interrupt a call, so that it can end the processes that it launched.
+# These signals interrupt this command, so that it can end the processes that it launched.
 ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -82,7 +82,7 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
             job = session.prepare(options, arguments)
         except UsageError as error:
             raise command_line.located(error, options) from error
-    except ContractError as error:  # its lines start with file:line:column
+    except ContractError as error:  # its message already has file:line:column
         printing.warn_lines(str(error))
         return EXIT_INVALID
     except UsageError as error:
@@ -118,10 +118,10 @@ def _say(message: object) -> None:
 
 
 def require_possible(options: argparse.Namespace) -> None:
-    """Raise UsageError for an unknown system, backend, contract or id.
+    """Raise UsageError for an unknown system, backend, contract or clause id in the options.
 
     An invalid contract is reported later, with all its problems at once. A contract from a pipe is
-    not read here, since it can be read only once.
+    not checked here, since it can be read only once.
     """
     from entrenar_py.check import contract
     from entrenar_py.shared.systems import require_trainer
@@ -141,7 +141,10 @@ def require_possible(options: argparse.Namespace) -> None:
 
 
 def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:
-    """Return the ids in all contracts; raise UsageError if an id in the options is in none."""
+    """Return all clause ids of `contracts`.
+
+    Raises UsageError for an id in the options that isn't one.
+    """
     from entrenar_py.check.contract import records
 
     ids = {name: None for loaded in contracts for name in records.ids_of(loaded)}
@@ -152,7 +155,7 @@ def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> d
 
 
 def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the options of each contract, with its own bindings.
+    """Return a copy of the options for each named contract, with only its own bindings.
 
     Raises UsageError if there is no contract, or if several would read bindings from one pipe.
     """
@@ -178,5 +181,5 @@ def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def names_no_contract(options: argparse.Namespace) -> bool:
-    """Return whether no contract was named, so that the contracts for any script are used."""
+    """Return whether the user named no contract, so that the contracts for any script are used."""
     return "contract" not in (*options.typed, *options.used)

@@ -1,4 +1,4 @@
-"""The work on a user's own trainer: its runs, and the findings of the checks on them."""
+"""Checking of a user's own trainer: the runs of its command, and the findings on them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FINITENESS = "finiteness"  # the check of F-DP-003
 
 
 class Shared:
-    """The runs of a command that the contracts of one call share, and the folder of these runs.
+    """The runs of a user's command and their folder, shared by all contracts of one call.
 
     Closing `stack` removes a temporary folder, or prints its path if a finding needs it.
     """
@@ -46,7 +46,10 @@ class Shared:
         self.stack = ExitStack()
 
     def folder(self, named: Path | None) -> folders.RunFolder:
-        """Return the folder `named` by the user, or the temporary folder of all contracts."""
+        """Return the folder that the user `named`.
+
+        If it is None, return the temporary folder of all contracts.
+        """
         kept = folders.RunFolder(named) if named is not None else self._temporary
         if kept is None:
             kept = self._temporary = self.stack.enter_context(folders.temporary())
@@ -55,12 +58,12 @@ class Shared:
 
 
 def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Work:
-    """Return the work on the command of `options`. Its runs come from `shared`, or are added to it.
+    """Return the work on the command in `options`. Its runs are taken from `shared` or added to it.
 
-    Clauses that are decided by probes of the harness don't apply, and are left out. Clauses that
-    the configuration declares not to apply are judged by runs that other clauses need. A verdict on
-    such a clause contradicts the declaration, and is reported. Raises UsageError if the command
-    can't be run.
+    Clauses that only probes of the harness can decide don't apply, and are left out. If the
+    configuration declares that a clause does not apply, the clause is still judged on the runs that
+    other clauses need. A verdict on it contradicts the declaration, and is reported. Raises
+    UsageError if the command can't be run.
     """
     tasks = judging.tasks(standing.selected)
     added = {PROBED} if cli.names_no_contract(options) else set()
@@ -117,7 +120,7 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
     def entries(show: Progress, judged: Listener) -> Iterator[Entry]:
         kept = shared.folder(options.trace_dir)
         recorded: Iterable[tuple[Path, Run]] = ()
-        if any(task.check is not None for task in tasks):  # otherwise no run would be judged
+        if any(task.check is not None for task in tasks):  # otherwise no run is judged
             recorded = runs.record(make_plan(folder=kept.path), partial(begins, show))
         known = judging.verdicts_as_known(tasks, recorded, runs_by_file, on_judged=judged)
         yield from (_advised(kept.see(entry), unnamed) for entry in known)
@@ -146,7 +149,7 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
 
 
 def stored_work(kept: Mapping[Path, Run], options: argparse.Namespace, standing: Standing) -> Work:
-    """Return the work on the runs that an earlier call with a command has `kept`."""
+    """Return the work on stored runs: `kept` has the runs that an earlier call kept, by folder."""
     traces = [run.trace for run in kept.values()]
     declared = {one.invariant.id: one.reason for one in standing.not_applying}
     left_out = judging.tasks([one.invariant for one in standing.not_applying])
@@ -167,7 +170,10 @@ def stored_work(kept: Mapping[Path, Run], options: argparse.Namespace, standing:
 
 
 def _unnamed(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, Check]:
-    """Return by id the checks of clauses if neither a contract nor the clause's id was named."""
+    """Return clause id -> check for the clauses that are judged although the user didn't name them.
+
+    These are clauses of the default contracts. {} if the user named a contract.
+    """
     if not cli.names_no_contract(options):
         return {}
     return {
@@ -191,7 +197,7 @@ def _expected(options: argparse.Namespace) -> list[str]:
 
 
 def _likely(options: argparse.Namespace) -> Traits:
-    """Return the likely traits of the first run, as far as the command and the script show them."""
+    """Return the likely traits of the first run, as far as command and script show them."""
     path, command = _script(options), options.command
     known = commands.read_script(path) if path is not None else None
     starts_again = judging.restarts(command) or not commands.is_torchs(command)
@@ -209,7 +215,7 @@ def _script(options: argparse.Namespace) -> Path | None:
 
 
 def _beginning(options: argparse.Namespace) -> dict[str, Position]:
-    """Return the script's first line, for a report with no better line to point to."""
+    """Return the place of the script's first line, for a report with no better line to point to."""
     path = _script(options)
     return {} if path is None else {"step": Position(str(path), 1, 1)}
 

@@ -1,4 +1,4 @@
-"""The work of one call, done contract by contract and reported in every requested format."""
+"""Execution of one call: each contract's work is done and reported in every requested format."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ CHECKOUT = "GITHUB_WORKSPACE"  # a variable of GitHub's runners: the folder of t
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The source of a report's entries, and the facts that the report states about them.
+    """The source of a report's entries, and facts that the report states about them.
 
-    - `entries`: a later entry of a clause replaces an earlier one.
+    - `entries`: called to yield the entries. A later entry of a clause replaces an earlier one.
     - `environment`: called after `entries`, since only then the opened devices are known.
     - `places`: the lines of the script that was run, also called after `entries`.
-    - `runs`, `foreseen`: the names of the planned runs, and lines about them.
-    - `doubts`: after the runs, by id, the evidence against a claim that a clause does not apply.
+    - `runs`, `foreseen`: the names of the planned runs, and lines of text about them.
+    - `doubts`: called after the runs. Returns, by clause id, evidence against the declaration that
+      the clause does not apply.
     - `streams`: whether verdicts are shown as soon as they are known, since runs take long.
     """
 
@@ -59,9 +60,9 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The work on one contract, with its own options.
+    """The work on one contract, with the options for this contract.
 
-    A job that `is_aside` is reported only if a clause in it is falsified.
+    If `is_aside`, the contract is reported only if one of its clauses is falsified.
     """
 
     options: argparse.Namespace
@@ -81,9 +82,10 @@ def run_all(
 ) -> int:
     """Do the work on all contracts, report it in every format, and return the exit code.
 
-    No job is started after an interrupted one. If a job raises, the jobs before it are reported.
-    `runs` is closed before the report is printed, so that its messages don't follow the last line.
-    Before that, `conclude` gets all reports, and returns the command to run next.
+    After an interrupted job, no other job is started. If a job raises, the jobs before it are
+    still reported. `runs` is closed before the report is printed, so that messages of closing don't
+    follow the report. Before that, `conclude` gets all reports, and returns the command to run
+    next.
     """
     options = jobs[0].options
     style = terminal.Style(quiet=options.quiet and not options.verbose, verbose=options.verbose)
@@ -144,7 +146,7 @@ def _foreseen(jobs: Sequence[Job]) -> list[str]:
 
 
 def _begun(job: Job, command: str) -> Report:
-    """Return the report of a job before its work, without entries."""
+    """Return the report of `job` before its work, without entries."""
     return Report(
         contract=job.contract,
         contract_given=job.options.contract,
@@ -164,11 +166,11 @@ def _begun(job: Job, command: str) -> Report:
 
 
 def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report:
-    """Do the work of a job and return its report. With `rows`, print each verdict as it comes."""
+    """Do the work of `job` and return its report. With `rows`, print each verdict as it comes."""
     started = time.monotonic()
     work, standing = job.work, job.standing
-    entries: dict[str, Entry] = {}  # by id
-    unapplied: dict[str, NotApplying] = {}  # by id: the runs showed that the clause doesn't apply
+    entries: dict[str, Entry] = {}  # clause id -> entry
+    unapplied: dict[str, NotApplying] = {}  # clause id -> why it doesn't apply
     interrupted = False
     seen = _curves(job.options)
     shown = terminal.Rows(output, standing.selected) if rows else None
@@ -177,7 +179,7 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
     with Progress(errors, write=write, is_quiet=job.options.quiet) as progress:
         try:
             for entry in work.entries(progress.show, seen.see if seen else ignore):
-                # One by one, so that an interrupt keeps what is known so far.
+                # Entries are taken one by one, so that an interrupt keeps the entries known so far.
                 if shown is not None:
                     with progress.hidden():
                         shown.show(entry)
@@ -222,7 +224,7 @@ def _named(entry: Entry) -> Entry:
 
 
 def _noted(entry: Entry, standing: configuration.Standing) -> Entry:
-    """Return `entry` with the notes on its clause, and with the reason if it is accepted."""
+    """Return `entry` with the configuration's notes, and its reason for accepting a failure."""
     binding = entry.invariant.binding
     notes = [f"its binding: {one}" for one in (binding.departures if binding else ())]
     if (note := standing.notes.get(entry.invariant.id)) is not None:
@@ -260,7 +262,10 @@ def _curves(options: argparse.Namespace) -> Curves | None:
 
 
 def _write(report: Report, options: argparse.Namespace, output: Console) -> None:
-    """Write what was requested. Formats are imported here, since most calls print only text."""
+    """Write the report in the requested formats.
+
+    Formats are imported here, as most calls need none.
+    """
     if not options.github and all(getattr(options, name) is None for name in FILES):
         return
     from entrenar_py.check.reports import github, html, json_format, junit, sarif
@@ -282,7 +287,7 @@ def _write(report: Report, options: argparse.Namespace, output: Console) -> None
 
 
 def require_writable(options: argparse.Namespace, formats: Iterable[str]) -> None:
-    """Raise UsageError if a file of these formats, or GitHub's summary, can't be written."""
+    """Raise UsageError if a file of these formats, or GitHub's summary file, can't be written."""
     for name in formats:
         if getattr(options, name) is not None:
             arguments.require_writable(getattr(options, name), name)

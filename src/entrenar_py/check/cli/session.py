@@ -1,6 +1,6 @@
 """One call of `entrenar-check`: validate everything that a user can get wrong, then run.
 
-This module decides which functions of the harness a call uses, and what its report contains.
+This module decides which functions of the harness are called, and what the report contains.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 Maker = Callable[[argparse.Namespace, configuration.Standing], Work]
 
-_WARNINGS_MAX = 5  # that a run prints for a contract; --validate prints all
+_WARNINGS_MAX = 5  # warnings that a run prints for a contract; --validate prints all
 
 
 def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
-    """Validate everything, then return the job of this call. The job returns the exit code.
+    """Validate everything, then return a function that does the work and returns the exit code.
 
-    Raises ContractError and UsageError. A later failure is a failure of the harness itself.
+    Raises ContractError and UsageError. A later exception is a failure of the harness itself.
     """
     output = console.standard_output(color=not options.no_color)
     if options.mode == "mutants":
@@ -101,7 +101,7 @@ def reports_of_command(options: argparse.Namespace, arguments: Sequence[str]) ->
 
 
 def _look(options: argparse.Namespace) -> None:
-    """Raise UsageError for a call that is invalid whatever its contracts contain."""
+    """Raise UsageError for options that are invalid whatever the contracts contain."""
     if options.mode in (None, "judge"):
         _plan(options)
     elif options.mode == "command":
@@ -113,7 +113,7 @@ def _look(options: argparse.Namespace) -> None:
 
 
 def _fill_in_workers(options: argparse.Namespace) -> None:
-    """Put {world_size} in place of the number of workers of the command's launcher."""
+    """Replace the number of workers in the arguments of the command's launcher by {world_size}."""
     from entrenar_py.check.project import commands
 
     commands.require_one_machine(options.command)
@@ -135,7 +135,7 @@ def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
 
 
 def _standing(options: argparse.Namespace, loaded: Contract) -> configuration.Standing:
-    """Return which clauses of a contract are selected, and which the configuration leaves out."""
+    """Return which clauses of the contract are selected, and which the configuration leaves out."""
     selected = plan.select(
         loaded, only=options.only, exclude=options.exclude, severities=options.severity
     )
@@ -168,11 +168,11 @@ def _of_command(
     chosen: Sequence[tuple[argparse.Namespace, Contract]],
     shared: Shared,
 ) -> list[reporting.Job]:
-    """Return the jobs on a command, which share its runs.
+    """Return the jobs on a user's command, which share its runs.
 
-    If no contract was named, a last job checks what a language model learns, in the runs of the
-    other jobs. With --last-failed, only jobs with clauses that were falsified are returned; they
-    judge the runs of the last call if nothing has changed.
+    If no contract was named, a last job judges the clauses on language models in the same runs.
+    With --last-failed, only jobs with clauses that were falsified are returned; they judge the runs
+    of the last call if nothing has changed.
     """
     from entrenar_py.check.cli import command_work, last_failed
 
@@ -193,7 +193,7 @@ def _of_command(
 
 
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
-    """Return each contract with its own options. Raises the problems of all contracts at once."""
+    """Return each contract with its options. Problems of all contracts are raised at once."""
     contracts, problems = [], []
     for own in cli.each_contract(options):
         try:
@@ -208,13 +208,13 @@ def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contr
 def _chosen(
     options: argparse.Namespace, loaded: Sequence[tuple[argparse.Namespace, Contract]]
 ) -> Iterator[tuple[argparse.Namespace, Contract]]:
-    """Yield the contracts that have a requested clause, with their part of the requested ids.
+    """Yield the contracts with a requested clause, each with the requested ids that it has.
 
     Raises UsageError for an id that is in no contract, and ContractError if the configuration
     excludes a clause that none of its contracts has.
     """
     ids = cli.require_ids(options, [known for _, known in loaded])
-    if "contract" in options.used:  # the configuration names exactly these contracts
+    if "contract" in options.used:  # then the contracts are those that the configuration names
         known = options.project
         configuration.require_known(known.exclusions, ids, known.acceptances)
     if len(loaded) == 1:
@@ -241,7 +241,7 @@ def _load(options: argparse.Namespace) -> Contract:
 
 
 def _told(loaded: Contract) -> Iterator[str]:
-    """Yield the first warnings about the file, and a line on how to see all of them.
+    """Yield the first warnings about a contract, and a line on how to see all of them.
 
     A contract that was written for a different tool may cause hundreds.
     """
@@ -387,7 +387,7 @@ def _environment() -> dict[str, str]:
     from entrenar_py.shared import process
 
     described = process.environment()
-    for name in ("cpu", "cuda"):  # wgpu is described only if a run opened it, which is slow
+    for name in ("cpu", "cuda"):  # describing wgpu is slow, so only a run that opens it does so
         try:
             described[name] = backends.open_backend(name).device
         except BackendUnavailable:

@@ -16,7 +16,7 @@ from entrenar_py.check.reports import validation as report
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import printing
 
-FILES = ("json", "sarif")  # the formats of a validation's files
+FILES = ("json", "sarif")  # the formats that a validation can write to files
 
 
 def prepare(
@@ -27,10 +27,10 @@ def prepare(
     command: str,
     output: Console,
 ) -> Callable[[], int]:
-    """Return the job of the validation. Its exit code is 0 if all contracts are valid, else 2.
+    """Return a function that prints the validation, and returns 0 if all contracts are valid, or 2.
 
-    `contracts` maps each path to its files of bindings. Raises UsageError for unknown rules, and
-    for files that can't be written.
+    `contracts` maps the path of each contract to its files of bindings. Raises UsageError for
+    unknown rules, and for files that can't be written.
     """
     validation.require_suppressible(options.suppress)
     reporting.require_writable(options, FILES)

@@ -1,4 +1,4 @@
-"""`entrenar watch -- COMMAND`: this process becomes the command, and each rank is watched."""
+"""`entrenar watch -- COMMAND`: this process becomes the command, and its ranks are watched."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from entrenar_py.shared.untrusted import escaping
 
 
 def run(options: argparse.Namespace) -> NoReturn:
-    """Replace this process by the command, which then gets all signals and sets the exit code.
-
-    Raises UsageError if the command can't be started or the contract has no clause to watch, and
-    ContractError if the contract is invalid.
-    """
+    """Replace this process by the command, which then gets all signals and sets the exit code."""
     judge.select_clauses(options.contract)
     contract = options.contract and str(package_data.contract_path(options.contract).absolute())
     settings = Settings(every=options.every, contract=contract)

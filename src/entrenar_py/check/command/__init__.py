@@ -1,1 +1,1 @@
-"""Launching of a user's own trainer, reading of its ranks' files, and judging of its runs."""
+"""Launching a user's own trainer, reading its ranks' files, and judging its runs."""

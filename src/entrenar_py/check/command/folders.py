@@ -1,7 +1,7 @@
-"""The folder of a command's runs, and the working folder of each run, a copy of the user's folder.
+"""The folder of a command's runs, and each run's working folder, a copy of the user's folder.
 
-Each run has its own working folder. Without it, a run would find the checkpoint of an earlier run
-and resume from it. The folder of all runs is kept if the user named it or if a finding needs it.
+In a shared working folder, a run would find the checkpoint of an earlier run and resume from it.
+The folder of all runs is kept if the user named it or if a finding needs it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.verdict import Verdict
 
 FOLDER = observing.COPY
-ENTRIES_MAX = 4000  # copied for one run; each folder beyond that is linked as a whole
-FOLDER_ENTRIES_MAX = 1000  # a larger folder is taken for data, and linked as a whole
-ABOVE_ENTRIES_MAX = 200  # a folder further above than the parent is left empty if it has more
+ENTRIES_MAX = 4000  # copied for one run; every folder after that is linked as a whole
+FOLDER_ENTRIES_MAX = 1000  # a larger folder is assumed to contain data, and linked as a whole
+ABOVE_ENTRIES_MAX = 200  # a folder above the parent is left empty if it has more
 FILE_BYTES_MAX = 2**26  # a larger file is linked
 BYTES_MAX = 2**28  # copied for one run
-# Folders that are linked as a whole: compiled code, installed packages. Hidden folders are, too.
+# Folders that are linked as a whole: compiled code, installed packages. So are hidden folders.
 _AS_ONE = ("__pycache__", "node_modules", "site-packages")
 _ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
-# Programs that run a command where links to this machine's files, or a temporary folder, may not
-# exist: in a container, on another machine.
+# Programs that run a command in a container or on another machine, where links to this machine's
+# files, or a temporary folder, may not exist.
 _ELSEWHERE = (
     *("docker", "podman", "nerdctl", "singularity", "apptainer", "kubectl", "enroot"),
     *("ssh", "srun", "sbatch", "salloc", "qsub", "bsub", "flux", "mpirun", "mpiexec", "ray"),
@@ -48,7 +48,7 @@ def runs_elsewhere(command: Sequence[str]) -> bool:
 def own_folder(source: Path | None, root: Path) -> Iterator[OwnFolder | None]:
     """Copy the folder `source` below `root`, yield the copy, and clear it at the end.
 
-    Yields None if `source` is None. If no copy can be made, prints a warning and yields None: the
+    Yield None if `source` is None. If no copy can be made, print a warning and yield None: the
     command then runs in the launcher's folder.
     """
     if source is None:
@@ -72,10 +72,10 @@ def own_folder(source: Path | None, root: Path) -> Iterator[OwnFolder | None]:
 
 @dataclass
 class OwnFolder:
-    """A copy of the folder `source` below `root`, at `path`.
+    """A copy of the folder `source` below `root`, as the working folder of a run.
 
     Files are copied with their times and modes. Large files, hidden folders, virtual environments
-    and folders with very many files are links to the user's files. The parents of `source` are
+    and folders with very many files become links to the user's files. The parents of `source` are
     created as well, with links to their contents, so that `..` leads to the same files as from
     `source`.
     """
@@ -91,7 +91,7 @@ class OwnFolder:
         return self.root.joinpath(*self.source.parts[1:])
 
     def make(self) -> None:
-        """Create the folder. A folder that contains `root` is left out of it.
+        """Create the folder. If a folder contains `root`, it is left out of the copy.
 
         Raises OSError if links or files can't be created.
         """
@@ -113,7 +113,7 @@ class OwnFolder:
     def clear(self) -> None:
         """Remove all links, and the copied files that the command has not changed.
 
-        Files that the command has created or changed stay.
+        Files that the command created or changed stay.
         """
         for place in self._made:
             with suppress(OSError):
@@ -121,10 +121,10 @@ class OwnFolder:
                     place.unlink()
         for folder, _, _ in sorted(os.walk(self.root), reverse=True):
             with suppress(OSError):
-                Path(folder).rmdir()  # fails if something is left in it
+                Path(folder).rmdir()  # fails if the folder isn't empty
 
     def launched(self, launch: Callable[..., Ended]) -> Callable[..., Ended]:
-        """Return a version of `launch` that runs commands in this folder."""
+        """Return a function like `launch` that runs the command in this folder."""
 
         def launch_here(
             command: Sequence[str], *, variables: Mapping[str, str], **settings: Any
@@ -150,7 +150,10 @@ class OwnFolder:
         self._made.append(place)
 
     def _copy(self, source: str, place: Path) -> bool:
-        """Copy a file. Return False if it can't be read or no longer exists."""
+        """Copy the file `source` to `place`.
+
+        Return False if it can't be read or no longer exists.
+        """
         try:
             shutil.copy2(source, place)
         except OSError:
@@ -163,14 +166,14 @@ class OwnFolder:
 
 @dataclass
 class _Budget:
-    """The budget of files that may still be copied for a run from the file system `device`."""
+    """How many files may still be copied for a run. They are on the file system `device`."""
 
     device: int
     entries: int = ENTRIES_MAX
     bytes: int = BYTES_MAX
 
     def has_room_for(self, folder: os.DirEntry[str]) -> bool:
-        """Return whether a folder is copied entry by entry; if so, count its entries."""
+        """Return whether a folder is copied entry by entry. If so, count its entries."""
         if folder.name.startswith(".") or folder.name in _AS_ONE:
             return False
         inside = _entries(Path(folder.path))
@@ -182,7 +185,7 @@ class _Budget:
         return True
 
     def may_copy(self, entry: os.DirEntry[str]) -> bool:
-        """Return whether an entry is a file to copy; if so, count its bytes."""
+        """Return whether an entry is a file to copy. If so, count its bytes."""
         if not entry.is_file(follow_symlinks=False):
             return False
         size = entry.stat(follow_symlinks=False).st_size
@@ -209,8 +212,7 @@ def _stamp(file: Path) -> tuple[int, int]:
 class RunFolder:
     """The folder at `path`, with the files of a command's runs.
 
-    `is_needed` is set by a finding that is falsified, and by one that names the folder or a run in
-    it.
+    `is_needed` is set by an entry that is falsified, or that names the folder or a run in it.
     """
 
     path: Path
@@ -228,7 +230,10 @@ class RunFolder:
 
 @contextmanager
 def temporary() -> Iterator[RunFolder]:
-    """Yield a new folder. At the end it is removed, or its path is printed if it `is_needed`."""
+    """Yield a new temporary folder.
+
+    At the end it is removed, or if it `is_needed`, its path printed.
+    """
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="entrenar-")))
     try:
         yield folder

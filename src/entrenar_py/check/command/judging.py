@@ -1,4 +1,4 @@
-"""Judgement of the runs of a user's own trainer, each by the checks that apply to it.
+"""Judging of the runs of a user's own trainer, each by the checks that apply to it.
 
 Verdicts are reported as soon as they are known, while later runs are still to come. A clause that
 was declared not to apply is reported, too, if the runs contradict the declaration.
@@ -92,8 +92,8 @@ def judge(
 ) -> Iterator[Entry]:
     """Yield an entry for each task without a check, or with a check that judges any of `runs`.
 
-    `runs` are given by file. If `having` is given, only judgements that involve the run in that
-    file are made.
+    `runs` maps the file of each trace to its run. Unless `having` is None, only judgements that
+    involve the run in that file are made.
     """
     for task in tasks:
         check = task.check
@@ -150,7 +150,7 @@ def _is_for(check: Check, run: Run) -> bool:
 
 
 def _spared(check: Check, runs: Mapping[Path, Run]) -> list[Path]:
-    # This check judges these runs, too, but its verdict does not depend on them.
+    # Failed runs that this check would judge, although its verdict does not depend on them.
     failed = [file for file, run in runs.items() if _failed(run)]
     most = max(run.settings.world_size for run in runs.values())
     spare = [file for file in failed if _is_spare(check, runs[file].settings, most)]
@@ -162,9 +162,9 @@ def _failed(run: Run) -> bool:
 
 
 def _is_base_lost(runs: Collection[Run]) -> bool:
-    """Return whether a run failed on which a stopped run or one with a killed worker is based.
+    """Return whether a run failed that runs with stops or with a killed worker are compared with.
 
-    Such runs were then not launched, whichever placeholders the command has.
+    Such runs are then not launched, whatever placeholders the command has.
     """
     most = max(run.settings.world_size for run in runs)
     failed = [run.settings for run in runs if _failed(run) and run.settings.world_size == most]
@@ -192,7 +192,7 @@ def _not_judged(run: Run) -> str:
 def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
     """Return the files of the run in `file` and of the runs that it is compared with.
 
-    A run on one worker that trained on different batches isn't compared: it is only put in `near`.
+    A run on one worker with different batches isn't compared: it is only in `near`.
     """
     files = {run.settings: file for file, run in runs.items()}
     chosen = run_settings.beside(check.needs, runs[file].settings).chosen(files.get)
@@ -214,7 +214,7 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
 
 
 def _is_replaced(check: Check, file: Path, groups: Mapping[Path, Runs[Path]]) -> bool:
-    """Return whether a run on one worker is not compared, because a different one replaces it.
+    """Return whether a run on one worker is not compared, because another one replaces it.
 
     This run had the batches of one of several workers. The run that replaces it had the batches of
     all of them.
@@ -241,10 +241,10 @@ def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
 
 
 def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
-    """Return by need the files of the runs that show whether others can be compared, if any.
+    """Return need -> the files of runs that show whether other runs can be compared.
 
-    ALONE are runs on one worker, REPEATED are two runs that should be equal, and the others are
-    those of `needs.witnesses`.
+    ALONE is answered by runs on one worker, REPEATED by two runs that should be equal, and other
+    needs as in `needs.witnesses`.
     """
     plain = {run.settings: file for file, run in runs.items() if run.settings.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
@@ -271,7 +271,7 @@ def _untried(check: Check, settings: Sequence[RunSettings]) -> tuple[str, ...]:
 
 
 def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:
-    """Return a note if the run was stopped between epochs only, as with {epochs} and no {steps}."""
+    """Return a note if the run was stopped only between epochs, as the command has no {steps}."""
     stopped = [run.trace.scenario for run in runs if run.settings.stops]
     within = any(
         stop % math.ceil(scenario.num_samples / scenario.batch_size)
@@ -319,7 +319,7 @@ def verdicts_as_known(
     """Yield an entry for each task that applies, and add each recorded run to `runs`, by its file.
 
     A clause is judged once all runs that it needs were recorded. If a run falsifies it earlier, an
-    entry is yielded at once, and a second one at the end, on all runs, replaces it. A run with
+    entry is yielded at once. At the end a second entry, on all runs, replaces it. A run with
     `is_tried` is dropped if it falsifies nothing: the script may not support its number of workers.
     After an interrupt, entries are yielded for the clauses that are falsified so far, and
     KeyboardInterrupt is raised.
@@ -336,7 +336,7 @@ def verdicts_as_known(
                 continue
             yield from judge(waiting.decided(run), runs, on_judged=on_judged)
             yield from waiting.broken(runs, file)
-    except KeyboardInterrupt:  # only falsified clauses: the others need all runs
+    except KeyboardInterrupt:  # only for falsified clauses: the others need all runs
         known = judge(waiting.tasks, runs, on_judged=on_judged)
         yield from (entry for entry in known if entry.verdict is Verdict.FALSIFIED)
         raise
@@ -345,13 +345,13 @@ def verdicts_as_known(
 
 @dataclass
 class _Waiting:
-    """The tasks that are not decided yet; `told` are the ids of those reported as falsified."""
+    """The tasks that are not decided yet. `told` are the ids of those reported as falsified."""
 
     tasks: list[Task]
     told: set[str] = field(default_factory=set)
 
     def decided(self, run: Run) -> list[Task]:
-        """Return and remove the tasks that no run after `run` can change."""
+        """Remove the tasks that no run after `run` can change, and return them."""
         done = [task for task in self.tasks if not _is_awaited(task, run)]
         self.tasks = [task for task in self.tasks if task not in done]
         return done
@@ -364,8 +364,8 @@ class _Waiting:
     def broken(self, runs: MutableMapping[Path, Run], file: Path) -> Iterator[Entry]:
         """Yield an entry for each task that the run in `file` is the first to falsify.
 
-        Nothing is yielded before all witnesses (the plain runs and a nudged one) are recorded: they
-        decide whether runs may be compared.
+        Nothing is yielded before all witnesses (the plain runs and a nudged one) are recorded,
+        because they decide whether runs may be compared.
         """
         if any(ahead.is_witness for ahead in runs[file].ahead):
             return
@@ -383,8 +383,8 @@ def _is_awaited(task: Task, run: Run) -> bool:
     )
 
 
-_RESTARTS = ("--max-restarts", "--max_restarts")  # of torchrun
-_NAMED_MAX = 3  # files of a checkpoint that a message names
+_RESTARTS = ("--max-restarts", "--max_restarts")  # options of torchrun
+_NAMED_MAX = 3  # files of a checkpoint that a message names, at most
 
 
 def refuted(
@@ -392,7 +392,7 @@ def refuted(
 ) -> Iterator[Entry]:
     """Yield an entry for each clause that was declared not to apply, but that `runs` decide.
 
-    No run is launched for these clauses. `reasons` has the declared reason for each clause id.
+    No run is launched for these clauses. `reasons` maps clause ids to the declared reasons.
     """
     for entry in judge([task for task in declared if task.check is not None], runs):
         if entry.verdict is not Verdict.INCONCLUSIVE:
@@ -405,9 +405,9 @@ def refuted(
 def doubts(
     declared: Sequence[Task], command: Sequence[str], folders: Collection[Path]
 ) -> dict[str, str]:
-    """Return by clause id the evidence against a declaration that a clause does not apply.
+    """Return clause id -> evidence against the declaration that the clause does not apply.
 
-    No run was launched for these clauses. `folders` hold the runs that were launched.
+    No run was launched for these clauses. `folders` have the runs that were launched.
     """
     works = [work for folder in folders for work in folder.glob("*/work")]
     saved = sorted({path.name for work in works for path in work.iterdir()})
@@ -424,7 +424,7 @@ def doubts(
 
 
 def restarts(command: Sequence[str]) -> str:
-    """Return the option with which the launcher restarts workers and its value, or ""."""
+    """Return the launcher's option that restarts workers, with its value; "" if it has none."""
     for at, word in enumerate(command):
         name, _, value = word.partition("=")
         value = value or "".join(command[at + 1 : at + 2])

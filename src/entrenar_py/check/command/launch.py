@@ -1,8 +1,8 @@
 """Running of a command to its end or its deadline, and ending of all processes that it started.
 
 The command is a child of a subreaper, so that none of its processes stays behind. If the command
-hangs, each rank that is observed answers SIGUSR1 with its stack, even while it waits inside a
-call to torch (`observing.recording`). The stacks show at which lines of the script the ranks stand.
+hangs, each observed rank answers SIGUSR1 with its stack, even while it waits inside a call to torch
+(`observing.recording`). The stacks show at which lines of the script the ranks stand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PATIENCE_S = 3.0
 _HEADER_BYTES_MAX = _STACK_BYTES_MAX = 2**20
 _POLL_S = 0.05
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
-# A rank waits for other ranks in a collective (all of them are in this file), or in the autograd
+# A rank waits for other ranks in a collective (they are all in this file), or in the autograd
 # engine, which runs the hooks of DistributedDataParallel.
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _BACKWARD = "_engine_run_backward"
@@ -47,7 +47,7 @@ _NOT_THE_SCRIPT = ("/torch/", "/entrenar_py/", "/lib/python", "<")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The line of the script where a rank stands, and the collective it waits in ("" if none)."""
+    """The script's line at which a rank stands, and the collective it waits in ("" if none)."""
 
     file: str
     line: int
@@ -58,9 +58,9 @@ class Place:
 
 
 def ask_for_stacks(folder: Path, alive: Collection[int]) -> None:
-    """Request the stacks of the ranks that record to `folder`; wait up to PATIENCE_S for them.
+    """Request the stacks of the ranks that record to `folder`. Wait up to PATIENCE_S for them.
 
-    `alive` are the process ids of the run: no signal is sent to any other process.
+    `alive` has the process ids of the run: no signal is sent to any other process.
     """
     waiting = []
     for path in folder.glob(f"*{SUFFIX}"):
@@ -86,7 +86,7 @@ def _text(path: Path) -> str:
 
 
 def places_of_ranks(folder: Path) -> dict[int, Place]:
-    """Return the place of each rank that has written its stack, by rank."""
+    """Return rank -> the place where it stands, for each rank that wrote its stack."""
     places = {}
     for path in sorted(folder.glob(f"*{STACK_SUFFIX}")):
         place = _place(_text(path))
@@ -110,7 +110,7 @@ def _place(text: str) -> Place | None:
 
 
 def places_in_words(where: Mapping[int, Place], world_size: int) -> str:
-    """Return where each rank stood, and which ranks never reached the call that others wait in."""
+    """Return in words where each rank stands, and which ranks never reached the awaited call."""
     stood = [f"rank {rank} {place}" for rank, place in sorted(where.items())]
     stood += [f"rank {rank} did not answer" for rank in range(world_size) if rank not in where]
     waiting = {place.call for place in where.values() if place.call}
@@ -121,8 +121,8 @@ def places_in_words(where: Mapping[int, Place], world_size: int) -> str:
     return "; ".join(stood)
 
 
-MERCY_S = 5.0  # after SIGTERM: torchrun ends its workers itself
-GRACE_S = 1.0  # after SIGTERM, for processes that outlive the command
+MERCY_S = 5.0  # seconds for the command after SIGTERM, in which torchrun ends its workers
+GRACE_S = 1.0  # seconds for other processes after SIGTERM
 _STARTING_S = 60.0
 _STATUS_BYTES_MAX = 4096
 
@@ -130,9 +130,9 @@ _STATUS_BYTES_MAX = 4096
 class Leash:
     """A command that runs until it ends or `end` is called, and prints to `output`.
 
-    - `is_forked`: whether one of `parents` forked it.
-    - `was_over`: whether the command ended before `end` was called, as far as `wait` has seen.
-    - `peak_bytes`: the largest amount of memory that one of its processes used.
+    - `is_forked`: whether one of `parents` forked the command.
+    - `was_over`: whether the command ended before `end` was called, as far as `wait` noticed.
+    - `peak_bytes`: the peak memory of its largest process.
 
     If this process dies, by any signal, the subreaper ends the command and all its descendants.
 
@@ -177,7 +177,7 @@ class Leash:
         """Return the command's exit code, or None if it hasn't ended within `seconds`.
 
         A negative code is the number of the signal that ended it. If the subreaper was killed, its
-        own exit code is returned, since the command's is unknown.
+        own exit code is returned, since that of the command is unknown.
         """
         line = self._next("exit", seconds)
         if line is None and self._process.poll() is None:
@@ -186,11 +186,14 @@ class Leash:
         return self._process.wait() if line is None else int(line)
 
     def end(self) -> int:
-        """End the command and all its descendants; return how many processes it had left behind."""
+        """End the command and all its descendants.
+
+        Return how many processes the command left behind.
+        """
         try:
             os.close(self._control)
             self._control = -1
-            self._process.send_signal(signal.SIGCONT)  # the command may have stopped it
+            self._process.send_signal(signal.SIGCONT)  # the command may have stopped the subreaper
             line = self._next("left", MERCY_S + GRACE_S + subreaper.KILLING_S)
             self.peak_bytes = int(self._next("peak", 0.0) or 0)
             return 0 if line is None else int(line)
@@ -225,7 +228,7 @@ class Leash:
         )
 
     def _next(self, word: str, seconds: float) -> str | None:
-        """Return what follows `word` in a line of the subreaper, or None if none comes in time."""
+        """Return what follows `word` in a line from the subreaper, None if none comes in time."""
         deadline = time.monotonic() + seconds
         ready = select.poll()  # select.select can't take descriptors above 1023
         ready.register(self._status, select.POLLIN)
@@ -261,7 +264,7 @@ def _start_subreaper(
     cwd: Path | None,
     pipes: tuple[int, int],
 ) -> subprocess.Popen[bytes]:
-    """Return the process of a subreaper that starts the command."""
+    """Start a subreaper that starts the command, and return the subreaper's process."""
     script = [sys.executable, "-I", "-S", subreaper.__file__, *map(str, pipes)]
     return subprocess.Popen(
         [*script, str(MERCY_S), str(GRACE_S), *command],
@@ -281,23 +284,23 @@ def _refused(command: Sequence[str], problem: str | None) -> UsageError:
 
 
 OUTPUT = "output.txt"
-OUTPUT_BYTES_MAX = 2**24  # kept of a run's output
+OUTPUT_BYTES_MAX = 2**24  # the part of a run's output that is kept
 TAIL_LINES = 20
 PIECE_BYTES = 2**16
 LOOK_EVERY_S = 1.0
-LEAVING_S = 15.0  # from the end of training to the end of the process: some never end
+LEAVING_S = 15.0  # seconds between the end of training and of the process, as some never end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The end of a command.
+    """How a command ended.
 
     - `code`: its exit code (negative: the number of a signal), or None if the deadline ended it.
     - `tail`: the last lines that it printed.
     - `output`: the file with its output, up to OUTPUT_BYTES_MAX.
     - `num_left`: the number of processes that it left behind; they were killed.
     - `is_forked`: whether its launcher was forked from a process that had imported torch.
-    - `peak_bytes`: the largest amount of memory that one of its processes used.
+    - `peak_bytes`: the peak memory of its largest process.
     """
 
     code: int | None
@@ -330,11 +333,12 @@ def found(command: Sequence[str], cwd: Path) -> tuple[str, ...]:
 
 
 def require_program(word: str, cwd: Path | None = None) -> None:
-    """Check that the program `word` can be started in `cwd`, unless it has a placeholder.
+    """Raise UsageError unless the program `word` can be started in `cwd`.
 
-    Raises UsageError if there is no such program.
+    A `word` with a placeholder is not checked.
     """
-    # Absolute: a relative Path drops the ./ of ./train.sh, which would then be sought on PATH.
+    # The path is absolute, because a relative Path drops the ./ of ./train.sh, which would then be
+    # looked for on PATH.
     program = str((cwd or Path()).absolute() / word) if os.sep in word else word
     if "{" not in word and shutil.which(program) is None:
         raise UsageError(
@@ -359,11 +363,11 @@ def launch(
 ) -> Ended:
     """Run `command` with `variables` added to this process's environment; return how it ended.
 
-    The variables in `usual` are added only if the environment lacks them.
-    The command runs in the folder `cwd`, by default the current one. Its ranks record to `folder`,
-    and its output is written to the file OUTPUT in it. The command has `deadline_s` seconds, and
-    at most LEAVING_S once `is_over()` reports the end of training. It is ended as soon as
-    `is_called_off()` is true. Its processes are forked by `parents` if possible.
+    The variables in `usual` are added only if the environment lacks them. The command runs in the
+    folder `cwd`, by default the current one. Its ranks record to `folder`, and its output is
+    written to the file OUTPUT in it. The command has `deadline_s` seconds, and at most LEAVING_S
+    once `is_over()` reports the end of training. It is ended as soon as `is_called_off()` is true.
+    Its processes are forked by `parents` if possible.
 
     Raises UsageError if the command can't be started. Raises KeyboardInterrupt, after ending the
     command, if an interrupt was noted (`process.deferred_interrupts`).
@@ -371,7 +375,7 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
     environment = {**(usual or {}), **os.environ, **variables, FOLDER: str(folder)}
-    with ExitStack() as opened:  # before the command can remove the folder
+    with ExitStack() as opened:  # opened before the command can remove the folder
         file = opened.enter_context(output.open("wb", buffering=0))
         leash = Leash(command, environment, cwd, parents)
         opened.pop_all()
@@ -385,7 +389,7 @@ def launch(
             ask_for_stacks(folder, set(processes()))
     finally:
         num_left = _end(leash, processes)
-        keeper.join(MERCY_S)  # limited: a process of a different user may hold the pipe
+        keeper.join(MERCY_S)  # with a limit, since a process of another user may hold the pipe
     return Ended(
         code=code,
         seconds=seconds,
@@ -419,7 +423,7 @@ def _end(leash: Leash, processes: Callable[[], Iterator[int]]) -> int:
     try:
         num_left = leash.end()
     finally:  # also if an interrupt ends the waiting
-        others = set(processes())  # those that don't descend from it; all if the subreaper died
+        others = set(processes())  # not descendants of the subreaper; all, if it died
         subreaper.kill(others, signal.SIGKILL)
     return num_left + (len(others) if leash.was_over else 0)
 
@@ -436,7 +440,7 @@ def _processes(folder: Path, *, session: int, pipe: int, leash: int) -> Iterator
     for entry in Path("/proc").glob("[0-9]*"):
         if int(entry.name) in (os.getpid(), leash):
             continue  # this process may be the command of another run
-        with suppress(OSError):  # it has ended meanwhile, or belongs to a different user
+        with suppress(OSError):  # the process has ended, or belongs to another user
             known = int(entry.name) in below
             known |= mark in (entry / "environ").read_bytes().split(b"\0")
             if known or _is_in_session(entry, session) or _can_print(entry, pipe):
@@ -446,7 +450,7 @@ def _processes(folder: Path, *, session: int, pipe: int, leash: int) -> Iterator
 def _is_in_session(entry: Path, leader: int) -> bool:
     *_, fields = (entry / "stat").read_text(errors="replace").rpartition(")")
     state, _, _, session, *_ = fields.split()
-    return int(session) == leader and state not in "ZX"  # dead, and not reaped
+    return int(session) == leader and state not in "ZX"  # not a zombie or dead process
 
 
 def _can_print(entry: Path, pipe: int) -> bool:

@@ -12,7 +12,7 @@ from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.shared.errors import UsageError, did_you_mean
 from entrenar_py.shared.wording import counted
 
-# Name of a placeholder in a command -> what is filled in for it.
+# Name of a placeholder -> what is filled in for it.
 PLACEHOLDERS = {
     "world_size": "how many workers there are",
     "seed": "the seed",
@@ -28,8 +28,8 @@ PLACEHOLDERS = {
     "the command",
     **{name: knob.says for name, knob in KNOBS.items()},
 }
-_NAME = re.compile(r"(?<!\$)\{(\w+)\}")  # not a shell's ${...}
-RESUME = "resume:"  # the beginning of a placeholder that options always follow
+_NAME = re.compile(r"(?<!\$)\{(\w+)\}")  # excludes a shell's ${...}
+RESUME = "resume:"  # begins a placeholder that always has options after it
 _RESUME = re.compile(r"(?<!\$)\{resume:([^{}]*)\}")
 _SHARE = re.compile(r"(?<!\$)\{share(?::([^{}]*))?\}")
 
@@ -68,10 +68,9 @@ def can_share(command: Sequence[str], workers: int) -> bool:
 
 
 def require_shares(command: Sequence[str], cuts: Iterable[tuple[int, int]]) -> None:
-    """Check that each global batch in `command` can be divided as all runs need it.
+    """Raise UsageError unless every run can divide each global batch in `command` evenly.
 
-    `cuts` has the numbers of workers and of micro-batches of each run. Raises UsageError if one
-    can't.
+    `cuts` has the numbers of workers and of micro-batches of each run.
     """
     by_parts = {math.prod(cut): cut for cut in cuts}
     for samples in sorted({int(share[1]) for word in command for share in _SHARE.finditer(word)}):
@@ -93,12 +92,12 @@ def fill(
     *,
     resumes_in: Path | None = None,
 ) -> list[str]:
-    """Return `command` with its placeholders filled in.
+    """Return `command` with its placeholders filled in from `values`.
 
-    `spelled` has, by knob and value, the text that is filled in instead of the value. If that text
+    `spelled` maps knob and value to the text that is filled in instead of the value. If that text
     is "", a word that is only the knob's placeholder is left out. The options in {resume:...} are
-    left out of a first launch; `resumes_in` is the folder of a later launch. A share is computed
-    for the usual value of `accumulation` if `values` has none.
+    left out of a first launch; `resumes_in` is the working folder of a later launch. A worker's
+    share is computed for the usual value of `accumulation` if `values` has none.
     """
     texts = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
     empty = {"{" + name + "}" for name in spelled if texts[name] == ""}
@@ -124,11 +123,11 @@ def _with_resume(word: str, folder: Path | None) -> list[str]:
 
 
 def _newest(word: str, folder: Path) -> str:
-    """Return `word`, or the newest file in `folder` that matches it if it is a pattern."""
+    """Return `word`; if it is a pattern, the newest file in `folder` that matches it."""
     if "*" not in word:
         return word
     option, equals, pattern = word.rpartition("=")
-    base = Path(folder, pattern)  # the pattern itself if it is absolute
+    base = Path(folder, pattern)  # an absolute pattern stays as it is
     found = Path(base.anchor).glob(str(base.relative_to(base.anchor)))
     newest = max(found, key=lambda path: path.stat().st_mtime, default=base)
     return f"{option}{equals}{newest}"

@@ -1,4 +1,4 @@
-"""The runs of a user's command that the checks need, and the settings of each."""
+"""The plan of the runs of a user's command that checks need, with the settings of each run."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Start, Trace, Traits
 
 WORLD_SIZES = (2,)  # and 1, if a check compares with one worker
-WIDER = 4  # ranks of two axes with two ranks each
+WIDER = 4  # the ranks of two mesh axes with two ranks each
 DEADLINE_S = 300.0
 NUM_STEPS = 8
-LONGER_MAX = 64  # steps: a script may write its first checkpoint at the end of an epoch
-NUM_EPOCHS = 2  # random streams and samples of two epochs are compared
+LONGER_MAX = 64  # steps, since a script may write its first checkpoint at the end of an epoch
+NUM_EPOCHS = 2  # since random streams and samples of two epochs are compared
 
-Launcher = Callable[..., Ended]  # takes what `launch.launch` takes
+Launcher = Callable[..., Ended]  # has the parameters of `launch.launch`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The runs of a command for checks with these `needs`, recorded below `folder`.
 
-    - `auto`: the script is observed without a line in it.
-    - `spelled`: by knob and value, the text that is filled in instead of the value.
+    - `auto`: whether the script is observed without the line `observe` in it.
+    - `spelled`: knob -> value -> the text that is filled in instead of the value.
     - `source`: each run gets a copy of this folder to work in. If it is None, all runs work in the
       launcher's folder.
-    - `made`: the runs that are not launched again. Runs that are launched are added to it.
-    - `arrangements`: how ranks share the model, by number of workers, as far as runs have shown it.
+    - `made`: the runs that were launched, and are not launched again. New runs are added.
+    - `arrangements`: number of workers -> how ranks share the model, as far as runs have shown it.
 
     Raises UsageError for
 
@@ -100,7 +100,7 @@ class Plan:
                 )
 
     def _require_workers(self) -> None:
-        """Check that the command has {world_size}, if its runs have different sizes."""
+        """Raise UsageError if the command lacks {world_size} and its runs have different sizes."""
         sizes = [settings.world_size for settings in self.plain().values()]
         if len(sizes) > 1 and not self.can_say("world_size"):
             raise UsageError(
@@ -112,7 +112,7 @@ class Plan:
             )
 
     def _require_spelled(self) -> None:
-        """Check that the command has each knob in `spelled`, and that each value exists."""
+        """Raise UsageError if the command lacks a knob in `spelled`, or the knob lacks a value."""
         for name, values in self.spelled.items():
             if name not in KNOBS:
                 raise UsageError.of("knobs", name, f"no knob; {did_you_mean(name, KNOBS)}")
@@ -133,14 +133,17 @@ class Plan:
 
     @property
     def is_apart(self) -> bool:
-        """True if two runs have separate folders and ports; torchrun's default port is fixed."""
+        """True if two runs can be made at a time: they have separate folders and ports.
+
+        torchrun's default port is fixed, and --standalone takes a free one.
+        """
         return self.source is not None and "--standalone" in self.command
 
     def foreseen(self, likely: Traits) -> tuple[tuple[str, ...], list[str]]:
-        """Return the names of the planned runs, and lines that say what they need.
+        """Return the names of the planned runs, and lines on what they require of the global batch.
 
-        Such a line is about the global batch. What depends on the first run (the stops, the value
-        of a limit) is taken from a stand-in with the traits `likely`.
+        A stand-in with the traits `likely` replaces the first run, since the stops and the value of
+        a limit depend on it.
         """
         steps = self.num_steps if self.can_say("steps") else NUM_STEPS * self.num_epochs
         stand_in = Scenario(
@@ -166,22 +169,22 @@ class Plan:
 
     @property
     def cuts(self) -> list[tuple[int, int]]:
-        """The numbers of workers and of micro-batches per step of all runs, the largest last."""
+        """The (number of workers, micro-batches per step) of all runs, the largest last."""
         sizes = [settings.world_size for settings in self.plain().values()]
         needed = {need.knob for need in self.needs}
         turns = self._turns("accumulation")
-        if "accumulation" not in needed:  # it may be turned with another knob, or in a resumed run
+        if "accumulation" not in needed:  # another knob's run or a resumed run may turn it
             turns = turns[:1] if {RESUMED, SAVED}.intersection(self.needs) or needed - {""} else []
         cuts = [(size, int(KNOBS["accumulation"].usual)) for size in sizes]
         return sorted([*cuts, *((self.most, int(turn.value)) for turn in turns)])
 
     def observing(self, planned: Collection[Fault] = ()) -> dict[str, str]:
-        """Return the environment variables for observing a script with the `planned` faults.
+        """Return the environment variables for observing a script with the faults `planned`.
 
-        A script without a line is ended after its last step if the command has neither {steps} nor
-        {epochs}. After a resume it takes the full number of steps again, since the age of its
-        checkpoint is unknown. If the command has no {seed}, what the script doesn't seed itself is
-        seeded.
+        A script without the line `observe` is ended after its last step if the command has neither
+        {steps} nor {epochs}. After a resume it takes the full number of steps again, since the age
+        of its checkpoint is unknown. If the command has no {seed}, generators that the script
+        doesn't seed are seeded.
         """
         tokens = {TOKENS: "1"} if PROBED in self.needs else {}
         seed = None if self.can_say("seed") else self.seed
@@ -192,26 +195,27 @@ class Plan:
     def _is_cut(self) -> bool:
         """True if runs are ended from outside, since the command has no number of steps or epochs.
 
-        A script that gets its number of epochs is not ended: the ends of its epochs must be seen.
+        A script that gets its number of epochs is not ended, so that the ends of its epochs are
+        seen.
         """
         return self.auto and not (self.can_say("steps") or self.can_say("epochs"))
 
     @property
     def most(self) -> int:
-        """The largest number of workers, as in all runs of `others()` and `pairs()`."""
+        """The largest number of workers, which all runs of `others()` and `pairs()` have."""
         return max(self.world_sizes)
 
     def plain(self) -> dict[str, RunSettings]:
-        """Return by name a run without faults for each number of workers, the largest first."""
+        """Return name -> settings of the plain run on each number of workers, largest first."""
         models = {1} if {ALONE, COUNTS}.intersection(self.needs) else set()
         sizes = sorted({*models, *self.world_sizes}, reverse=True)
         return {_name(size): RunSettings(world_size=size, seed=self.seed) for size in sizes}
 
     def wider(self, layout: Layout | None) -> dict[str, RunSettings]:
-        """Return by name a run on four workers, if data are split along two axes of the ranks.
+        """Return name -> settings of a run on four workers, if data are split along two mesh axes.
 
         With two workers, one of the axes has a single rank, so that the run can't show whether
-        samples are split along both. Return none if the user chose the numbers of workers.
+        samples are split along both. Return {} if the user chose the numbers of workers.
         """
         axes = [] if layout is None else [axis for axis in layout.axes if axis in DATA]
         is_free = self.world_sizes == WORLD_SIZES and self.can_say("world_size")
@@ -220,7 +224,7 @@ class Plan:
         return {_name(WIDER): RunSettings(world_size=WIDER, seed=self.seed)}
 
     def longer(self, usual: Trace) -> dict[str, RunSettings]:
-        """Return by name a run with more steps, past the end of an epoch, if it is needed.
+        """Return name -> settings of a run with more steps, past the end of an epoch, if needed.
 
         It is needed if the first run, `usual`, wrote no checkpoint although a line of the script
         may write one later, or if it wrote one only after its last step.
@@ -245,9 +249,9 @@ class Plan:
     def until_the_schedule_moves(
         self, settings: RunSettings, straight: Trace | None, resumed: Trace
     ) -> dict[str, RunSettings]:
-        """Return by name a run of some epochs, if a resume may have lost the schedule's place.
+        """Return name -> settings of a run of some epochs, if a resume may have lost the schedule.
 
-        A schedule by epochs shows such a loss only when the next epoch begins.
+        A schedule by epochs shows a lost position only when the next epoch begins. {} if not.
         """
         if straight is None or settings.faults or settings.turn is not None or not self._is_cut:
             return {}
@@ -261,7 +265,10 @@ class Plan:
         return {f"{_name(self.most)}-longer": replace(settings.unstopped, faults=(fault,))}
 
     def stopped(self, settings: RunSettings, recorded: Trace) -> dict[str, RunSettings]:
-        """Return by name the longer run `settings`, stopped after its checkpoint; else none."""
+        """Return name -> `settings` (a longer run) with a stop after its checkpoint.
+
+        Return {} if the run wrote no checkpoint.
+        """
         if steps_of(settings.faults) is None or settings.stops or not recorded.traits.saved_after:
             return {}
         stops = _stops(recorded, recorded.traits.saved_after)
@@ -270,7 +277,7 @@ class Plan:
         return {name: stopped} if stops else {}
 
     def others(self, usual: Trace) -> dict[str, RunSettings]:
-        """Return by name the repeated, faulted and stopped runs that checks need.
+        """Return name -> settings of the repeated, faulted and stopped runs that checks need.
 
         `usual` is the first run. No worker is killed if its traits say that none is restarted.
         """
@@ -293,7 +300,7 @@ class Plan:
             others[f"{_name(few.world_size)}-reordered"] = replace(few, faults=(reordered,))
         interrupted = self._cuts_off(like) or not self.can_say("workdir")
         if {RESUMED, SAVED}.intersection(self.needs) and stops:
-            # With several micro-batches per step, if possible: only then does a position in the
+            # If possible, with several micro-batches per step: only then does a position in the
             # data that is counted in micro-batches differ from one that is counted in steps.
             turned = next(iter(self._turns("accumulation")), None)
             if turned is not None:
@@ -306,8 +313,8 @@ class Plan:
     def _stops(self, usual: Trace) -> tuple[int, ...]:
         """Return the steps to stop before: within epochs, too, unless only {epochs} stops the run.
 
-        Without {workdir}, the run must have a copy of the folder to work in. It is stopped after
-        the first run wrote a checkpoint, if the script may load it or the command says how to
+        Without {workdir}, the run must have a copy of the folder to work in. It is then stopped
+        after the first run's checkpoint, if the script may load it or the command says how to
         resume ({resume:...}).
         """
         like, is_told = usual.scenario, self.can_say("workdir")
@@ -320,7 +327,7 @@ class Plan:
         return _stops(usual, () if is_told else usual.traits.saved_after)
 
     def _option(self, usual: Trace) -> str:
-        """Return the script's own way to resume, or "" if the command already says how.
+        """Return the script's own way to resume; "" if it has none or the command already says how.
 
         The way is an option, `--resume PATH`, or an environment variable, `INIT=resume`.
         """
@@ -341,7 +348,7 @@ class Plan:
         return not (self.can_say("steps") or by_epochs)
 
     def lengths(self, settings: RunSettings) -> list[tuple[int, int]]:
-        """Return the numbers of steps and of epochs of each launch: one more than the stops."""
+        """Return (number of steps, number of epochs) for each launch: one more than the stops."""
         steps = (*settings.stops, self.num_steps)
         if settings.interrupted:
             return [(self.num_steps, self.num_epochs) for _ in steps]
@@ -359,7 +366,10 @@ class Plan:
         return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
 
     def pairs(self, usual: Trace) -> dict[str, RunSettings]:
-        """Return by name the runs with a turned knob that checks need and the command allows."""
+        """Return name -> settings of the runs with a turned knob that checks need.
+
+        Knobs without a placeholder in the command are left out.
+        """
         needed = {need.knob for need in self.needs}
         settings = RunSettings(world_size=self.most, seed=self.seed)
         return {
@@ -376,7 +386,7 @@ def _resumes(usual: Trace) -> bool:
 
 
 def _stops(usual: Trace, saved: Sequence[int]) -> tuple[int, ...]:
-    """Return up to three steps to stop before, after a checkpoint was `saved`.
+    """Return up to three steps to stop before, each after a step in `saved`.
 
     Two are within an epoch if possible. The third is at the end of an epoch, where the position in
     the data is that of the next epoch.
@@ -384,7 +394,7 @@ def _stops(usual: Trace, saved: Sequence[int]) -> tuple[int, ...]:
     like, per_epoch = usual.scenario, _steps_per_epoch(usual)
     steps = range(min(saved, default=1), like.num_steps)
     inside = [step for step in steps if step % max(1, per_epoch)] or [*steps]
-    # If the length of an epoch is unknown, the last step may be the one at its end.
+    # If the length of an epoch is unknown, the last step may be at its end.
     ends = [step for step in steps if per_epoch <= 1 or step % per_epoch == 0]
     places = {inside[len(inside) // 3], inside[2 * len(inside) // 3]} if inside else set()
     return tuple(sorted({*places, *ends[-1:]}))

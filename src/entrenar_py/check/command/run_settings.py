@@ -1,4 +1,4 @@
-"""The settings that a run of a command is launched with, its trace, and the checks on it."""
+"""The settings that a run of a command is launched with, its trace, and which checks judge it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from entrenar_py.shared.wording import counted, named
 class Turn:
     """A knob of the script, set to a value other than its usual one.
 
-    Further knobs are turned together with it. They change no result by themselves, but
-    expose a script that applies `knob` too early. For example, it may clip the gradient of each
-    micro-batch instead of their sum.
+    Other knobs are turned together with it. Alone these change no result, but they expose a script
+    that applies `knob` too early. For example, it may clip the gradient of each micro-batch instead
+    of their sum.
     """
 
     knob: str
@@ -40,7 +40,7 @@ class Turn:
 
     @property
     def values(self) -> dict[str, str]:
-        """The value of each knob that is turned, by name."""
+        """The name and the value of each knob that is turned."""
         return {self.knob: self.value, **dict(self.beside)}
 
 
@@ -48,9 +48,9 @@ class Turn:
 class RunSettings:
     """The settings that a run was launched with.
 
-    The run is stopped before each step in `stops` and launched again. It is stopped by a smaller
-    {steps} or, if `interrupted`, from inside. `repeat` distinguishes a second run with the same
-    settings. `option` is the script's own way to resume, or "".
+    The run is stopped before each step in `stops` and launched again. A smaller {steps} stops it
+    or, if `interrupted`, the observer in its process. `repeat` distinguishes a second run with the
+    same settings. `option` is the script's own way to resume, or "".
     """
 
     world_size: int
@@ -64,7 +64,7 @@ class RunSettings:
 
     @classmethod
     def of(cls, scenario: Scenario) -> RunSettings:
-        """Return the settings of a run that are recorded in the scenario of its trace.
+        """Return the settings of a run as far as the scenario of its trace records them.
 
         `interrupted` and `option` are not recorded, since no verdict depends on them.
         """
@@ -137,7 +137,7 @@ def answers(settings: RunSettings) -> set[Need]:
 
 
 def beside(needs: Collection[Need], settings: RunSettings) -> Runs[RunSettings]:
-    """Return `settings` and the settings of the runs that a check with `needs` compares with it.
+    """Return `settings`, and the settings of the runs that a check with `needs` compares it with.
 
     If `settings` are those of a killed, resumed or turned run, the base is the same run without
     that change.
@@ -168,10 +168,10 @@ def beside(needs: Collection[Need], settings: RunSettings) -> Runs[RunSettings]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The settings and trace of a run, and `ahead`, the settings of the runs that follow it.
+    """A run: its settings, its trace, and the settings of the runs that follow it (`ahead`).
 
-    A run with `is_tried` counts only if it shows an error: the user did not request its number of
-    workers.
+    A run with `is_tried` counts only if it shows an error, since the user did not request its
+    number of workers.
     """
 
     settings: RunSettings
@@ -181,11 +181,11 @@ class Run:
 
 
 def stored(traces: Mapping[Path, Trace]) -> dict[Path, Run]:
-    """Return the runs that one call with a command has left, by the file of each trace.
+    """Return file of a trace -> run, for the traces that one call with a command stored.
 
-    Return none if `traces` hold anything else: a run of a different system, files of single ranks,
-    no run without changes, or two runs with the same settings or name. The runs are in the order in
-    which they were launched, which is the order in which verdicts name them.
+    Return {} if `traces` has anything else: a run of a different system, files of single ranks, no
+    plain run, or two runs with the same settings or name. The runs are in the order in which they
+    were launched, which is the order in which verdicts name them.
     """
     pairs = [(file, RunSettings.of(trace.scenario)) for file, trace in traces.items()]
     runs = {

@@ -1,15 +1,16 @@
 """The trace of a run of a command: what its ranks recorded, and how and why the run ended.
 
-The exit code alone is not enough: after training, a process group may fail or hang while it is
-shut down. A run that hung has completed if all ranks recorded the end of training. A run that
-failed has completed if one rank recorded that end and all ranks took the same number of steps.
+The exit code alone is not enough: after training, a process group may fail or hang while it is shut
+down. A run that hung counts as completed if all ranks recorded the end of training. A run that
+failed counts as completed if one rank recorded that end and all ranks took the same number of
+steps.
 
-A launcher adds lines of its own to what a script prints: its log, a traceback of itself, advice.
-When one rank has failed, the other ranks fail, too, since they wait for it in vain. Their errors
-are not the cause.
+A launcher adds lines of its own to the script's output: its log, its own traceback, advice. When
+one rank has failed, the other ranks fail, too, since they wait for it in vain. Their errors are not
+the cause.
 
-Only the run on one worker shows which pieces of the model the ranks hold. It is launched after
-the others, so the earlier runs are then read again.
+Only the run on one worker shows which pieces of the model the ranks hold. It is launched after the
+others, and the files of these are then read again.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Beginnings:
         for update in trace.of(Update):
             self._reached.setdefault(_weights_key(update.weights), (name, update.step))
         for key in self._begun.intersection(self._reached):
-            del self._reached[key]  # weights that stay, or come back, identify no run
+            del self._reached[key]  # weights that stay, or come back, don't identify a run
 
 
 def first_step(trace: Trace) -> int:
@@ -98,13 +99,13 @@ Made = tuple[str, RunSettings, Ended]
 class Arranging:
     """The runs of a command so far; each has its ranks' files in a folder below `folder`.
 
-    `known` has the arrangement of the ranks by number of workers. `after` adds to it.
+    `known` maps numbers of workers to the arrangement of the ranks. `after` adds to it.
     """
 
     folder: Path
     known: MutableMapping[int, Arrangement]
     _made: list[Made] = field(default_factory=list)
-    _plain: dict[int, str] = field(default_factory=dict)  # by number of workers
+    _plain: dict[int, str] = field(default_factory=dict)  # number of workers -> plain run
     _seen: set[int] = field(default_factory=set)
 
     def layout(self, name: str) -> Layout | None:
@@ -137,20 +138,20 @@ class Arranging:
 
 READ_BYTES_MAX = 2**18
 _BEGINS = "Traceback (most recent call last):"
-_RANK = re.compile(r"\[(?:rank)?\d+\]:\s?|\[default\d+\]:\s?")  # in front of a rank's lines
+_RANK = re.compile(r"\[(?:rank)?\d+\]:\s?|\[default\d+\]:\s?")  # the prefix of a rank's lines
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(?::(?:\s.*)?)?")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in .*')
-# Frames in which a checkpoint is read, or loaded into a model or an optimizer.
+# Stack frames in which a checkpoint is read, or loaded into a model or an optimizer.
 _LOADS = re.compile(
     r'torch/serialization\.py", line \d+, in \w*load$|/state_dict_loader\.py"|, in load_state_dict$'
 )
 _NOT_THE_SCRIPT = ("/site-packages/", "/dist-packages/", "/lib/python", "/entrenar_py/", "<")
 # Exceptions that launchers raise when a worker has failed.
 _OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException")
-# A line of torchrun's log.
+# Matches the beginning of a line in torchrun's log.
 _LOG = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d\S* .*\.py:\d+\] ")
-# Errors of a rank that lost its peers.
+# Matches errors of a rank that lost its peers.
 _OF_PEERS = re.compile(
     r"[Cc]onnection (?:was )?(?:closed|reset|refused)|Broken pipe|wait ?timeout"
     r"|[Tt]imed out waiting|communicator was aborted|DistNetworkError"
@@ -178,7 +179,7 @@ class _Error:
 
 
 def script_error(output: Path) -> str:
-    """Return the script's last error in the file `output`, with its place, or "" if it has none.
+    """Return the script's last error in the file `output`, with its place; "" if it has none.
 
     Errors of launchers are skipped. Errors of ranks that lost their peers are skipped if there is
     any other error.
@@ -188,7 +189,7 @@ def script_error(output: Path) -> str:
 
 
 def of_loading(output: Path) -> str:
-    """Return what `script_error` returns if the script was loading a checkpoint, else ""."""
+    """Return `script_error(output)` if the script was loading a checkpoint, else ""."""
     error = _last(output)
     return str(error) if error is not None and error.loads else ""
 
@@ -200,12 +201,12 @@ def _last(output: Path) -> _Error | None:
 
 
 def is_of_peers(error: str) -> bool:
-    """Return whether a rank has this error because a different rank has failed."""
+    """Return whether a rank has this error because another rank failed."""
     return bool(_OF_PEERS.search(error))
 
 
 def last_printed(output: Path, tail: Sequence[str]) -> str:
-    """Return the last line that the script has printed to `output`, or "" if there is none.
+    """Return the last line that the script printed to `output`; "" if there is none.
 
     If `output` is empty or can't be read, `tail` is used. The launcher's lines are skipped: its
     log, its own traceback, and everything after that.
@@ -216,7 +217,7 @@ def last_printed(output: Path, tail: Sequence[str]) -> str:
 
 
 def _output_lines(output: Path) -> list[str]:
-    """Return the last lines of the file, without the prefixes that a launcher adds to them."""
+    """Return the last lines of the file, without the prefixes that a launcher adds."""
     try:
         with output.open("rb") as file:
             file.seek(max(0, output.stat().st_size - READ_BYTES_MAX))
@@ -257,7 +258,7 @@ def _before_the_launcher(lines: Sequence[str]) -> Iterator[str]:
 
 LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
 
-# The folder of the output names the run in a report.
+# A report names the run by the folder of the output.
 NOT_RESTARTED = (
     "the launcher restarted no worker, or none that recorded anything: give "
     "torchrun --max-restarts=1, and continue from a checkpoint in {workdir}; "
@@ -275,7 +276,7 @@ def ending(
     """Return the status of the run and the reason for it.
 
     The status is `completed`, `halted` (a planted value stopped it) or `failed`. `problems` are
-    those found in the ranks' files.
+    problems with the ranks' files.
     """
     last = LastLives(ranks, events)
     error = script_error(ended.output) if ended.code != 0 else ""
@@ -299,15 +300,16 @@ def ending(
         return "failed", _of_another_size(ranks, world_sizes, settings)
     status, reason = _of_ranks(last, settings, ended, ended_by, how)
     if status == "failed" and (_skip_apart(last, events) or _is_uneven(last, events)):
-        return "completed", ""  # it was ended when only some ranks had taken all steps
+        return "completed", ""  # the run was ended when only some ranks had taken all steps
     return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
 
 
 def _skip_apart(last: LastLives, events: Iterable[Event]) -> bool:
-    """Return whether some ranks took fewer steps than the ended ranks, but made all their passes.
+    """Return whether the ranks without enough steps only dropped batches that others trained on.
 
-    These ranks drop batches that others train on. Ranks with fewer batches make fewer passes, and
-    ranks that accumulate more batches per step make more passes: both are not meant here.
+    These ranks took fewer steps than the ranks that were ended after their last step, but made as
+    many passes. Ranks with fewer batches make fewer passes, and ranks that accumulate more batches
+    per step make more: neither is meant here.
     """
     limited = {rank for rank, file in last.ranks.items() if file.is_limited}
     others = last.ranks.keys() - limited
@@ -326,7 +328,8 @@ def _is_uneven(last: LastLives, events: Iterable[Event]) -> bool:
     """Return whether ranks with fewer batches failed only when those with more were ended.
 
     They wait for the others at the end of an epoch (torch's `Join`), after all their own steps.
-    Return False if samples are known by their content alone: the epoch of a step is then unknown.
+    Return False if samples are known by their content alone, since the epoch of a step is then
+    unknown.
     """
     if any(file.header.get("samples", "index") != "index" for file in last.ranks.values()):
         return False
@@ -342,10 +345,9 @@ def _is_uneven(last: LastLives, events: Iterable[Event]) -> bool:
 
 
 def by_all(ranks: Sequence[RankTrace], events: Sequence[Event]) -> Sequence[Event]:
-    """Return the events of the steps that all ranks took in one epoch, if their numbers differ.
+    """Return the events before the first step that some ranks lack, or took in another epoch.
 
-    Later steps may have equal numbers in different epochs. Return all events if all ranks took the
-    same number of steps.
+    Return all events unless ranks with fewer batches waited for the others (torch's `Join`).
     """
     if not _is_uneven(LastLives(ranks, events), events):
         return events
@@ -362,11 +364,11 @@ def by_all(ranks: Sequence[RankTrace], events: Sequence[Event]) -> Sequence[Even
 def unresumed(
     ranks: Sequence[RankTrace], settings: RunSettings, ended: Ended, read_only: str
 ) -> str:
-    """Return a description of a failed resume of a run that was stopped from inside, or "".
+    """Return why a run that was stopped from inside failed to resume; "" if it didn't fail.
 
-    The last launch read a checkpoint, but ended with an error while loading it, or without a step.
-    `read_only` is the line of a process that loaded the weights of a step and trained nothing.
-    Return "" for a run that {steps} stopped: it may rightly end or refuse the next launch.
+    It failed if the last launch read a checkpoint, but ended with an error while loading it, or
+    without a step. `read_only` is the line that loaded weights in a process that trained nothing.
+    Return "" for a run that {steps} stopped, since it may rightly end or refuse the next launch.
     """
     stops = settings.stops if settings.interrupted else ()
     lives = len({rank.life for rank in ranks})
@@ -404,9 +406,9 @@ def _of_another_size(
 def _of_ranks(
     last: LastLives, settings: RunSettings, ended: Ended, ended_by: str, how: str
 ) -> tuple[str, str]:
-    """Return status and reason of a run that has recorded something."""
+    """Return the status and reason of a run with records of at least one rank."""
     num_lives = 1 + max(rank.life for rank in last.ranks.values())
-    is_earlier = ended.code != 0 and num_lives <= len(settings.stops)  # what was recorded
+    is_earlier = ended.code != 0 and num_lives <= len(settings.stops)  # than the last launch
     if ended.code in (0, None) and not last.problem and not is_earlier:
         return "completed", ""
     if last.met_a_planted_value:
@@ -416,7 +418,7 @@ def _of_ranks(
     if "leave" in last.struck:
         return "failed", f"after the restart of workers: {how}"
     is_told = ended.code and settings.interrupted and of_loading(ended.output)
-    if is_earlier and not is_told:  # else `unresumed` says so
+    if is_earlier and not is_told:  # otherwise `unresumed` gives the reason
         return "failed", f"after the stop before step {settings.stops[num_lives - 1]}: {how}"
     if last.all_made_the_same(settings.world_size) and not last.problem:
         return "completed", ""
@@ -447,7 +449,7 @@ def _last_words(last: LastLives, error: str, ended: Ended) -> str:
 
 
 def _copied(ended: Ended) -> str:
-    # The script runs in a copy of the user's folder.
+    # The script ran in a copy of the user's folder, which messages shall not name.
     return str(ended.output.parent / folders.FOLDER)
 
 
@@ -462,7 +464,7 @@ def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
     if why := notes.why_nothing(ended.output.parent):
         parts = (how, why) if ended.code else (why, how)  # a failure comes first
         return f"nothing was recorded: {'; '.join(parts)}"
-    if ended.code:  # why it failed comes first: most such scripts have the line
+    if ended.code:  # the reason of a failure comes first: most such scripts have the line
         return f"nothing was recorded: {how}; check that the script that trains calls `{LINE}`"
     return f"nothing was recorded: add `{LINE}` to the script; {how}"
 
@@ -493,14 +495,14 @@ def of(
 ) -> trace.Trace:
     """Return the trace of the run that has its ranks' files in `folder`.
 
-    If its ranks hold no DTensors, `arrangement` says how they share the model.
+    If the ranks hold no DTensors, `arrangement` says how they share the model.
 
-    A run may end too early to show its number of steps or its data. These are then taken from
-    `like`, a run without faults or stops.
+    If the run ended too early to show its number of steps or its data, these are taken from `like`,
+    a run without faults or stops.
 
     - `unclipped`: the command got a clipping norm that clips nothing.
     - `seeded`: the command got its seed.
-    - `starts`: the trait of that name.
+    - `starts`: the value of the trait `starts`.
     - `says_how`: the command has a way to resume, so that the script is expected to resume.
     """
     ranks, problems = assembly.load(folder)
@@ -535,7 +537,7 @@ def of(
 def have_closed(folder: Path, world_size: int, life: int) -> bool:
     """Return whether all ranks have recorded that training ended without an error.
 
-    Each rank must have done so in the life `life` (0 is its first launch) or in a later life.
+    Each rank must have recorded it in the life (launch) number `life`, from 0, or in a later life.
     """
     last = {
         path.name.partition("-")[0]: path for path in sorted(folder.glob(f"[0-9]*-[0-9]*{SUFFIX}"))
@@ -545,7 +547,7 @@ def have_closed(folder: Path, world_size: int, life: int) -> bool:
 
 
 def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
-    """Return the trace, changed to `failed` if a planned fault never struck."""
+    """Return the trace, changed to `failed` if a planted fault never struck."""
     fault = systems.missed(recorded) if recorded.end.status == "completed" else None
     if fault is None:
         return recorded
@@ -565,8 +567,9 @@ def _scenario(
     *,
     unclipped: bool,
 ) -> tuple[Scenario, Traits]:
-    """Return scenario and traits as the ranks' files show them, or as in `like` if they can't."""
-    # Whether one worker merged batches has to be seen: a script may split its batches itself.
+    """Return scenario and traits as the ranks' files show them; from `like` if they don't."""
+    # Whether one worker merged batches must be observed, since a script may split its batches
+    # itself.
     is_shown = any(fault.kind in (*JOINED, LONGER) for fault in settings.faults)
     disturbed = (settings.faults and not is_shown) or settings.stops or settings.repeat
     if like is not None and (disturbed or not any(isinstance(event, Update) for event in events)):
@@ -579,7 +582,7 @@ def _scenario(
         )
     else:
         scenario, traits = observed_run.scenario_of(ranks, events, settings.world_size)
-        if like is not None:  # the intended rate: a check reports it if the run used another
+        if like is not None:  # the intended rate; a check reports a run with another one
             scenario = scenario.with_(learning_rate=like.scenario.learning_rate)
         if is_shown:
             scenario = scenario.with_(faults=settings.faults)
@@ -597,7 +600,7 @@ def _scenario(
 
 
 def _as_told_to_clip(traits: Traits, settings: RunSettings) -> Traits:
-    """Return the traits of a run of a command that got its clipping norm from {clip}.
+    """Return the traits of a run with a command that passes its clipping norm as {clip}.
 
     A norm that the script declares is dropped if it differs, since the script clips to {clip}.
     """

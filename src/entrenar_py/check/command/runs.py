@@ -31,8 +31,8 @@ from entrenar_py.shared.trace import Ruled, Trace, Update
 from entrenar_py.shared.untrusted import printing
 
 CHANGING = ("betas", "momentum", "weight_decay")  # constants that schedules change, like rates
-SHORT_S = 15.0  # a shorter run mostly waits
-_PATH = "PATH"  # at the end of an option that needs one
+SHORT_S = 15.0  # a shorter run spends most of its time waiting
+_PATH = "PATH"  # ends an option that needs a path
 
 Likes = Mapping[RunSettings, Trace]  # completed runs that later runs resemble, the first run first
 # Called before each launch, with the settings of the run and the number of runs planned after it.
@@ -63,7 +63,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
         settings = planned.pop(name)
         process.check_interrupts()
         if settings.stops and settings.unstopped not in likes:
-            continue  # the run that it would be compared with has failed
+            continue  # the run to compare it with has failed
         like = _like(settings, likes)
         if settings not in plan.made:
             show(settings, sum(other not in plan.made for other in planned.values()))
@@ -75,12 +75,12 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             plan.made[settings] = _trace(plan, settings, base / name, ended, like)
         recorded = plan.made[settings]
         if like is not None and _was_told_otherwise(settings, like, recorded):
-            # {steps} did more than stop the run: the script is stopped from inside instead.
+            # {steps} did more than stop the run, so the script is stopped from inside instead.
             again = name.replace("-resumed", "-interrupted")
             planned = {again: replace(settings, interrupted=True), **planned}
             continue
         if settings.option and not resume.is_telling(recorded):
-            planned = {name: replace(settings, option=""), **planned}  # it doesn't resume
+            planned = {name: replace(settings, option=""), **planned}  # the option has no effect
             continue
         if witnesses.source_of(settings) and recorded.end.status == "failed":
             continue  # the script's batches contain more than was kept
@@ -126,9 +126,10 @@ def _read_again(
     likes: dict[RunSettings, Trace],
     ahead: tuple[RunSettings, ...],
 ) -> Iterator[tuple[Path, Run]]:
-    """Yield the runs `earlier` once more, read with the new knowledge of how ranks share the model.
+    """Yield the runs `earlier` once more, read with what is now known about the ranks' arrangement.
 
-    If this reading changes the status of a run, the run keeps its earlier trace and is not yielded.
+    If the new reading changes the status of a run, the run keeps its earlier trace and is not
+    yielded.
     """
     for name, settings, ended in earlier:
         recorded = _trace(plan, settings, plan.folder / name, ended, _like(settings, likes))
@@ -146,13 +147,13 @@ class _Ahead:
 
     They don't if each has its own working folder and its launcher takes a free port, if there is no
     GPU, and if the first run was short and took little memory. Nothing is launched together with
-    the first run: if it fails, no other run is wanted.
+    the first run, since no other run is wanted if it fails.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._pool, self._called_off = plan, ThreadPoolExecutor(2), Event()
         self._begun: dict[RunSettings, Future[Ended]] = {}
-        self._may: bool | None = None  # not known before the first run
+        self._may: bool | None = None  # unknown before the first run
 
     def __enter__(self) -> Self:
         return self
@@ -167,8 +168,8 @@ class _Ahead:
     ) -> Ended:
         """Return how the run `name` ended, and begin the next one of the `planned` runs.
 
-        A run waits for `name` instead of starting with it if it gets its batches. A run with stops
-        also waits for the run without them, since its checkpoints decide where to stop.
+        The next run waits for the end of `name` if it gets the batches of `name`. A run with stops
+        also waits for the run without stops, since the checkpoints of that decide where to stop.
         """
         running = self._begun.pop(settings, None) or self._begin(name, settings, likes)
         if self._may:
@@ -206,7 +207,7 @@ def _launched(
     like: Trace | None,
     is_called_off: Callable[[], bool],
 ) -> Ended:
-    """Launch the command once for each stop and once more; return the end of the last launch."""
+    """Launch the command once, and again after each stop; return the end of the last launch."""
     _clear(folder)
     (folder / "work").mkdir(parents=True)
     if plan.auto:
@@ -255,7 +256,7 @@ def _batches(settings: RunSettings, folder: Path) -> dict[str, str]:
 
 
 def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the words and variables with which a script resumes from its newest checkpoint.
+    """Return the words and variables that make a script resume from its newest checkpoint.
 
     Both are empty if there is no `option`, or if it needs a path and no checkpoint is known.
     """
@@ -270,10 +271,11 @@ def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _rates(settings: RunSettings, folder: Path, like: Trace | None) -> dict[str, str]:
-    """Return the variable that has a run use the learning rates of `like`; {} if it shouldn't.
+    """Return a variable that makes a run use the learning rates of `like`; {} if it shouldn't.
 
-    It should if it is compared with several workers and has their batches, or if ranks have equal
-    shares. A schedule may follow a score of the weights, which differ here.
+    It should if a fault gives it the batches or equal shares of as many workers as `like` has,
+    since it is then compared with `like`. Otherwise a schedule that follows a score of the weights
+    could have other rates, as scores differ between these runs.
     """
     kinds = (*JOINED, MIRRORED, REPEATED)
     several = {int(fault.value or 1) for fault in settings.faults if fault.kind in kinds}
@@ -315,7 +317,10 @@ def _trace(
 
 
 def _made_before(settings: RunSettings, life: int, like: Trace | None) -> int:
-    """Return the number of steps in a launch's first weights: of the last checkpoint, if known."""
+    """Return how many steps the first weights of a launch have taken.
+
+    These are the steps before the last checkpoint, or before the stop if none is known.
+    """
     if not life:
         return 0
     stop = settings.stops[life - 1]
@@ -326,7 +331,7 @@ def _made_before(settings: RunSettings, life: int, like: Trace | None) -> int:
 
 
 def _values(settings: RunSettings, folder: Path, num_steps: int, num_epochs: int) -> dict[str, str]:
-    """Return by placeholder what is filled in for it in a launch of the command."""
+    """Return name of a placeholder -> what is filled in for it in a launch of the command."""
     return {
         "world_size": str(settings.world_size),
         "seed": str(settings.seed),

@@ -1,12 +1,11 @@
 """A supervisor that runs a command, keeps track of all its descendants, and ends them with it.
 
-This script needs only the standard library, so that it starts in about 30 ms:
-`subreaper.py CONTROL STATUS MERCY_S GRACE_S COMMAND...`. It writes lines to the descriptor STATUS:
-`started PID` or `refused ERRNO`, `exit CODE` (negative: a signal), `peak BYTES`, `left COUNT`. It
-ends all processes when the other end of the pipe CONTROL is closed. On SIGTERM it ends them at
-once.
+This script needs only the standard library, so that it starts in about 30 ms: `subreaper.py CONTROL
+STATUS MERCY_S GRACE_S COMMAND...`. It writes lines to the descriptor STATUS: `started PID` or
+`refused ERRNO`, `exit CODE` (negative: a signal), `peak BYTES`, `left COUNT`. When the other end of
+the pipe CONTROL is closed, it ends all processes after a delay; on SIGTERM, at once.
 
-A daemon may leave its session, environment and output behind. When its parent dies, Linux makes the
+A daemon may detach from its session, environment and output. When its parent dies, Linux makes the
 nearest subreaper, which is this process, its new parent. If the command kills this process with
 SIGKILL, such a daemon survives: no remaining process knows of it.
 """
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
-KILLING_S = 10.0  # processes that survive this can't be killed by this user
+KILLING_S = 10.0  # a process that survives this long can't be killed by this user
 _POLL_S = 0.01
 
 
@@ -39,7 +38,7 @@ class Warden:
         self.is_over = False
 
     def reap(self) -> bool:
-        """Reap every process that has ended; return whether any children remain."""
+        """Reap every process that has ended. Return whether any children remain."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -55,7 +54,8 @@ class Warden:
         """End the command and all its descendants.
 
         After SIGTERM the command has `mercy_s` seconds, in which it may end its own children.
-        Processes that then remain also get SIGTERM, and have `grace_s` seconds. The rest is killed.
+        Processes that remain then also get SIGTERM, and have `grace_s` seconds. The others are
+        killed.
         """
         was_over = self.is_over
         if not was_over:
@@ -67,7 +67,7 @@ class Warden:
             self._wait(grace_s, lambda: False)
         deadline = time.monotonic() + KILLING_S
         while self.reap() and time.monotonic() < deadline:
-            kill(self._left(), signal.SIGKILL)  # their orphans follow in the next round
+            kill(self._left(), signal.SIGKILL)  # orphans of these follow in the next round
             time.sleep(_POLL_S)
         peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         tell(self._status, f"peak {peak_kib * 1024}")
@@ -82,14 +82,14 @@ class Warden:
             time.sleep(_POLL_S)
 
 
-hurried: list[int] = []  # SIGTERM signals received; if any, everything ends at once
+hurried: list[int] = []  # SIGTERM signals received; if there is one, everything ends at once
 
 
 def descendants(of: int | None = None) -> list[int]:
-    """Return the ids of the running descendants of process `of`, by default of this process."""
+    """Return the ids of the running descendants of process `of` (None: this process)."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):  # it has ended meanwhile
+        with suppress(OSError, ValueError):  # the process has ended meanwhile
             state, parent, *_ = (
                 (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
             )
@@ -117,13 +117,13 @@ def tell(status: int, line: str) -> None:
 
 
 def become_subreaper() -> None:
-    """Become the parent of orphaned descendants; do nothing on systems without subreapers."""
+    """Become the parent of orphaned descendants, on systems that have subreapers."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def started(command: Sequence[str]) -> Any:
-    """Start a command in its own session; return its process, which has a `pid`."""
+    """Start a command in its own session. Return an object for its process, with a `pid`."""
     return subprocess.Popen(command, start_new_session=True)
 
 
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str], start: Callable[[Sequence[str]], Any] = start
         return
     tell(status, f"started {command.pid}")
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # otherwise the pipe of the command's output would stay open
+    for stream in (0, 1, 2):  # an open stream here would keep the pipe of the command's output open
         os.dup2(nothing, stream)
     warden = Warden(command.pid, status)
     ready = select.poll()
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str], start: Callable[[Sequence[str]], Any] = start
             break
         os.read(awake, 4096)
     warden.end(mercy_s, grace_s)
-    command.returncode = 0  # it was reaped here
+    command.returncode = 0  # this process has reaped it already
     os._exit(0)
 
 

@@ -1,12 +1,12 @@
 """Forking of a command's launches from processes that have already imported torch (`forks`).
 
 A launch of a tiny script spends most of its time on imports: torchrun and each rank import torch.
-Here one process does so for all runs of a call, and forks the rest. Two such processes exist if the
-runs differ in what ranks read at their start. For example, on GPUs accelerate leaves two ranks to
-torchrun, but starts a single rank itself.
+Here one process imports torch for all runs of a call, and forks launchers and ranks. There are two
+such processes if the runs differ in what ranks read at their start. For example, on GPUs accelerate
+leaves two ranks to torchrun, but starts a single rank itself.
 
-No result depends on this. If it isn't possible, the command is launched as it is, and `told` says
-why.
+No result depends on forking. If it isn't possible, the command is launched as it is, and `told`
+says why.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ _ENTRIES = (
     *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
 )
 _WORKERS = ("--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-processes")
-# With these, or with a GPU, accelerate leaves several ranks to torchrun; else it starts one rank.
+# With these options, or with a GPU, accelerate leaves several ranks to torchrun. Otherwise it
+# starts one rank.
 _TO_TORCHRUN = ("--multi_gpu", "--multi-gpu", "--use_fsdp", "--use-fsdp", "--use_deepspeed")
 GPUS = Path("/dev/nvidiactl")
 _ON_CPUS = ("--cpu", "--use_cpu", "--use-cpu")
-# Options with which the launcher starts ranks in a different way, or on another machine.
+# Options that make the launcher start ranks in a different way, or on another machine.
 _NOT_PLAIN = ("--run-path", "--run_path", "--no-python", "--no_python", "--start-method")
 
 
 class _Cold(Exception):
-    """Raised if a launch can't be forked; the text says why."""
+    """Raised if a launch can't be forked. The text says why."""
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python that runs a launcher: its path, and how it and its ranks are started.
+    """The Python interpreter of a launcher: its path, and how launcher and ranks are started.
 
     - `words`: the `sys.orig_argv` of the launcher's process.
     - `workers`: the number of ranks as written in the command, or None.
@@ -75,7 +76,7 @@ class Interpreter:
         return is_for_torchrun and self.workers != "1" and not self._is_on_cpus
 
     def environment(self, launchers: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment that all ranks have in common at their start.
+        """Return the environment variables that all ranks have in common at their start.
 
         `launchers` is the environment of the launcher.
         """
@@ -100,7 +101,7 @@ class Interpreter:
 
 
 def interpreter(command: Sequence[str], cwd: Path) -> Interpreter:
-    """Return the Python that runs the launcher of `command`.
+    """Return the Python interpreter that runs the launcher of `command`.
 
     Raises _Cold unless the command is plainly torchrun or `accelerate launch`.
     """
@@ -111,7 +112,8 @@ def interpreter(command: Sequence[str], cwd: Path) -> Interpreter:
         _, is_module, rest = options_of(command[1:])
         if not is_module or not rest or rest[0] not in _ENTRIES or command[1] != "-m":
             raise _Cold("the command is not a launcher with ranks that can be forked")
-        # The same path for each copy of the folder, in which the environment is a link.
+        # Resolved, so that the path is the same for each copy of the folder. In a copy, the
+        # environment is a link.
         path = str(Path(program).parent.resolve() / Path(program).name)
         words = (path, *command[1:])
     else:
@@ -145,9 +147,9 @@ def _num_workers(words: Sequence[str]) -> str | None:
 
 @dataclass
 class Parents:
-    """The processes that have imported torch, for all runs of a command that runs `script`.
+    """The processes that import torch and fork all runs of a command with the script `script`.
 
-    - `first`: the modules that they import for any script.
+    - `first`: the modules that the processes import for any script.
     - `reasons`: why launches were not forked.
 
     The processes end with `close`, or when this process ends.
@@ -161,7 +163,7 @@ class Parents:
     _one_at_a_time: Lock = field(default_factory=Lock)
 
     def told(self) -> str:
-        """Return how the command was launched, in words."""
+        """Return in words how the command was launched: forked, or why not."""
         if self.script is None:
             return "as-is"
         how = "forked" if self.num_forked else "as-is"
@@ -184,7 +186,7 @@ class Parents:
     ) -> Warden | None:
         """Return the warden of a new launch that uses the `pipes` CONTROL and STATUS.
 
-        Return None if the command has to be launched as it is.
+        Return None if the launch can't be forked, so that the command must be started as it is.
         """
         here = cwd or Path.cwd()
         with self._one_at_a_time:
@@ -246,7 +248,7 @@ class _Parent:
                 start_new_session=True,
                 pass_fds=(theirs.fileno(),),
             )
-        self._why_cold: str | None = None  # not known yet
+        self._why_cold: str | None = None  # None: not known yet
 
     def fork(
         self,
@@ -280,7 +282,7 @@ class _Parent:
         self._process.wait()
 
     def _await(self) -> None:
-        """Wait until everything is imported. Raises _Cold if that fails."""
+        """Wait until everything is imported. Raises _Cold if an import fails."""
         deadline = time.monotonic() + READY_S
         while self._why_cold is None:
             process.check_interrupts()
@@ -294,9 +296,9 @@ class _Parent:
 
 
 class Warden:
-    """A forked process that is a child of its `_Parent`, with the parts of `Popen` a Leash needs.
+    """A forked process that supervises a launch, with the methods of `Popen` that a Leash needs.
 
-    Raises _Cold if the parent has ended.
+    It is a child of its `_Parent`, not of this process. Raises _Cold if the parent has ended.
     """
 
     def __init__(self, report: socket.socket, output: IO[bytes]) -> None:
@@ -342,7 +344,7 @@ class Warden:
 
 
 def of(options: argparse.Namespace) -> Parents:
-    """Return the `Parents` for the command in `options`, which begin to import torch at once."""
+    """Return the `Parents` for the command in `options`. They begin to import torch at once."""
     if options.launcher == "as-is":
         return Parents(None)
     command = commands.of(options.command).command

@@ -1,7 +1,7 @@
-"""Further runs that are needed to tell how closely other runs can be compared.
+"""Witnesses: additional runs that show whether, and how closely, other runs can be compared.
 
-- `Nudging`: a run with its first weights moved by a few roundings. It is needed if rounding may be
-  why two runs differ.
+- `Nudging`: a run with first weights that are changed by a few roundings. It is needed if rounding
+  may be why two runs differ.
 - `Shortening`: a run with short epochs, or with more steps, so that whole epochs are seen. Short
   epochs also show what a script does from some epoch on, if one of its lines compares the epoch's
   number. With epochs of two steps a script may fail, or its sampler may never end. Then one more
@@ -47,23 +47,23 @@ from entrenar_py.shared.verdict import Tally
 
 
 class Nudging:
-    """The runs of a command so far, until one shows that a nudged run is needed."""
+    """Decides, after each run of a command, whether a nudged run is needed."""
 
     def __init__(self, needs: Collection[Need]) -> None:
         self._is_wanted = NUDGED in needs
         self._first: Trace | None = None
-        self._plain: dict[int, RunSettings] = {}  # by number of workers
+        self._plain: dict[int, RunSettings] = {}  # number of workers -> settings of the plain run
 
     def read_again(self, settings: RunSettings, recorded: Trace) -> None:
-        """Replace the first run's trace, if `settings` are its own, by one that was read again."""
+        """Replace the first run's trace by `recorded`, read again, if it has these `settings`."""
         if self._plain and next(iter(self._plain.values())) == settings:
             self._first = recorded
 
     def after(self, settings: RunSettings, recorded: Trace) -> dict[str, RunSettings]:
-        """Return by name the nudged run if the completed run needs it, else nothing.
+        """Return name -> settings of the nudged run if the completed run needs it, else {}.
 
-        It needs the nudged run if it differs from the first run by so little that rounding may be
-        the cause. The nudged run has the smallest number of workers so far, and comes only once.
+        A run needs it if the run differs from the first one by so little that rounding may be the
+        cause. The nudged run has the smallest number of workers so far, and is made only once.
         """
         if settings.is_plain and not settings.repeat:
             self._plain[settings.world_size] = settings
@@ -89,20 +89,21 @@ def _may_be_rounding(first: Trace, other: Trace) -> bool:
     return trial.broken is not None and rounding_bounds.may_be_rounding(other, first)
 
 
-_STEPS = 2  # of an epoch: the second shows if it is shuffled. One step if that is already known.
+_STEPS = 2  # steps of an epoch, as the second shows if it is shuffled; one if that is known
 
 
 class Shortening:
-    """The first run of a command, and the run that shows whole epochs if that run doesn't."""
+    """Decides, after each run of a command, which additional run would show whole epochs."""
 
     def __init__(self, needs: Collection[Need]) -> None:
         self._is_wanted = SHORTENED in needs
         self._usual: Trace | None = None  # the first run
 
     def after(self, settings: RunSettings, recorded: Trace) -> dict[str, RunSettings]:
-        """Return by name the next run, if too few ends of epochs were seen so far.
+        """Return name -> settings of the next run, if too few ends of epochs were seen; else {}.
 
-        A script that reports its samples doesn't report those that an epoch leaves out.
+        Nothing is decided for a script that reports its samples, since it doesn't report those that
+        an epoch leaves out.
         """
         if not self._is_wanted or settings.repeat or settings.stops:
             return {}
@@ -123,7 +124,10 @@ class Shortening:
         return {f"{_workers(settings)}-short-epochs": replace(settings, faults=(fault,))}
 
     def _longer(self, short: RunSettings) -> dict[str, RunSettings]:
-        """Return by name the run that reaches its second epoch, if it needs few enough steps."""
+        """Return name -> settings of a run into its second epoch.
+
+        Return {} if that needs too many steps.
+        """
         assert self._usual is not None, "a run with short epochs follows it"
         scenario = self._usual.scenario
         second = math.ceil(randomness.ORDER_LENGTH_MIN / scenario.batch_size) + 1
@@ -156,7 +160,7 @@ def _num_micro_batches(trace: Trace) -> int:
     return max(1, sum((s.step, s.rank) == (first.step, first.rank) for s in shards if first))
 
 
-# Kind of the fault that controls a run -> the end of the run's name.
+# Kind of the fault that controls a run -> the suffix of the run's name.
 _ENDS = {
     COMMON: "common",
     ORDERED: "ordered",
@@ -169,19 +173,19 @@ _OF_ANY_SIZE = (COMMON, ORDERED)
 
 
 class Controlling:
-    """The runs of a command so far, and the controlled runs that they need."""
+    """Decides, after each run of a command, which controlled runs are needed."""
 
     def __init__(self, needs: Collection[Need]) -> None:
         self._is_wanted = CONTROLLED in needs
-        self._plain: dict[int, Trace] = {}  # by number of workers
-        # Runs on one worker with the batches of several workers: the number of these workers ->
+        self._plain: dict[int, Trace] = {}  # number of workers -> trace of the plain run
+        # For runs on one worker with the batches of several workers: the number of these workers ->
         # the fault that gives the batches, and the trace.
         self._joined: dict[int, tuple[Fault, Trace]] = {}
         self._witnesses: tuple[Trace, ...] = ()
         self._planned: set[RunSettings] = set()
 
     def after(self, settings: RunSettings, recorded: Trace) -> dict[str, RunSettings]:
-        """Return by name the runs that are needed after the completed run `settings`."""
+        """Return name -> settings of the runs that are needed after the completed `settings`."""
         is_other = any(fault.kind not in _ENDS for fault in settings.faults)
         if not self._is_wanted or settings.repeat or not settings.is_witness or is_other:
             return {}
@@ -217,10 +221,10 @@ class Controlling:
     def _joining(self, size: int) -> Fault | None:
         """Return the fault that gives one worker the batches of `size` workers, or None.
 
-        None means that it has them already, or can't get them. If it has the batches of one of the
-        workers, its loaders can merge them. This is also likely if batch sizes vary by step, as
-        with as many samples as a token limit allows. Without loaders, recorded batches replace its
-        own.
+        None means that the worker has these batches already, or can't get them. If it has the
+        batches of one of the workers, its loaders can merge them. This is also likely if batch
+        sizes vary by step, as with as many samples as a token limit allows. Without loaders,
+        recorded batches replace the worker's own.
         """
         runs = self._plain[1], self._plain[size]
         if not all(any(shard.ids for shard in run.of(Shard)) for run in runs):
@@ -239,7 +243,7 @@ class Controlling:
         return _fault(MERGED, size) if is_short and not any(by_content) else None
 
     def _next(self, size: int, last: RunSettings) -> list[tuple[int, str]]:
-        """Return the number of workers and the kind of control of each of the next runs."""
+        """Return (number of workers, kind of control) for each of the next runs."""
         several = self._plain[size]
         alone = self._joined[size][1] if size in self._joined else self._plain[1]
         runs = Runs(several, {ALONE: (alone,)}, witnesses={CONTROLLED: self._witnesses})
@@ -259,14 +263,14 @@ class Controlling:
 
 
 def source_of(settings: RunSettings) -> str:
-    """Return the name of the run that gives its batches to one worker; "" if it has its own."""
+    """Return the name of the run that gives its batches to this one; "" if it has its own."""
     size = next((int(fault.value or 1) for fault in settings.faults if fault.kind in OF_RECORDS), 0)
     kinds = [fault.kind for fault in settings.faults if fault.kind not in OF_RECORDS]
     return "-".join([f"{size}-workers", *(_ENDS[kind] for kind in kinds)]) if size else ""
 
 
 def are_kept(settings: RunSettings) -> bool:
-    """Return whether the batches of a run may be given to one worker, and are kept for it."""
+    """Return whether the batches of a run may be given to one worker, and so are stored."""
     kinds = {fault.kind for fault in settings.faults}
     others = settings.repeat or settings.stops or settings.turn is not None
     return settings.world_size > 1 and not others and kinds <= {COMMON}

@@ -1,14 +1,14 @@
 """Contracts: load a YAML file into a `Contract` that knows the place of every clause.
 
-This package decides nothing about trainers. It finds the clauses, keeps unknown parts as plain
-data, and reports problems with the file.
+This package decides nothing about trainers. It finds the clauses, keeps unknown parts of the file
+as plain data, and reports problems with the file.
 
-Contracts come from many authors, so a reader for a single schema would refuse most of them.
-`layout` therefore recognizes clauses by their content, in any block. Each value keeps its line and
-column (`shared.config`). Readers continue after an error, and all problems are raised at once.
-`bindings` connect statements that name no check to a check. They are in a separate file, so that a
-contract by someone else need not be changed. `rules` and `validation` judge the contract itself,
-and stop no run.
+Contracts come from many authors, and a reader for a single schema would refuse most of them. So
+`layout` recognizes clauses by their content, in any block. Each value keeps its line and column
+(`shared.config`). Readers continue after an error, and all problems are raised at once. `bindings`
+connect statements that name no check to a check. They are in a separate file, so that a contract by
+someone else need not be changed. `rules` and `validation` judge how the contract itself is written;
+their findings stop no run.
 """
 
 from __future__ import annotations
@@ -55,24 +55,26 @@ __all__ = [
 def load(
     path: Path, *, vocabulary: Vocabulary, strict: bool = False, bind: Sequence[Path] = ()
 ) -> Contract:
-    """Load the contract at `path`, without executing anything in it.
+    """Return the contract at `path`. Nothing in the file is executed.
 
-    `vocabulary` holds the names from outside the file that a clause may use. `bind` are further
-    files of bindings, in addition to the shipped one and the one next to the contract. Raises
-    ContractError with all problems at once, each `file:line:column: error: ...`. If `strict`,
-    warnings are errors, too.
+    `vocabulary` has the names of checks and planted bugs that a clause may use. `bind` are files of
+    bindings, in addition to the shipped one and the one next to the contract. Raises ContractError
+    with all problems at once, each `file:line:column: error: ...`. With `strict`, warnings are
+    errors, too.
     """
     problems = Problems()
     _, loaded = read(path, vocabulary=vocabulary, problems=problems, bind=bind)
     settled = problems.settle(strict=strict)
-    assert loaded is not None  # else there was an error
+    assert loaded is not None  # otherwise there was an error
     return replace(loaded, problems=settled)
 
 
 def read(
     path: Path, *, vocabulary: Vocabulary, problems: Problems, bind: Sequence[Path] = ()
 ) -> tuple[MapNode | None, Contract | None]:
-    """Return the tree of the file at `path` and its Contract; both None if it is not a contract.
+    """Return the YAML tree of the file at `path` and its Contract.
+
+    Both are None if the file is not a contract.
 
     Errors, warnings and notes are added to `problems`, also for a file that can't be read. If there
     is an error among them, the contract must not be used.

@@ -2,8 +2,8 @@
 
 Clauses, falsification tests, proof obligations and equations can be bound. Bindings have three
 sources: the shipped file for the contract's name, the file next to the contract, and the files that
-the user names. The last source that binds a statement wins. As in a contract, values have places,
-problems are reported together, and nothing is executed.
+the user names. If several sources bind a statement, the last of these wins. As in a contract,
+values have places, problems are reported together, and nothing is executed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ TESTS, EQUATIONS = "falsification_tests", "equations"
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A statement of a contract that can be bound.
+    """A statement of a contract that can be bound to a check.
 
     - `names`: the names that a binding or a gate may use.
     - `texts`: the texts that the `digest` covers.
     - `clause`: the clause that the statement becomes in a run.
-    - `counts`: whether it becomes a clause even without a binding.
+    - `counts`: whether the statement becomes a clause even without a binding.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Item:
 
     @property
     def digest(self) -> str:
-        """BLAKE3 of the texts, as DIGEST_CHARS hex digits; any whitespace counts as one space."""
+        """BLAKE3 of `texts`, as DIGEST_CHARS hex digits. Any whitespace counts as one space."""
         said = "\0".join(map(_on_one_line, self.texts))
         return str(blake3(said.encode("utf-8", "backslashreplace")).hexdigest()[:DIGEST_CHARS])
 
@@ -76,9 +76,9 @@ def items(
     obligations: Iterable[Obligation],
     equations: Iterable[Equation],
 ) -> tuple[Item, ...]:
-    """Return every item, the clauses first.
+    """Return every statement of a contract that can be bound, the clauses first.
 
-    Obligations count as clauses if `clauses` holds them. Tests count as clauses if `clauses` is
+    Obligations count as clauses if `clauses` contains them. Tests count as clauses if `clauses` is
     empty.
     """
     own = tuple(clauses)
@@ -95,7 +95,7 @@ def items(
 
 
 def items_of(contract: Contract) -> tuple[Item, ...]:
-    """Return every item of a loaded contract, except clauses that are bound."""
+    """Return every statement of a loaded contract, except clauses that are already bound."""
     clauses = [
         clause
         for clause in contract.invariants
@@ -175,7 +175,7 @@ ENTRY_KEYS = (*KINDS, "part", "statement", "gate_names", "not_tried", "guess", *
 class Entry:
     """One binding: a statement (`kind` and `name`), and its `check` or the reason `not_tried`.
 
-    The file's key `options` is merged into each scenario. `record` is the mapping itself, for
+    The file's key `options` is already merged into each scenario. `record` is the YAML mapping, for
     messages. If `severity` or `tolerance` is None, the statement's own value applies.
     """
 
@@ -200,7 +200,10 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class BindingFile:
-    """The bindings in one file; `contract` is their contract's file name without its suffix."""
+    """The bindings in one file.
+
+    `contract` is the file name of their contract, without its suffix.
+    """
 
     path: Path
     contract: str
@@ -209,7 +212,10 @@ class BindingFile:
 
 
 def read(path: Path, problems: Problems) -> BindingFile | None:
-    """Return the bindings at `path`. For any other file, record an error and return None."""
+    """Return the bindings at `path`.
+
+    If it is another kind of file, record an error and return None.
+    """
     root = composer.load(path, problems, form=_FORM)
     if root is None:
         return None
@@ -245,7 +251,7 @@ def for_contract(
 
 
 def _contract_of(path: Path) -> str:
-    file = read(path, Problems())  # its problems are reported when its contract is loaded
+    file = read(path, Problems())  # problems are reported when its contract is loaded
     return "" if file is None else file.contract
 
 
@@ -302,7 +308,7 @@ def _entry(kind: str, name: str, record: Record) -> Entry:
 
 
 def _require_check_or_reason(record: Record) -> None:
-    """Require a `check` with a `reason`, or `not_tried` without keys that only a check uses."""
+    """Record an error unless an entry has a `check` with a `reason`, or only `not_tried`."""
     check, not_tried = record.text("check"), record.text("not_tried")
     if bool(check) == bool(not_tried):
         both = "both are" if check else "neither is"
@@ -331,24 +337,27 @@ def _scenarios(record: Record) -> tuple[Mapping[str, Any], ...]:
     else:
         for scenario in scenarios:
             own = scenario.get("options", {})
-            if isinstance(own, dict):  # else expanding the scenario reports the error
+            if isinstance(own, dict):  # for other types, expanding the scenario reports the error
                 scenario["options"] = {**plain(options), **own}
     return tuple(scenarios)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A binding of a statement. `stale` is the message that the statement has changed, or ""."""
+    """A binding of a statement.
+
+    `stale` is the message if the statement has changed since, or "".
+    """
 
     entry: Entry
     stale: str
 
 
 def bound_clause(item: Item, bound: Bound, terms: Vocabulary, room: Room) -> Invariant:
-    """Return the clause that `bound` makes of `item`, or of a part of `item`.
+    """Return the clause that the binding `bound` makes of `item`, or of a part of `item`.
 
-    Errors in the binding are recorded, and a value that demands less than the contract's value is
-    a warning.
+    Errors in the binding are recorded. If a value demands less than that of the contract, a warning
+    is recorded.
     """
     entry = bound.entry
     binding = Binding(
@@ -393,7 +402,7 @@ def _bare(item: Item, entry: Entry, binding: Binding) -> Invariant:
 
 
 def _departures(item: Item, entry: Entry) -> dict[str, str]:
-    """Return key -> description of each value that departs from the contract's value.
+    """Return key -> description, for each value of a binding that departs from the contract's.
 
     Reported are a milder severity, a wider tolerance, a different check, and a different kind of
     tolerance.
@@ -413,7 +422,7 @@ def _departures(item: Item, entry: Entry) -> dict[str, str]:
 
 
 def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None:
-    """Require that `check` has the tolerance's kind, and that it is stated if there are several."""
+    """Record an error for a kind of tolerance that `check` lacks, or that must be stated."""
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
     if entry.tolerance_kind not in (None, *check.tolerance_kinds):
         honoured = " or ".join(check.tolerance_kinds)
@@ -426,7 +435,7 @@ def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files of bindings for the contract with this `stem`; None if a file does not exist.
+    """The files of bindings for the contract called `stem`; None for a file that does not exist.
 
     `shipped` is part of this package, `adjacent` is next to the contract, `named` are the user's.
     """
@@ -438,7 +447,7 @@ class Files:
 
 
 def files(contract: Path, named: Sequence[Path]) -> Files:
-    """Return the files that may hold bindings of `contract`."""
+    """Return the files that may contain bindings of `contract`."""
     name = stem(contract.name)
     adjacent = contract.with_name(f"{name}{SUFFIX}")
     return Files(
@@ -450,8 +459,8 @@ def files(contract: Path, named: Sequence[Path]) -> Files:
 
 
 def _says_something(path: Path) -> bool:
-    # `--suggest > FILE` first creates an empty file. Reading a pipe, a folder or a link to itself
-    # reports the error.
+    # `--suggest > FILE` first creates an empty file. A pipe, a folder or a link to itself is read,
+    # which reports the error.
     is_empty = path.is_file() and path.stat().st_size == 0
     return os.path.lexists(path) and not is_empty
 
@@ -477,7 +486,7 @@ def bind(
 def _choose(
     known: Sequence[Item], files: Files, problems: Problems
 ) -> dict[tuple[str, str], list[Bound]]:
-    """Return (kind, id) of an item -> its bindings, from the last source that has any."""
+    """Return (kind, id) of a statement -> its bindings, from the last source that binds it."""
     chosen = _shipped(known, files, problems)
     for paths in ((files.adjacent,), files.named):
         bindings_by_item: dict[tuple[str, str], list[Bound]] = {}
@@ -503,7 +512,7 @@ def _is_for(file: BindingFile, wanted: str, problems: Problems) -> bool:
 def _shipped(
     known: Sequence[Item], files: Files, problems: Problems
 ) -> dict[tuple[str, str], list[Bound]]:
-    """Return the shipped bindings, if they were written for this contract.
+    """Return (kind, id) -> the shipped bindings, if they were written for this contract, else {}.
 
     An equal file name is not enough: the digest of at least one bound statement has to match, too.
     """
@@ -527,7 +536,7 @@ def _shipped(
 def _collect(
     file: BindingFile, known: Sequence[Item], bindings_by_item: dict[tuple[str, str], list[Bound]]
 ) -> None:
-    """Add each binding of `file` to `bindings_by_item`, under the item that it names."""
+    """Add each binding of `file` to `bindings_by_item`, at the statement that it names."""
     for entry in file.entries:
         named = [
             item
@@ -561,7 +570,7 @@ def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item]) -> None:
 
 
 def _require_parts(bound: Sequence[Bound]) -> None:
-    """Require that several bindings of one statement each name a distinct part of it."""
+    """Record an error unless several bindings of one statement each name a distinct part of it."""
     parts: dict[str, Position] = {}
     for binding in bound:
         part, record = binding.entry.part, binding.entry.record

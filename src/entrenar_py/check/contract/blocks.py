@@ -1,7 +1,7 @@
 """The blocks of a contract besides its clauses: metadata, equations, obligations, tests, harnesses.
 
 Each public function returns the content of a block, or checks something across blocks. All of them
-record problems, so that a user sees all of them at once.
+record problems instead of raising, so that a user sees all problems at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from entrenar_py.shared.errors import UsageError
 
 
 def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:
-    """Return the mapping under `name`, or None. A value that is not a mapping is an error."""
+    """Return the mapping under the key `name`, or None. Record an error for any other value."""
     node = Record(root, what="contract", known=(), problems=problems).present(name)
     if node is None or isinstance(node, MapNode):
         return node
@@ -44,7 +44,7 @@ def entries(root: MapNode, name: str, problems: Problems) -> tuple[MapNode, ...]
 
 
 def metadata(root: MapNode, problems: Problems) -> dict[str, Any]:
-    """Return the metadata as plain data, with `version` and `created` as the text in the file.
+    """Return the metadata as plain data. `version` and `created` are text, as in the file.
 
     If a file has no `metadata` block, its top-level keys are used.
     """
@@ -87,7 +87,7 @@ def _version(record: Record, root: MapNode, problems: Problems) -> str:
 
 
 def note_blocks(root: MapNode, problems: Problems) -> None:
-    """Record a note on the top-level blocks that contain no clause and are kept as plain data."""
+    """Record a note on the top-level blocks without a clause, which are kept as plain data."""
     with_clauses = {group.split(".")[0] for group, _ in layout.clauses(root)}
     with_clauses |= {"invariants" for _ in layout.named_invariants(root)}
     work = {group.split(".")[0] for group, _ in layout.records_of_work(root)}
@@ -99,7 +99,7 @@ def note_blocks(root: MapNode, problems: Problems) -> None:
         problems.note(at, message)
 
 
-# Lists of items with ids -> the published rule against repeated ids in that list.
+# List of items with ids -> the published rule against repeated ids in that list.
 _RULES_ON_IDS = {
     "falsification_tests": "SCHEMA-007",
     "proof_obligations": "",
@@ -108,7 +108,7 @@ _RULES_ON_IDS = {
 
 
 def unique_ids(root: MapNode, problems: Problems) -> None:
-    """Require that clauses, tests, obligations, harnesses and the gate have distinct ids."""
+    """Record an error for an id that two clauses, tests, obligations, harnesses or gates share."""
     quiet = Problems()  # the readers of these blocks report wrong shapes
     gate = block(root, "qa_gate", quiet)
     nodes = [("", node) for _, node in layout.clauses(root)]
@@ -130,7 +130,7 @@ def unique_ids(root: MapNode, problems: Problems) -> None:
 
 
 def require_scenarios(root: MapNode, problems: Problems) -> None:
-    """Require valid `scenarios` in all clauses, and at most SCENARIOS_MAX of them in total."""
+    """Record errors for invalid `scenarios` of clauses, and for more than SCENARIOS_MAX in all."""
     room = Room(problems)
     quiet = Problems()  # the reader of clauses reports wrong shapes
     clauses = [(None, node) for _, node in layout.clauses(root)]
@@ -140,11 +140,11 @@ def require_scenarios(root: MapNode, problems: Problems) -> None:
             room.take(node, plain(node), f"clause {name or record.text('id')}")
 
 
-SCENARIOS_MAX = 10_000  # in one contract; more would take too long to run
+SCENARIOS_MAX = 10_000  # scenarios of one contract; more would take too long to run
 
 
 class Room:
-    """The number of scenarios that a contract may still add; SCENARIOS_MAX is for all entries."""
+    """Counts the scenarios of a contract, up to SCENARIOS_MAX for all entries together."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
@@ -153,7 +153,7 @@ class Room:
     def take(self, node: MapNode, record: Mapping[str, Any], what: str) -> None:
         """Count an entry's scenarios. Record an error if they are invalid, none, or too many."""
         if self._left < 0:
-            return  # already reported
+            return  # the error was already recorded
         num = 0
         try:
             num = sum(1 for _ in islice(scenario.expand(record), self._left + 1))
@@ -226,7 +226,7 @@ def _either(record: Record, key: str, other: str, *, rule: str) -> str:
 
 
 def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
-    """Return the proof obligations in the file's order. An id is made for those without one."""
+    """Return the proof obligations in the file's order. One without an id gets a generated id."""
     nodes = entries(root, OBLIGATIONS, problems)
     known = layout.OBLIGATION_KEYS
     records = [
@@ -252,7 +252,7 @@ def _obligation(record: Record, taken: dict[str, int]) -> Obligation:
 
 
 def _id_from(property_text: str, taken: dict[str, int]) -> str:
-    """Return an id from the first words of a property, and add it to `taken`.
+    """Return an id made of the first words of a property, and add it to `taken`.
 
     If that id is taken, a number is appended, beginning with `-2`.
     """
@@ -305,7 +305,7 @@ _ID = re.compile(r"[A-Za-z][\w.]*-[\w.\-]*\d")  # a rule that is only such a wor
 
 
 class Targets:
-    """The targets that a test may attack, by id or name."""
+    """The statements that a test may attack, by id or name."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class Targets:
         self._names = {_normal(name): target for name, target in reversed(named)}
 
     def resolve(self, rule: str) -> str:
-        """Return the target of `rule`: an id or the name of an equation, or "" if none matches."""
+        """Return the id or equation name of the statement that `rule` names; "" if none matches."""
         if rule in self.ids:
             return rule
         named = self._names.get(_normal(rule))
@@ -337,7 +337,7 @@ def _normal(text: str) -> str:
 
 
 def tests(root: MapNode, targets: Targets, problems: Problems) -> tuple[FalsificationTest, ...]:
-    """Return the tests in the file's order; record a note on those with free text as their rule."""
+    """Return the tests in the file's order. Record a note on those with a rule in free text."""
     nodes = entries(root, "falsification_tests", problems)
     tests = tuple(_test(node, targets, problems) for node in nodes)
     free = [test for test in tests if not test.target]
@@ -356,7 +356,7 @@ def _test(node: MapNode, targets: Targets, problems: Problems) -> FalsificationT
     test = record.read_as(
         FalsificationTest,
         id=record.identifier(),
-        # Some authors write `claim`; --validate reports a missing `prediction`.
+        # Some authors write `claim` instead. --validate reports a missing `prediction`.
         prediction=record.text("prediction")
         or record.text("claim")
         or record.filled("prediction", rule="SCHEMA-008"),
@@ -385,9 +385,9 @@ def warn_unexercised(
 
 
 def follow_dependencies(path: Path, root: MapNode, problems: Problems) -> None:
-    """Follow `metadata.depends_on` of the contract at `path` through all files it leads to.
+    """Follow `metadata.depends_on` from the contract at `path`, and from each file it leads to.
 
-    A cycle is an error. A name that leads to no readable contract is a note.
+    A cycle is recorded as an error. A name that leads to no readable contract is a note.
     """
     start = path.resolve()
     direct: dict[Path, Position] = {}
@@ -403,7 +403,7 @@ def follow_dependencies(path: Path, root: MapNode, problems: Problems) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        circle: list[Path] = error.args[1][::-1]  # graphlib lists what is needed first
+        circle: list[Path] = error.args[1][::-1]  # graphlib lists a file before those that need it
         at = next((direct[file] for file in circle if file in direct), min(direct.values()))
         chain = " -> ".join(file.name for file in circle)
         problems.error(at, f"metadata: depends_on is circular: {chain}; remove one")
@@ -429,7 +429,7 @@ def _resolve(name: str, folder: Path) -> Path | None:
 
 
 def _follow(start: Path, graph: dict[Path, list[Path]]) -> bool:
-    """Add to `graph` the files that `start` leads to; return False if `start` is not a contract."""
+    """Add to `graph` the files that `start` depends on. Return False if `start` is no contract."""
     waiting = [start]
     while waiting:
         path = waiting.pop()
@@ -445,6 +445,6 @@ def _follow(start: Path, graph: dict[Path, list[Path]]) -> bool:
 
 
 def _dependencies(path: Path) -> list[str] | None:
-    quiet = Problems()  # the problems of a file are reported when that file itself is loaded
+    quiet = Problems()  # a file's problems are reported when that file itself is loaded
     root = composer.load(path, quiet)
     return None if root is None else [name for name, _ in _dependency_names(root, quiet)]

@@ -1,4 +1,4 @@
-"""The clauses of a contract as `Invariant` records, and the names from outside that they may use.
+"""The clauses of a contract as `Invariant` records, and the outside names that they may use.
 
 A contract knows neither the checks nor the planted bugs. The caller that loads it passes their
 names as a `Vocabulary`.
@@ -22,17 +22,17 @@ from entrenar_py.shared.config.problems import Position, Problems
 from entrenar_py.shared.wording import listed
 
 _PAGE = "docs/contract-format.md"
-_NAMES_MAX = 5  # clauses, or mappings that are not clauses, named in one line
+_NAMES_MAX = 5  # clauses, or mappings that are not clauses, that one line names
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckTerms:
     """The properties of a check that clauses refer to.
 
-    A check decides the clause with the same `id` even if the clause doesn't name the check.
-    `decides` says in one line what it decides; `spoken_of` holds further words for that. It can
-    judge by each of `tolerance_kinds`. `takes_tolerance` is true if it allows the difference that a
-    clause states.
+    The check decides the clause with the same `id`, even if the clause doesn't name a check.
+    `decides` says in one line what the check decides; `spoken_of` has other words for that.
+    `tolerance_kinds` are the kinds of tolerance by which it can judge. `takes_tolerance` is true if
+    it allows the difference that a clause states.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Vocabulary:
 
 
 def check_names(record: Record, clause: Invariant, vocabulary: Vocabulary) -> None:
-    """Record an error for an unknown check or mutant, a warning for a tolerance without effect."""
+    """Record an error for an unknown check or mutant; warn about a tolerance without effect."""
     check = vocabulary.check_of(clause)
     if check is not None:
         _check_tolerance(record, clause, check)
@@ -84,10 +84,11 @@ def check_names(record: Record, clause: Invariant, vocabulary: Vocabulary) -> No
 def tell_unbound(
     clauses: Collection[Invariant], vocabulary: Vocabulary, start: Position, problems: Problems
 ) -> None:
-    """Report in one line the clauses without a check; report at `start` if there are no clauses.
+    """Report in one line the clauses without a check.
 
     The report is a warning if other clauses have a check. It is a note if none has, as in a
-    contract that was written for other tools.
+    contract that was written for other tools. If there are no clauses at all, report that at
+    `start`.
     """
     if not clauses:
         problems.note(start, f"no clause and no proof obligation: nothing is checked ({_PAGE})")
@@ -122,7 +123,7 @@ def _needs_kind(check: CheckTerms) -> bool:
     return check.takes_tolerance and len(check.tolerance_kinds) > 1
 
 
-# Severity words in contracts for other tools, and the severity that each stands for here.
+# Severity words in contracts for other tools -> the severity that each stands for here.
 SEVERITY_WORDS = {
     **dict.fromkeys(("CRITICAL", "ERROR", "HIGH"), "P0"),
     **dict.fromkeys(("WARNING", "MEDIUM"), "P1"),

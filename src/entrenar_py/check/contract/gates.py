@@ -1,8 +1,8 @@
 """A contract's gate: the clauses that must hold for a pass.
 
-A name in `checks` is searched among clauses, groups and tests, then in the descriptions of the
-clauses that the prose of `pass_criteria` names: by id, by severity, or all of them. A name without
-a match is unresolved, and the gate can't pass.
+A name in `checks` is searched among clauses, groups and tests, then in the descriptions of some
+clauses: those that the prose of `pass_criteria` names by id, by severity, or all of them. A name
+without a match is unresolved, and the gate can't pass.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Names:
         return [clause_id for name in (test.id, test.target) for clause_id in self.of_id(name)]
 
     def of_id(self, given: str) -> list[str]:
-        """Return the ids of the clauses with `given` as their own or their statement's id."""
+        """Return the ids of the clauses with `given` as their own id or as their statement's id."""
         return list(self._parts.get(given, ()))
 
     @property
     def ids(self) -> list[str]:
-        """The ids that criteria may name: of clauses, of bound statements and of tests."""
+        """The ids that `pass_criteria` may name: of clauses, of bound statements and of tests."""
         return [*self._parts, *self.tests]
 
     def resolve(self, name: str) -> list[str]:
@@ -83,9 +83,9 @@ class Described:
                 self._texts.setdefault(word, set()).add(clause.id)
 
     def resolve(self, name: str) -> list[str]:
-        """Return [id] if exactly one clause has all words of `name`, in its title or else its text.
+        """Return [id] if exactly one clause has all words of `name` in its title, or else its text.
 
-        Return [] if none or several have them.
+        Return [] if no clause or several have them.
         """
         words = _words(name)
         if not words or len(words) > _WORDS_MAX or not self._tries_left:
@@ -126,14 +126,14 @@ _KANI = re.compile(r"\bkani\b", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Demands:
-    """A gate's demands: the ids of clauses that must hold, and demands that no clause decides."""
+    """A gate's demands: `clauses` that must hold (ids), and demands that no clause decides."""
 
     clauses: tuple[str, ...] = ()
     unresolved: tuple[str, ...] = ()
 
 
 def read_criteria(text: str, names: Names) -> Demands:
-    """Return what `text` demands; ids without a clause and Kani harnesses are `unresolved`."""
+    """Return the demands of `text`. Ids without a clause, and Kani harnesses, are `unresolved`."""
     clause_ids, unresolved = _by_id(text, names)
     clause_ids |= dict.fromkeys(_by_severity(text, names))
     if _ALL_TESTS.search(text):
@@ -145,7 +145,7 @@ def read_criteria(text: str, names: Names) -> Demands:
 
 
 def _by_id(text: str, names: Names) -> tuple[dict[str, None], list[str]]:
-    """Return the ids of the clauses that `text` names, and the ids in it that name no clause."""
+    """Return the ids of clauses that `text` names, and the ids in `text` that name no clause."""
     prefixes = {_prefix(clause_id) for clause_id in names.ids} - {""}
     named_ids = list(islice(_ids(text, prefixes), _IDS_MAX + 1))
     unresolved = [f"more than {_IDS_MAX} ids"] if len(named_ids) > _IDS_MAX else []
@@ -159,7 +159,10 @@ def _by_id(text: str, names: Names) -> tuple[dict[str, None], list[str]]:
 
 
 def _by_severity(text: str, names: Names) -> Iterator[str]:
-    """Yield the ids of the clauses with a severity in `text`, or of all if it demands all."""
+    """Yield the ids of the clauses with a severity that is named in `text`.
+
+    If `text` demands all clauses, yield the ids of all.
+    """
     severities = {
         severity for match in _ALL_OF.findall(text) for severity in _SEVERITY.findall(match.upper())
     }
@@ -175,16 +178,16 @@ def _prefix(text: str) -> str:
 
 
 def _ids(text: str, prefixes: set[str]) -> Iterator[str]:
-    """Yield every id in `text` that has the prefix of a known id, and each id of a range.
+    """Yield every id in `text` with the prefix of a known id, and each id of a range.
 
-    A range that goes backwards is yielded as written, which matches no clause.
+    A range that goes backwards is yielded as written, and matches no clause.
     """
     for match in _IDS.finditer(text):
         prefix, first = match["prefix"], match["first"]
         if prefix not in prefixes:
             if (more := _NUMBERED.fullmatch(prefix)) and more[1] in prefixes:
-                yield match[0]  # F-DP-001-004 is not an id; it stays unresolved
-            continue  # an id of something else, such as an issue or a standard
+                yield match[0]  # F-DP-001-004 is no id; it stays unresolved
+            continue  # the id of something else, such as an issue or a standard
         last = match["last"] or match["to"] or first
         if int(last) < int(first):
             yield " ".join(match[0].split())
@@ -200,7 +203,7 @@ _OTHER_DEMAND = re.compile(r"(?:min|max|required)_\w+|\w+_threshold")
 
 
 def read(root: MapNode, problems: Problems) -> Gate | None:
-    """Return the gate as written. Warn and return None if there is none."""
+    """Return the gate as written. If there is none, record a warning and return None."""
     node = blocks.block(root, "qa_gate", problems)
     if node is None:
         message = "no qa_gate: say which clauses must hold for a pass"
@@ -226,7 +229,7 @@ def _worded(key: str, node: MapNode) -> str:
 
 
 def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> None:
-    """Report the gate's demands that no clause decides. With such a demand, the gate can't pass.
+    """Report the gate's demands that no clause decides, since the gate can't pass with them.
 
     A name in `checks` that looks misspelled is a warning at its place. All other demands share one
     note, because they may be sentences, or may be about something other than a trainer.
@@ -253,8 +256,8 @@ def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> No
 def demands(contract: Contract) -> Demands:
     """Return the demands of the contract's gate, which are empty if it has no gate.
 
-    They are its `checks`, its `required_tests` and the clauses that `pass_criteria` names. Without
-    any of these, the gate demands every clause that is P0 or critical.
+    They are the gate's `checks`, its `required_tests` and the clauses that `pass_criteria` names.
+    Without any of these, the gate demands every clause that is P0 or critical.
     """
     gate = contract.gate
     if gate is None:

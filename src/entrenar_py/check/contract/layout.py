@@ -1,7 +1,7 @@
-"""The keys of a contract, and the places at which its clauses stand.
+"""The keys of a contract, and the places in the file where its clauses may be.
 
-A clause is a mapping with an `id` that states something (`is_clause`), in a list at any depth of
-any block except the reserved ones. Other mappings with an id, such as steps of work, are data.
+A clause is a mapping with an `id` and a statement (`is_clause`), in a list at any depth of any
+block except the reserved ones. Other mappings with an id, such as steps of work, are plain data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from entrenar_py.shared.config.composer import ListNode, MapNode, Node, ScalarNode, plain
 
-# Top-level blocks that have a fixed meaning, and are not searched for clauses.
+# Top-level blocks with a fixed meaning, which are not searched for clauses.
 RESERVED = (
     *("metadata", "equations", "proof_obligations"),
     *("falsification_tests", "kani_harnesses", "qa_gate"),
@@ -21,7 +21,7 @@ METADATA_KEYS = (
     *("version", "created", "author", "description", "references", "depends_on", "registry"),
     "kind",
 )
-# Keys of a clause's statement; the first that is present is used.
+# Keys of a clause's statement. The first that is present is used.
 STATEMENT_KEYS = (
     *("invariant", "invariants", "postcondition", "postconditions"),
     *("statement", "property", "formal", "formula"),
@@ -47,10 +47,10 @@ GATE_KEYS = (
     *("pass_criteria", "falsification"),
 )
 
-# Keys that may stand at the top level of a contract without a metadata block.
+# Keys that may be at the top level of a contract without a metadata block.
 TOP_KEYS = (*METADATA_KEYS, "contract", "contract_id", "name")
 
-# Reserved blocks that are read into records and not kept as plain data.
+# Reserved blocks that are read into records, and so are not kept as plain data.
 _IN_RECORDS = ("metadata", "falsification_tests", "qa_gate")
 # Keys that only a clause has.
 _OF_CLAUSES = (
@@ -59,7 +59,7 @@ _OF_CLAUSES = (
     *("falsification", "falsifier", "verified_by"),
 )
 _SAID_OF_ALL = ("id", "name", "description", "reference", "precondition", "preconditions")
-# Each item of a list with one of these names is a clause.
+# Names of lists with only clauses as items.
 _STATING_BLOCKS = ("invariants", "obligations", "clauses", "requirements", "properties")
 _NOTHING = object()
 
@@ -68,8 +68,8 @@ def is_clause(item: MapNode, *, group: str) -> bool:
     """Return whether `item`, a mapping with an id in the list `group`, is a clause.
 
     It is a clause if it has a key that only clauses have, or if its list has a name for clauses
-    (`invariants`). An item without a `status` is also a clause if it has a `severity`, or only
-    an id and descriptive keys. All other items describe work, such as a step, a gap or a risk.
+    (`invariants`). An item without a `status` is also a clause if it has a `severity`, or only an
+    id and descriptive keys. All other items describe work, such as a step, a gap or a risk.
     """
     keys = item.fields.keys()
     if any(key in keys for key in _OF_CLAUSES) or group.rsplit(".", 1)[-1] in _STATING_BLOCKS:
@@ -94,7 +94,7 @@ def records_of_work(root: MapNode) -> Iterator[tuple[str, MapNode]]:
 
 
 def named_invariants(root: MapNode) -> Iterator[tuple[str, MapNode]]:
-    """Yield the (name, clause) pairs of a top-level `invariants` that maps names to clauses."""
+    """Yield (name, clause) for a top-level `invariants` that maps names to clauses."""
     block = root.fields.get("invariants")
     if isinstance(block, MapNode):
         for name, entry in block.fields.items():
@@ -139,7 +139,7 @@ def groups_in(clause: MapNode) -> set[str]:
 
 
 def strays(node: Node) -> Iterator[MapNode]:
-    """Yield each mapping without an id if another mapping in the same list has one."""
+    """Yield each mapping without an id, if another mapping in the same list has one."""
     if isinstance(node, MapNode):
         for child in node.fields.values():
             yield from strays(child)
@@ -153,7 +153,7 @@ def strays(node: Node) -> Iterator[MapNode]:
 
 
 def other_blocks(root: MapNode) -> dict[str, Any]:
-    """Return the blocks that no record holds, as plain data without their clauses."""
+    """Return the blocks that are not read into records, as plain data without their clauses."""
     rest = {
         name: plain(block) if name in RESERVED else _without_clauses(block, group=name)
         for name, block in root.fields.items()
@@ -163,7 +163,7 @@ def other_blocks(root: MapNode) -> dict[str, Any]:
 
 
 def _without_clauses(node: Node, *, group: str) -> Any:
-    """Return `plain(node)` without clauses; _NOTHING if only clauses were in it."""
+    """Return `plain(node)` without clauses. _NOTHING if it had only clauses."""
     if isinstance(node, MapNode):
         children = {
             key: _without_clauses(child, group=f"{group}.{key}")
@@ -184,7 +184,7 @@ def _is_listed_clause(item: Node, *, group: str) -> bool:
 
 
 def is_binding_registry(root: MapNode) -> bool:
-    """Return whether the file is a registry, which says which function implements an equation."""
+    """Return whether the file is a registry that says which functions implement which equations."""
     bindings = root.fields.get("bindings")
     if not isinstance(bindings, ListNode) or any(name in root.fields for name in RESERVED):
         return False

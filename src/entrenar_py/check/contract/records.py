@@ -1,6 +1,6 @@
-"""The records of a contract: one frozen dataclass for each kind of part, with its place.
+"""The records of a contract: a frozen dataclass for each kind of part, with its place.
 
-`extra` holds, as plain data, the keys of a part that no reader knows.
+In all of them, `extra` has the keys of the part that no reader knows, as plain data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from entrenar_py.shared.errors import UsageError
 
 SEVERITIES = ("P0", "P1", "P2")
 TOLERANCE_KINDS = ("bitwise", "exact", "absolute", "relative", "ulp", "steps", "bytes")
-# Kinds that allow no difference: `tolerance: bitwise` means tolerance 0 of kind bitwise.
+# Kinds that allow no difference: `tolerance: bitwise` means tolerance 0 of the kind bitwise.
 EQUALITY_KINDS = ("bitwise", "exact")
 
 
@@ -24,10 +24,10 @@ EQUALITY_KINDS = ("bitwise", "exact")
 class Binding:
     """The binding of one statement: the check that tests it, or the reason why none does.
 
-    - `kind`, `item`: the statement (`test`, `FALSIFY-RING-004`).
+    - `kind`, `item`: the kind and the id of the statement (`test`, `FALSIFY-RING-004`).
     - `position`: the place of the binding.
     - `untried`: the reason why nothing is compared, or "" if a check runs.
-    - `systems`: the systems that the statement is about, empty for all.
+    - `systems`: the systems that the statement is about; empty for all systems.
     - `departures`: a description of each value that differs from the contract's value
       (`severity P2 in place of P0`).
     """
@@ -47,10 +47,10 @@ class Invariant:
 
     - `group`: the dotted path of its list (`data_parallel.weight_consistency`).
     - `statement`: the `invariant` text, or else the postcondition or description.
-    - `check`: the check that decides it; None means the check with the clause's id.
-    - `scenarios`: raw mappings for `scenario.expand`; empty means the check's own scenarios.
+    - `check`: the name of the check that decides the clause; None means the check for its id.
+    - `scenarios`: mappings for `scenario.expand`; empty means the check's own scenarios.
     - `binding`: None if no file of bindings names the clause.
-    - `aliases`: further names that gates may use.
+    - `aliases`: other names that gates may use.
 
     A proof obligation that counts as a clause has the group `proof_obligations`, its property as
     `name`, and the obligation's id.
@@ -78,7 +78,7 @@ class Invariant:
 
     @property
     def item(self) -> str:
-        """The id of the statement from which this clause was made, whole or in part."""
+        """The id of the statement that this clause was made from, whole or in part."""
         return self.id if self.binding is None else self.binding.item
 
     @property
@@ -94,7 +94,7 @@ class Invariant:
 
 @dataclass(frozen=True, kw_only=True)
 class Equation:
-    """A named formula with its author's claims; `position` is the place of its name."""
+    """A named formula with its author's claims. `position` is the place of its name."""
 
     name: str
     formula: str
@@ -131,7 +131,7 @@ class Obligation:
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """A harness of the Kani model checker; `bound` is its unwind bound, as text."""
+    """A harness of the Kani model checker. `bound` is its unwind bound, as text."""
 
     id: str
     obligation: str
@@ -146,10 +146,10 @@ class Harness:
 
 @dataclass(frozen=True, kw_only=True)
 class FalsificationTest:
-    """A written attempt to falsify a clause; `rule` is the file's text on what it attacks.
+    """A written attempt to falsify a clause. `rule` says in the file what the test attacks.
 
     `target` is what `rule`, or else the key `obligation`, refers to: the id of a clause or
-    obligation, the name of an equation, or "" if neither refers to any.
+    obligation, or the name of an equation; "" if they refer to none.
     """
 
     id: str
@@ -165,7 +165,7 @@ class FalsificationTest:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The contract's own condition for a pass, as written; `gates.demands` resolves it to clauses.
+    """The contract's own condition for a pass, as written. `gates.demands` finds its clauses.
 
     `checks` and `required_tests` are names of clauses, groups or tests. `pass_criteria` is prose
     that may name clauses. `other_demands` are demands that no check measures (`min_coverage: 0.9`).
@@ -187,8 +187,8 @@ class Gate:
 class Contract:
     """A loaded contract.
 
-    - `invariants`: the clauses. They are the mappings with an id and a statement, or the proof
-      obligations if there are none, and the statements that a file of bindings makes clauses.
+    - `invariants`: the clauses: the mappings with an id and a statement (if there are none, the
+      proof obligations), and the statements that a file of bindings turns into clauses.
     - `blocks`: all other parts as plain data, including raw equations, obligations and harnesses.
     - `problems`: the warnings and notes on the file.
     - `digest`: BLAKE3 of the file's bytes, as 32 hex digits.
@@ -235,7 +235,10 @@ def ids_of(contract: Contract) -> dict[str, None]:
 def require_ids(
     wanted: Iterable[str], ids: Collection[str], where: str, *, field: str = ""
 ) -> None:
-    """Raise UsageError about `field` for the first of `wanted` that is not in `ids`."""
+    """Raise UsageError about `field` for the first id in `wanted` that is not in `ids`.
+
+    `where` says in the message what has the `ids`.
+    """
     for clause in wanted:
         if clause not in ids:
             message = f"id {clause!r} is not in {where}: it has {', '.join(ids)}"

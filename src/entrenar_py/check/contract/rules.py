@@ -1,8 +1,9 @@
 """The rules of validation: the published ones of the contract format, and a few of this project.
 
 `RULES` is the one table that validation, its reports and docs/contract-rules.md read. A rule takes
-the `Outline` of a contract, which has its parts in any layout of the format, and yields a `Breach`
-for every place that breaks it. Ids and demands are the published ones; messages are written here.
+the `Outline` of a contract, which is the same for all layouts of the format, and yields a `Breach`
+for every place that breaks the rule. Ids and demands are the published ones; messages are written
+here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KINDS = (
     *("pretraining-corpus", "training-precondition-gate", "corpus-assembly", "pattern", "schema"),
     *("beat-benchmark", "kaizen"),
 )
-# The kind of a contract that states clauses and names no kind: clauses are tested, not proved.
+# The kind of a contract that has clauses and names no kind. Clauses are tested, not proved.
 CLAUSES = "clauses"
 
 _BLOCKS = ("equations", "proof_obligations", "falsification_tests", "kani_harnesses")
@@ -40,7 +41,7 @@ _ALSO = {
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """An item of a list, or an equation; `path` is its dotted path (`falsification_tests.FT-1`)."""
+    """An item of a list, or an equation. `path` is its dotted path (`falsification_tests.FT-1`)."""
 
     path: str
     name: str
@@ -72,9 +73,9 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """A contract as the rules see it; `items` are grouped by the names of their blocks.
+    """A contract as the rules see it: its `items`, grouped by the names of their blocks.
 
-    The contract is judged as `kind`; `declared` is true if the contract itself names its kind.
+    The contract is judged as `kind`. `declared` is true if the contract itself names its kind.
     """
 
     root: MapNode
@@ -85,7 +86,7 @@ class Outline:
 
     @property
     def must_be_proved(self) -> bool:
-        """True if the rules for kernels apply, as they also do for an unknown kind."""
+        """True if the rules for kernels apply. They also apply to a contract of unknown kind."""
         return self.kind not in (*KINDS, CLAUSES) or self.kind in PROVED
 
     def at(self, block: str) -> Position:
@@ -146,7 +147,7 @@ def _items(root: MapNode, block: str) -> Iterator[Item]:
 
 @dataclass(frozen=True, kw_only=True)
 class Breach:
-    """A place that breaks a rule; `item` is its dotted path, `message` says what to do."""
+    """A place that breaks a rule. `item` is its dotted path; `message` says what to do."""
 
     at: Position
     item: str
@@ -162,7 +163,10 @@ def _filled(block: str, key: str, advice: str) -> Callable[[Outline], Iterator[B
 
 
 def _distinct(block: str, key: str, what: str) -> Callable[[Outline], Iterator[Breach]]:
-    """Return the rule that no two items of `block` share a `key`; messages call it `what`."""
+    """Return the rule that no two items of `block` share a `key`.
+
+    Messages call the items `what`.
+    """
 
     def find(contract: Outline) -> Iterator[Breach]:
         first: dict[str, Node] = {}
@@ -183,7 +187,7 @@ def _references(contract: Outline) -> Iterator[Breach]:
 
 
 def _version(contract: Outline) -> Iterator[Breach]:
-    top = contract.root.fields.get("version")  # some contracts have it next to the metadata
+    top = contract.root.fields.get("version")  # some contracts have it outside of the metadata
     if top is None or not is_filled(top):
         yield from _if_empty(contract.metadata, "version", 'give one, such as "1.0.0"')
 
@@ -270,14 +274,14 @@ def _known_kind(contract: Outline) -> Iterator[Breach]:
 
 
 class Level(StrEnum):
-    """The level of a rule's findings; only an error makes the contract invalid."""
+    """The level of a rule's findings. Only an error makes the contract invalid."""
 
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
 
 
-# Sources of the published ids and levels, by the first part of the id.
+# First part of a published id -> the source of its rule and level.
 _SOURCES = {
     "SCHEMA": "https://github.com/paiml/provable-contracts/blob/main/"
     "crates/provable-contracts/src/schema/validator.rs",
@@ -305,7 +309,7 @@ class Rule:
 
     @property
     def published(self) -> str:
-        """The address of the rule's source, "" for a rule of this project."""
+        """The address of the rule's source; "" for a rule of this project."""
         return _SOURCES.get(self.id.partition("-")[0], "")
 
 

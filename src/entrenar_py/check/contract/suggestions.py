@@ -1,7 +1,8 @@
 """Drafts of bindings for a contract: for each statement without a check, the most likely check.
 
-A draft is based on equal ids, or on words shared by a statement and a check. Each binding in it is
-marked as a guess. A file with such marks is refused until a person has read and removed them.
+A check is likely if its id equals the statement's, or if it shares words with the statement. Each
+binding in a draft is marked as a guess. A file with such marks is refused until a person has read
+and removed them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from entrenar_py.check.contract.blocks import OBLIGATIONS
 from entrenar_py.check.contract.clauses import CheckTerms
 from entrenar_py.check.contract.records import Contract
 
-# Minimum number of words that a statement and its check share. On 85 statements bound by hand, this
-# gave 22 right guesses and 5 wrong ones. Requiring only one shared hint gave 36 and 45.
+# The number of words that a statement and its check must share. On 85 statements bound by hand,
+# this gave 22 right guesses and 5 wrong ones. Requiring only one shared hint gave 36 and 45.
 SHARED_MIN = 3
 _ENDING = re.compile(
     r"(?<=.{4})(iness(es)?|ness(es)?|istic|ism|ations?|ings?|ers?|ies|ed|es|s|e|y)$"
@@ -30,7 +31,7 @@ _HEAD = """\
 # statement and the check's description, correct the binding, then remove the line. The keys are in
 # docs/bindings.md.
 """
-# Words too common to distinguish one statement from another.
+# Words that are too common to distinguish statements.
 _COMMON = {
     *("after", "again", "all", "and", "any", "are", "before", "bound", "each", "every", "first"),
     *("for", "from", "have", "into", "its", "more", "must", "never", "none", "not", "one", "only"),
@@ -86,8 +87,8 @@ def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, 
     """Return the check that `item` most likely needs, or None, and the reason for the choice.
 
     If no ids match, statement and check must share SHARED_MIN words, and at least one of them must
-    be a hint (a word of `CheckTerms.spoken_of`). Hints count twice. A wrong guess is worse than
-    none.
+    be a hint (a word of `CheckTerms.spoken_of`). Hints count twice. None is better than a wrong
+    guess.
     """
     number = item.id.upper().partition("-")[2]  # FALSIFY-DP-001 is F-DP-001
     for check in checks:
@@ -98,7 +99,7 @@ def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, 
         words(f"{check.name.replace('_', ' ')} {check.decides} {check.spoken_of}")
         for check in checks
     ]
-    # A word that fewer checks use weighs more.
+    # A word that fewer checks use has more weight.
     used = Counter(chain.from_iterable(of_checks))
     weights = {word: math.log2(1 + len(checks) / count) for word, count in used.items()}
     best, most, reason = None, 0.0, f"no check shares {SHARED_MIN} words with it"

@@ -1,6 +1,7 @@
-"""Validation: applies the rules to contracts, and says whether these are valid.
+"""Validation: applies the rules to contracts, and says whether the contracts are valid.
 
-It is separate from loading: the findings of a rule don't stop a run of checks. Nothing is executed.
+It is separate from loading, because a finding of a rule doesn't stop a run of checks. Nothing is
+executed.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from entrenar_py.check.contract.rules import (
 from entrenar_py.shared.config.problems import Position, Problem, Problems
 from entrenar_py.shared.errors import UsageError, did_you_mean
 
-# Level of a problem from the reader of contracts -> the rule under which it is reported.
+# Level of a problem from the reader of contracts -> the rule that reports it.
 _READER = {"error": UNREADABLE, "warning": OURS, "note": NOTE}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFinding:
-    """One breach of `rule`. `item` is a dotted path or "". A `suppressed` breach doesn't count."""
+    """A place that breaks `rule`.
+
+    `item` is a dotted path or "". If `suppressed`, it doesn't count.
+    """
 
     rule: Rule
     level: Level
@@ -45,7 +49,7 @@ class RuleFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A contract with its findings; `kind` is the kind it was judged as, "" if unreadable."""
+    """A contract with its findings. `kind` is the kind it was judged as, "" if it is unreadable."""
 
     path: Path
     contract: Contract | None
@@ -55,14 +59,14 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """The findings in all contracts. If it is `strict`, warnings count as errors."""
+    """The findings in all contracts. With `strict`, warnings count as errors."""
 
     contracts: tuple[Judged, ...]
     strict: bool
 
     @property
     def findings(self) -> tuple[RuleFinding, ...]:
-        """The findings in each contract, suppressed or not."""
+        """The findings in all contracts, suppressed or not."""
         return tuple(finding for judged in self.contracts for finding in judged.findings)
 
     @property
@@ -97,9 +101,10 @@ def validate(
 ) -> Validation:
     """Return the findings of the rules in `contracts`. Nothing is executed.
 
-    `contracts` maps each path to its files of bindings. A file that can't be read is also a
-    finding. Findings of the rules in `suppressed` don't count. If `strict`, every warning is an
-    error. `unrunnable` returns the reason why a clause can't be tested as written, or "".
+    `contracts` maps the path of each contract to its files of bindings. A file that can't be read
+    is also a finding. Findings of the rules in `suppressed` don't count. With `strict`, every
+    warning is an error. `unrunnable` returns the reason why a clause can't be tested as written, or
+    "".
     """
     judged = []
     for path, bind in contracts.items():
@@ -139,7 +144,7 @@ def _findings(
 
 
 def level_of(rule: Rule, *, strict: bool) -> Level:
-    """Return the level of the findings of `rule`."""
+    """Return the level of the findings of `rule`; with `strict`, an error in place of a warning."""
     return Level.ERROR if strict and rule.level is Level.WARNING else rule.level
 
 
@@ -148,7 +153,7 @@ def _of_reader(
 ) -> Iterator[tuple[Rule, Breach]]:
     """Yield the problems of the reader, except those that a rule reports on the same line.
 
-    An error is left out only if the rule's finding counts as an error, too.
+    An error of the reader is left out only if the rule's finding counts as an error, too.
     """
     reported = {(finding.rule.id, finding.at.line) for finding in by_rules}
     reported_as_error = {

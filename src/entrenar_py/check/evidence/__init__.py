@@ -4,15 +4,15 @@ A trace is a list of events in order of time. Judges read it by step and rank (`
 `ranks_by_step`), never by index: ranks join and leave, a resume undoes steps, and a rank that was
 killed lacks its last steps. Steps that a resume undid are left out everywhere (`Trace.standing`).
 
-What a trace does not hold is unknown, and never equal to anything. So functions return None for an
-unknown value, and an empty mapping only where nothing was recorded. Every tensor has a digest, and
-may also have values or a sketch. `vectors` and `elements` are None if any tensor has neither, since
-a comparison of the remaining tensors would look complete. Failed runs are counted as missing in one
-place (`usable`), with the reason of the failure.
+A fact that a trace does not record is unknown, and never equal to anything. So functions return
+None for an unknown value, and an empty mapping only where nothing was recorded. Every tensor has a
+digest, and may also have values or a sketch. `vectors` and `elements` are None if any tensor has
+neither, since a comparison of the remaining tensors would look complete. `usable` alone counts
+failed runs as missing, with the reason of the failure.
 
-The package has the functions that most judges need. Its modules compare tensors (`closeness`), add
-up gradients (`step_sums`), say what is missing (`missing`, `facts`) and define which runs are
-needed (`needs`). They import one another, but nothing from `causes`: reading evidence requires no
+This file has the functions that most judges need. The package's modules compare tensors
+(`closeness`), add up gradients (`step_sums`), say what is missing (`missing`, `facts`) and define
+which runs are needed (`needs`). They import nothing from `causes`: reading evidence requires no
 theory of what went wrong.
 """
 
@@ -51,7 +51,7 @@ Values = NDArray[Any]
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
-    """Return the traces of runs that did not fail. Count the failed ones as missing."""
+    """Return the traces of runs that did not fail. Count each failed run as missing in `tally`."""
     kept = []
     for trace in traces:
         if trace.end.status == "failed":
@@ -66,18 +66,18 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
 
 
 def usable_runs(runs: Traces, tally: Tally) -> Traces:
-    """Return `runs` without the failed ones, and count the failed ones as missing."""
+    """Return `runs` without the failed ones. Count each failed run as missing in `tally`."""
     usable(runs, tally)
     return runs.chosen(lambda trace: None if trace.end.status == "failed" else trace)
 
 
 def is_as_trained(trace: Trace) -> bool:
-    """Return whether the scenario has only faults that leave the training results unchanged."""
+    """Return whether all faults of the scenario leave the training results unchanged."""
     return all(fault.kind in SURVIVED for fault in trace.scenario.faults)
 
 
 def could_run(tally: Tally, trace: Trace) -> bool:
-    """Return whether a run started. If it did not, count the reason as missing."""
+    """Return whether the run of `trace` started. If not, count it as missing, with the reason."""
     if trace.end.status == "failed" and not trace.of(Start):
         tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
         return False
@@ -85,7 +85,7 @@ def could_run(tally: Tally, trace: Trace) -> bool:
 
 
 def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
-    """Return the run without faults that `trace` must equal.
+    """Return the run without faults that must have the same bits as `trace`.
 
     If there is none to compare with, count the reason as missing and return None.
     """
@@ -101,9 +101,9 @@ def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
 
 
 def started_alone(traces: Iterable[Trace]) -> str:
-    """Return the advice for a command that can only start one worker; "" for any other command.
+    """Return advice for a command that can only start one worker; "" for any other command.
 
-    Nothing distributed was tested in such runs.
+    With one worker, nothing distributed was tested.
     """
     if {(trace.traits.starts, trace.scenario.world_size) for trace in traces} != {("one", 1)}:
         return ""
@@ -114,7 +114,7 @@ def started_alone(traces: Iterable[Trace]) -> str:
 
 
 def place(trace: Trace, event: Event) -> dict[str, Any]:
-    """Return fields for a counterexample: scenario, shapes, and step, rank and shard of `event`."""
+    """Return the fields of a counterexample that locate `event`, with scenario and shapes."""
     known = {
         name: getattr(event, name) for name in ("step", "rank", "shard") if hasattr(event, name)
     }
@@ -122,7 +122,10 @@ def place(trace: Trace, event: Event) -> dict[str, Any]:
 
 
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
-    """Return step -> rank -> the last update in the step, without updates undone by a resume."""
+    """Return step -> rank -> its last update in the step.
+
+    Updates that a resume undid are left out.
+    """
     by_step: dict[int, dict[int, Update]] = defaultdict(dict)
     for update in trace.standing.of(Update):
         by_step[update.step][update.rank] = update
@@ -130,7 +133,7 @@ def updates(trace: Trace) -> dict[int, dict[int, Update]]:
 
 
 def shards(trace: Trace) -> dict[int, list[Shard]]:
-    """Return step -> shards, sorted by number, for completed steps that no resume undid."""
+    """Return step -> shards, sorted by number, of completed steps that no resume undid."""
     kept = trace.standing
     committed = {update.step for update in kept.of(Update)}
     by_step: dict[int, list[Shard]] = defaultdict(list)
@@ -147,10 +150,9 @@ def replaced(trace: Trace, kind: type[E], changes: Callable[[E], Mapping[str, An
 
 
 def with_losses(trace: Trace) -> Trace:
-    """Return `trace` with each missing loss of an update computed from the step's shards.
+    """Return `trace` with missing losses of updates computed from the shards of their steps.
 
-    If the scale of the losses is unknown (`Traits.losses` is "backward"), `trace` is returned as it
-    is.
+    If the scale of the losses is unknown (`Traits.losses` is "backward"), return `trace` unchanged.
     """
     if trace.traits.losses == "backward" or all(
         update.loss is not None for update in trace.of(Update)
@@ -185,14 +187,14 @@ def non_finite(tensors: Tensors) -> tuple[str, int | None] | None:
 
 
 def any_rank(by_rank: Mapping[int, Update]) -> Update:
-    """Return the update of the lowest rank."""
+    """Return the update of the lowest rank, for facts that are equal on all ranks."""
     return by_rank[min(by_rank)]
 
 
 def vectors(tensors: Tensors) -> dict[str, Values] | None:
-    """Return each tensor's flat elements or projection; None if any tensor has neither.
+    """Return each tensor's flat elements or projection; None if there are no tensors.
 
-    Also None if there are no tensors.
+    Also None if any tensor has neither values nor a sketch.
     """
     vector_of = {name: record.vector() for name, record in tensors.items()}
     known = {name: vector for name, vector in vector_of.items() if vector is not None}
@@ -200,9 +202,9 @@ def vectors(tensors: Tensors) -> dict[str, Values] | None:
 
 
 def elements(tensors: Tensors) -> dict[str, Values] | None:
-    """Return each tensor's flat elements, or those in its sketch; None if any tensor has neither.
+    """Return each tensor's flat elements, or those in its sketch; None if there are no tensors.
 
-    Also None if there are no tensors.
+    Also None if any tensor has neither values nor a sketch.
     """
     elements_of = {name: record.elements() for name, record in tensors.items()}
     known = {name: found for name, found in elements_of.items() if found is not None}
@@ -215,22 +217,25 @@ def digests(tensors: Tensors) -> dict[str, str]:
 
 
 def are_equal(one: Tensors, other: Tensors) -> bool:
-    """Return whether both have the same tensor names with the same bits."""
+    """Return whether `one` and `other` have the same tensor names with the same bits."""
     return digests(one) == digests(other)
 
 
 def first_difference(one: Tensors, other: Tensors) -> str | None:
-    """Return the first tensor that both sides hold with different bits; None if there is none."""
+    """Return the name of the first tensor that both have with different bits, or None."""
     return next((n for n in one if n in other and one[n].digest != other[n].digest), None)
 
 
 def differ(name: str, of_ranks: Iterable[Tensors]) -> bool:
-    """Return whether the recorded values of a tensor differ between ranks."""
+    """Return whether the values of tensor `name`, where recorded, differ between ranks."""
     return len({tensors[name].digest for tensors in of_ranks if name in tensors}) > 1
 
 
 def times(tensors: Tensors, factor: float) -> Tensors:
-    """Return the tensors multiplied by `factor`, without those that lack values and a sketch."""
+    """Return the tensors multiplied by `factor`.
+
+    Those with neither values nor a sketch are left out.
+    """
     return {name: scaled for name, t in tensors.items() if (scaled := _scaled(t, factor))}
 
 
@@ -244,7 +249,7 @@ def _scaled(record: TensorRecord, factor: float) -> TensorRecord | None:
 
 
 def has_values(tensors: Tensors) -> bool:
-    """Return whether the values or a sketch of at least one tensor were recorded."""
+    """Return whether at least one tensor was recorded with its values or a sketch."""
     return any(record.data is not None or record.sketch for record in tensors.values())
 
 
@@ -254,7 +259,7 @@ def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
 
 
 def unseen_gradients(trace: Trace) -> str:
-    """Return the reason why the norm of the gradient is unknown; "" if it is known.
+    """Return the reason why the norm of the whole gradient is unknown; "" if it is known.
 
     It is unknown if a parameter moves without a recorded gradient. The gradient of a DTensor is not
     recorded if it is one term of a sum over ranks, or if it is split differently from its
@@ -280,13 +285,13 @@ def unseen_gradients(trace: Trace) -> str:
 
 
 def passes_begun_late(trace: Trace) -> set[tuple[int, int]]:
-    """Return the (step, shard) pairs of a sharded model's passes that rightly lack a gradient.
+    """Return the (step, shard) pairs of passes over a sharded model that lack a gradient, rightly.
 
-    A script without the line `observe` is first followed in the middle of a pass, after each start
-    of a rank. The gradient of that pass is not recorded.
+    After each start of a rank, a script without the line `observe` is observed only from the middle
+    of its first pass on. The gradient of that pass is not recorded.
     """
     late: set[tuple[int, int]] = set()
-    begun = set[int]()  # ranks that have made their first pass
+    begun = set[int]()  # ranks that have made their first pass after a start
     for event in trace.events if trace.traits.shared else ():
         if isinstance(event, Start):
             begun.discard(event.rank)
@@ -301,7 +306,7 @@ def passes_begun_late(trace: Trace) -> set[tuple[int, int]]:
 
 
 class Stay(NamedTuple):
-    """A range of steps, `first <= step < end`, in which a rank was a member."""
+    """A range of steps, `first <= step < end`, in which a rank took part."""
 
     first: int
     end: float
@@ -310,8 +315,8 @@ class Stay(NamedTuple):
 def stays(trace: Trace) -> dict[int, list[Stay]]:
     """Return rank -> its stays. A stay lasts from a start until the rank leaves.
 
-    If the remaining ranks resume at an earlier step, a rank that had left is not a member in the
-    repeated steps: its stay ends at that step.
+    If the remaining ranks resume at an earlier step, a rank that had left doesn't take part in the
+    repeated steps: its stay ends at the earlier step.
     """
     stays_of: dict[int, list[Stay]] = {}
     for event in trace.standing.events:
@@ -333,7 +338,7 @@ def _cut(of_rank: Sequence[Stay], step: int) -> list[Stay]:
 
 
 def members(stays_of: Mapping[int, Sequence[Stay]], step: int) -> set[int]:
-    """Return the ranks that were members in `step`."""
+    """Return the ranks that took part in `step`."""
     return {
         rank
         for rank, of_rank in stays_of.items()
@@ -342,7 +347,7 @@ def members(stays_of: Mapping[int, Sequence[Stay]], step: int) -> set[int]:
 
 
 def ghosts(trace: Trace) -> list[Update]:
-    """Return the updates that ranks made after leaving and before coming back."""
+    """Return the updates that a rank recorded between leaving and coming back."""
     gone: dict[int, int] = {}
     updates = []
     for event in trace.standing.events:
@@ -364,7 +369,7 @@ def ghosts(trace: Trace) -> list[Update]:
 
 
 def skipped(trace: Trace) -> set[int]:
-    """Return the steps with finite values in which no rank changed its weights or optimizer state.
+    """Return the finite steps in which no rank changed its weights or optimizer state.
 
     The set is empty unless the workload is a user's own.
     """
@@ -385,7 +390,7 @@ def skipped(trace: Trace) -> set[int]:
                     digests(was) == digests(held) for was, held in zip(before, now, strict=True)
                 )
             )
-            rested[event.step, event.rank] = rests and event.finite  # a NaN stays a NaN in any step
+            rested[event.step, event.rank] = rests and event.finite  # no skip if NaN stays
             state_of[event.rank] = now
     ranks = {rank for _, rank in rested}
     steps = {step for step, _ in rested}
@@ -419,12 +424,12 @@ _LISTED = ("trainable", "frozen", "decayed")
 
 
 def event_renamed(event: Event, named: Mapping[str, str]) -> Event:
-    """Return `event` with the tensors named in `named` under their new names."""
+    """Return `event` with its tensors renamed; `named` maps old names to new ones."""
     if not isinstance(event, Start | Update | Shard | Synchronised):
         return event
 
     def of(key: str, place: int) -> str:
-        parts = [*key.partition("/")]  # parameter/key of a state, label/parameter of a copy
+        parts = [*key.partition("/")]  # parameter/key (optimizer), label/parameter (copy)
         parts[place] = named.get(parts[place], parts[place])
         return "".join(parts)
 
@@ -446,9 +451,9 @@ def derived_epochs(
 ) -> list[Event] | None:
     """Return `events` with epochs computed from the samples; None if they can't be computed.
 
-    An epoch is over when each sample of `population` was drawn once. If that is None, the
-    population is all samples that the run draws. A step that draws a sample again earlier could be
-    an error or the beginning of an epoch, so the result is None. The run must begin at step 0.
+    An epoch is over when each sample of `population` (None: of all samples in the run) was drawn
+    once. If a step draws a sample again before that, it could be an error or the beginning of an
+    epoch, so the result is None. The run must begin at step 0.
     """
     by_step: dict[int, list[Shard]] = defaultdict(list)
     for event in events:

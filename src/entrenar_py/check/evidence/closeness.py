@@ -1,16 +1,17 @@
 """Compare the tensors and learning rates of two runs, bit for bit or within a bound.
 
-Each tensor is compared in its own L2 norm. One bound for all tensors together would hide a small
-tensor behind a large one, and one for each element would report rounding noise. A tensor smaller
-than 1 / NOISE_SHARE of all tensors together is treated as if it had that size, since it may be only
-noise. A large tensor has a sketch instead of values: a projection on 32 directions. The distance of
-two projections is that of the tensors, up to a factor of known distribution (PROJECTED).
+The distance of two tensors is measured relative to their own L2 norm. One bound for all tensors
+together would hide a small tensor behind a large one, and one for each element would report
+rounding noise. A norm below 1 / NOISE_SHARE of the norm of all tensors together is raised to that
+value, since the tensor may be only noise. A large tensor has a sketch instead of values: a
+projection on 32 directions. The distance of two projections equals that of the tensors, up to a
+factor of known distribution (PROJECTED).
 
 Each comparison is counted. A difference is reported at its worst element, with both values. If one
-tensor follows from the other by a simple relation, the report says so in words (`factors`). Exact
-comparisons use digests, so they need no values. Results of a device are compared with a bound that
-was computed for them (wgpu-backend-v1). Learning rates are products of a few float64 numbers, and
-have their own bound.
+tensor is, for example, twice the other, the report says so in words (`factors`). Exact comparisons
+use digests, so they need no values. Results of a device are compared with a rounding bound that was
+computed for them (wgpu-backend-v1). Learning rates are products of a few float64 numbers, and have
+their own bound.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from entrenar_py.shared.trace import (
 )
 from entrenar_py.shared.verdict import Tally
 
-# A gradient's rounding error is proportional to its terms. In one tensor these may cancel almost
-# completely, so each tensor's norm is assumed to be at least 1 / NOISE_SHARE of the norm of all.
+# A gradient's rounding error is proportional to its terms. In one tensor the terms may cancel
+# almost completely, so each tensor's norm is taken as at least 1 / NOISE_SHARE of the norm of all.
 NOISE_SHARE = 32
 
 
 # For a projection P x (`trace.Sketch`), |P x|^2 / |x|^2 has a chi-square distribution with 32
-# degrees of freedom, divided by 32, or a narrower one. A distance is more than twice the true one
-# with a probability of 1e-13, and less than half with a probability of 1e-6. So distances of
-# projections may be larger than the bound by this factor.
+# degrees of freedom, divided by 32, or a narrower one. A projection's distance is more than twice
+# the true distance with a probability of 1e-13, and less than half of it with a probability of
+# 1e-6. So distances of projections may exceed the bound by this factor.
 PROJECTED = 2.0
 
 
 def norm_l2(tensors: Tensors) -> float | None:
-    """Return the L2 norm of all elements of all tensors.
+    """Return the L2 norm of all elements of all tensors together.
 
     None if there are no tensors, or if any has neither values nor a sketch.
     """
@@ -59,11 +60,11 @@ def norm_rounding(tensors: Tensors) -> float:
     """Return the largest relative error of a norm that was computed in float32.
 
     On CPUs torch adds up the squares of a tensor in eight sums, each rounded once per element. So
-    the norm of n elements is off by at most n / 2**28, relative. Unless most elements are equal, it
-    is too small, and a gradient that is clipped by it remains too long by the same fraction.
-    Measured errors are 0.02 % with 2**19 elements, 0.6 % with 2**24 (where a few large elements
-    hide the rest, as in the last layer of a language model), and 0.9 % with 2**26. The bound is
-    about twice the last value, and grows as n**1.5 above that size.
+    the relative error of the norm of n elements is at most n / 2**28. Unless most elements are
+    equal, the norm is too small, and a gradient that is clipped by it remains too long by the same
+    fraction. Measured errors are 0.02 % with 2**19 elements, 0.6 % with 2**24 (where a few large
+    elements hide the rest, as in the last layer of a language model), and 0.9 % with 2**26. The
+    returned bound is about twice the last value, and grows as n**1.5 above that size.
     """
     size = max((record.size or 0 for record in tensors.values()), default=0)
     return min(size / 2**28, 0.02 * math.pow(max(1.0, size / 2**26), 1.5))
@@ -84,14 +85,13 @@ def compare_close(
 ) -> bool:
     """Count one comparison per tensor: |got - expected| <= bound |expected| + floor, in L2 norms.
 
-    |expected| is the tensor's own norm, so that a small tensor can't hide behind a large one. It is
-    assumed to be at least 1 / NOISE_SHARE of the norm over all tensors, so that a tensor of
-    rounding noise does not fail. For tensors with sketches, the distance of the projections is
-    compared, and the bound is multiplied by PROJECTED. `cancelled` says by tensor how many times
-    larger its terms are than their sum, and the bound is multiplied by that, too. If a wrong tensor
-    is not a simple multiple of the right one, `explain` is called for the words that end the
-    message. Return False and count nothing if a tensor has neither values nor a sketch, or if only
-    one side has a sketch of it.
+    |expected| is the tensor's own norm, so that a small tensor can't hide behind a large one. It
+    counts as at least 1 / NOISE_SHARE of the norm over all tensors, so that a tensor of rounding
+    noise does not fail. For tensors with sketches, the distance of the projections is compared, and
+    the bound is multiplied by PROJECTED. `cancelled` maps tensor names to how many times larger the
+    terms are than their sum; the bound is multiplied by this factor, too. If a wrong tensor is not
+    a simple multiple of the right one, `explain()` ends the message. Return False and count nothing
+    if a tensor has neither values nor a sketch, or if only one side has a sketch of it.
     """
     gaps = distances(expected, got)
     if gaps is None:
@@ -126,10 +126,10 @@ def compare_close(
 
 
 class Gap(NamedTuple):
-    """The values or projections of two tensors, flat, and how far apart they are.
+    """The values or projections of two tensors, flat, and their distance.
 
-    `elements` has the absolute difference of each element and `distance` is its L2 norm. `size` is
-    the norm that the distance is compared with.
+    `elements` has the absolute difference of each element, and `distance` is its L2 norm. `size` is
+    the norm that the distance is relative to.
     """
 
     expected: Values
@@ -145,7 +145,7 @@ class Gap(NamedTuple):
 
 
 def distances(expected: Tensors, got: Tensors) -> dict[str, Gap] | None:
-    """Return by name how far apart tensors are, without empty ones and those of different sizes.
+    """Return name -> Gap. Empty tensors, and tensors that differ in size, are left out.
 
     Return None if a tensor has neither values nor a sketch, or if only one side has a sketch.
     """
@@ -166,7 +166,7 @@ def distances(expected: Tensors, got: Tensors) -> dict[str, Gap] | None:
             continue
         with np.errstate(invalid="ignore", over="ignore"):
             apart = np.abs(right[name].astype(np.float64) - value)
-            apart[right[name] == value] = 0.0  # equal infinities, as in an additive mask
+            apart[right[name] == value] = 0.0  # infinities that are equal, as in an additive mask
             distance = float(np.sqrt(np.square(apart).sum()))
         size = max(math.sqrt(squares[name]), scale / NOISE_SHARE)
         gaps[name] = Gap(value, right[name], apart, distance, size)
@@ -183,7 +183,7 @@ def _finite_square(record: TensorRecord) -> float:
 
 
 def furthest(expected: TensorRecord, got: TensorRecord, gap: Values) -> dict[str, Any]:
-    """Return the element with the largest `gap` and both values.
+    """Return the index of the element with the largest `gap`, and both values of that element.
 
     If values are unknown, return both norms.
     """
@@ -201,10 +201,11 @@ def furthest(expected: TensorRecord, got: TensorRecord, gap: Values) -> dict[str
 def compare_exact(
     tally: Tally, expected: Tensors, got: Tensors, message: str, *, words: str = "", **place: Any
 ) -> None:
-    """Compare bit for bit, with one comparison per tensor.
+    """Compare tensors bit for bit, with one comparison per tensor.
 
-    A tensor that only one side has is a difference. The message ends with `words`. If `words` is
-    empty, it ends with how one tensor follows from the other, provided that the relation is simple.
+    A tensor that only one side has counts as a difference. The message ends with `words`, or if
+    that is "", with a simple relation between the two tensors (twice as large, shifted), if there
+    is one.
     """
     for name in [*expected, *(name for name in got if name not in expected)]:
         left, right = expected.get(name), got.get(name)
@@ -230,9 +231,9 @@ def _relation(expected: TensorRecord, got: TensorRecord, scenario: Scenario | No
 def compare_updates(
     tally: Tally, model: Trace, trace: Trace, part: str, message: str, *, before: float = math.inf
 ) -> None:
-    """Compare `part` of each update before step `before`, bitwise, with `model`.
+    """Compare `part` of each update before step `before` with that of `model`, bit for bit.
 
-    The update of the lowest rank of `model` is used for all ranks.
+    In `model`, the update of the lowest rank stands for all ranks.
     """
     expected = evidence.updates(model)
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -250,16 +251,16 @@ def compare_updates(
 
 
 def compare_steps_made(tally: Tally, lost: Iterable[int], trace: Trace, words: str = "") -> None:
-    """Count one comparison, which fails if `lost` has steps, which the run did not complete."""
+    """Count one comparison, which fails if `lost` has steps: the run did not complete these."""
     steps = sorted(lost)
     message = f"{words}steps {steps[:5]} were never made"
     tally.check(not steps, message, step=min(steps, default=None), scenario=trace.scenario)
 
 
 def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
-    """Return the first element that differs, with both values.
+    """Return the index of the first element that differs, and both values, for a counterexample.
 
-    If values are unknown, return both digests. If sizes or dtypes differ, return these.
+    If values are unknown, return both digests; if sizes or dtypes differ, both sizes or dtypes.
     """
     left, right = expected.values(), got.values()
     if left is None or right is None:
@@ -270,7 +271,7 @@ def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
             "got": f"{right.size} elements of {right.dtype}",
         }
     bits = left.view(np.uint8) != right.view(np.uint8)
-    if not bits.any():  # either the values or the digest was edited
+    if not bits.any():  # equal values with different digests: one of them was edited
         return {"expected": expected.digest, "got": got.digest}
     element = int(bits.argmax()) // left.itemsize
     return {"element": element, "expected": str(left[element]), "got": str(right[element])}
@@ -280,10 +281,10 @@ def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
 
 
 def judge_explained(tally: Tally, item: Explained, trace: Trace) -> None:
-    """Count one comparison for the worst element, and one for all elements together.
+    """Compare a device's tensor with its rounding bound: its worst element, and its sum of errors.
 
-    Either is made only if it has a finite bound, and counted as missing otherwise: no error could
-    exceed an infinite bound. A note says how many elements have no bound.
+    These are two comparisons. One with an infinite bound, which no error could exceed, is counted
+    as missing. A note says how many elements have no bound.
     """
     what = f"{item.of}: {item.tensor}"
     place = {"tensor": item.tensor, **evidence.place(trace, item)}
@@ -317,10 +318,10 @@ Rates = dict[str | None, tuple[float, float]]
 
 
 def rates_of(model: Update, update: Update) -> Rates:
-    """Return the two rates of the first parameter group, by None, and of tensors, by name.
+    """Return parameter -> (rate in `model`, rate in `update`). None is the first parameter group.
 
     The named tensors are those in later groups. A tensor is left out if either optimizer has states
-    but none for it: then a different rank's optimizer updates the tensor.
+    but none for this tensor: then the optimizer of another rank updates it.
     """
     rates: Rates = {None: (model.learning_rate, update.learning_rate)}
     names = dict.fromkeys((*model.rates, *update.rates))
@@ -343,9 +344,9 @@ def first_unlike_rates(model: Update, update: Update) -> tuple[str | None, float
 
 
 def is_schedule_elsewhere(straight: Trace, resumed: Trace) -> bool:
-    """Return whether a schedule differs after a resume, while all rates are still the same.
+    """Return whether a resumed run has a wrong position in its schedule, but still the right rates.
 
-    A rate that was restored with the optimizer's state remains until the schedule's next step.
+    A rate that was restored with the optimizer's state stays until the schedule's next step.
     """
     expected, elsewhere = evidence.updates(straight), False
     for step, by_rank in evidence.ranks_by_step(resumed):
@@ -363,7 +364,9 @@ def is_schedule_elsewhere(straight: Trace, resumed: Trace) -> bool:
 def step_of_rate(
     name: str | None, rate: float, updates: Mapping[int, Mapping[int, Update]]
 ) -> int | None:
-    """Return the only step in which tensor `name` has this rate; None if there are none or several.
+    """Return the only step in which tensor `name` has this rate.
+
+    None if no step or several have it.
 
     If `name` is None, the rate is that of the first parameter group.
     """
@@ -384,9 +387,10 @@ def compare_rates(
     trace: Trace,
     message: str,
 ) -> None:
-    """Compare the rates of one step. The schedule needs no known closed form.
+    """Compare the learning rates of `update` with those of `model`, in one step.
 
-    `expected` has all updates of the run of `model`, and `trace` is the run of `update`.
+    The schedule needs no closed form. `expected` has all updates of the run of `model`, so that the
+    message can name the step with this rate; `trace` is the run of `update`.
     """
     for name, (due, got) in rates_of(model, update).items():
         right = math.isclose(due, got, rel_tol=RATE_BOUND)
@@ -413,7 +417,7 @@ def _relation_of_rates(
     expected: Mapping[int, Mapping[int, Update]],
     scenario: Scenario,
 ) -> str:
-    """Return in words which step has the wrong rate, or its factor; "" if neither is known."""
+    """Return a phrase about a wrong rate: the step that has it, or its factor; "" if unknown."""
     other = step_of_rate(name, got, expected)
     if other is not None and other != step:
         counts = {"worker": scenario.world_size, "micro-batch": scenario.accumulation}

@@ -18,14 +18,15 @@ from entrenar_py.shared.verdict import MEANING
 Vector = NDArray[Any]
 
 # Two float32 results of the same sum differ by less than EXACT, relative to their norm. Runs in 16
-# bits have larger bounds; beyond _LOOSEST, neighbouring factors can't be distinguished.
+# bits have larger bounds. Beyond _LOOSEST, neighbouring factors can't be distinguished.
 EXACT = 1e-5
 _LOOSEST = 1e-2
-_WHOLE_MAX = 16  # factors up to this (and 1 over them) are named even if nothing explains them
-_POWERS = range(5, 25)  # of two, beyond _WHOLE_MAX: loss scales
-_SHIFT_MAX = 16  # elements: the distance by which padding or alignment shifts a tensor
-_TELLING_MIN = 3  # elements: shorter vectors can be shifted, or multiples, by chance
-# What it means if a gradient is too large by this factor (_ADDED) or too small (_DIVIDED).
+_WHOLE_MAX = 16  # factors up to this (and 1 over them) are named, even without a known reason
+_POWERS = range(5, 25)  # exponents of factors beyond _WHOLE_MAX that are named: loss scales
+_SHIFT_MAX = 16  # elements: the largest shift, by padding or alignment, that is looked for
+_TELLING_MIN = 3  # elements: shorter vectors can be shifted versions or multiples by chance
+# Reason of a factor -> the likely cause if a gradient is too large (_ADDED) or too small (_DIVIDED)
+# by it.
 _ADDED = {
     "world_size": "gradients are added over the workers, not averaged",
     "accumulation": "the loss is not divided by the number of micro-batches",
@@ -48,9 +49,9 @@ def of(
 ) -> str:
     """Return how `got` follows from `expected`, such as `twice as large (world_size)`, or "".
 
-    Both are flat. If their sizes differ, if they have NaN or infinities, or if no simple relation
-    is known, the result is "". `bound` is the relative L2 distance that rounding explains. For
-    gradients, a possible cause of the factor is added.
+    Both vectors are flat. The result is "" if their sizes differ, if they have NaN or infinities,
+    or if they have no simple relation. `bound` is the relative L2 distance that rounding explains.
+    With `of_gradients`, a possible cause of the factor is added.
     """
     right, wrong = expected.astype(np.float64), got.astype(np.float64)
     if right.shape != wrong.shape or not (np.isfinite(right).all() and np.isfinite(wrong).all()):
@@ -81,8 +82,7 @@ def multiple(
 ) -> str:
     """Return which multiple of `expected` is `got`, such as `twice as large (world_size)`, or "".
 
-    The result is "" also if they are equal, except for their signs. `measure` takes the place of
-    the word "large".
+    The result is also "" if they are equal or opposite. `measure` replaces the word "large".
     """
     right = expected.astype(np.float64)
     bound = min(max(bound, EXACT), _LOOSEST)
@@ -101,9 +101,9 @@ def multiple(
 
 
 def ratio(expected: Vector, got: Vector, bound: float = EXACT) -> float | None:
-    """Return the number by which all elements of `expected` are multiplied to give `got`, or None.
+    """Return the factor c with got = c * expected within `bound`, or None if there is none.
 
-    `bound` is the allowed relative L2 distance.
+    `bound` is the largest L2 distance of the two sides, relative to the norm of `got`.
     """
     right, wrong = expected.astype(np.float64), got.astype(np.float64)
     square, norm = float(np.dot(right, right)), float(np.linalg.norm(wrong))
@@ -114,7 +114,7 @@ def ratio(expected: Vector, got: Vector, bound: float = EXACT) -> float | None:
 
 
 def named(factor: float, scenario: Scenario | None, bound: float = EXACT) -> tuple[str, str] | None:
-    """Return a simple factor and its reason as text (`1/4`, `1/accumulation`); None if not simple.
+    """Return a simple factor as text, and its reason (`1/4`, `1/accumulation`), else None.
 
     The reason is "" if the number is simple, but nothing in `scenario` explains it.
     """
@@ -125,7 +125,7 @@ def named(factor: float, scenario: Scenario | None, bound: float = EXACT) -> tup
 
 
 def _cause(factor: float, scenario: Scenario | None, bound: float) -> str:
-    """Return what it could mean that a gradient is `factor` times the right one; "" if unknown."""
+    """Return the likely cause if a gradient is `factor` times the right one; "" if unknown."""
     simple = named(factor, scenario, bound)
     if simple is None or "root" in simple[1]:
         return ""
@@ -136,7 +136,7 @@ def _cause(factor: float, scenario: Scenario | None, bound: float) -> str:
 
 
 def _of_order(right: Vector, wrong: Vector, bound: float) -> str:
-    """Return in words whether `wrong` has the elements of `right` in different places, or ""."""
+    """Return a phrase if `wrong` has `right`'s elements shifted or in another order, else ""."""
     if right.size < _TELLING_MIN or np.unique(right).size < _TELLING_MIN:
         return ""
     allowed = bound * float(np.linalg.norm(right))
@@ -152,7 +152,7 @@ def _of_order(right: Vector, wrong: Vector, bound: float) -> str:
 
 
 def _known(scenario: Scenario | None) -> Iterator[tuple[float, str, str]]:
-    """Yield the factors that have a name, each with its number as text and its reason."""
+    """Yield the simple factors: (number, the number as text, the reason in `scenario` or "")."""
     reasons: dict[int, str] = {}
     if scenario is not None:
         reasons = {scenario.batch_size: "batch_size"} if scenario.batch_size > 1 else {}
@@ -175,7 +175,7 @@ def _known(scenario: Scenario | None) -> Iterator[tuple[float, str, str]]:
 
 
 def _reasons(counts: Mapping[str, int]) -> dict[int, str]:
-    """Return the numbers above 1 that equal a count, or the product of all, with their names."""
+    """Return number -> reason, for each count above 1 and for the product of all counts."""
     reasons: dict[int, str] = {}
     for name, count in counts.items():
         if count > 1:

@@ -1,15 +1,15 @@
-"""Facts that judges need, in two vocabularies: the fields of a trace and the calls of a script.
+"""Facts that a judge may lack, each as the field of a trace and as the call of a script.
 
-The author of a trace is told which field to record. The owner of an observed script is told which
-call provides the fact. `missing.tally_for` chooses between them; apart from this, the reasons are
-the same.
+If a trace was written by hand, a reason tells its author which field to record. For an observed
+script, a reason tells its owner which call provides the fact. `missing.tally_for` chooses between
+the two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Advice to record a tensor with its values, not only its digest.
+# Words that ask for a tensor's values, not only its digest.
 WITH_VALUES = "with values, record_tensor(array, values=True)"
 _WHOLE = (
     "let all ranks come to the end, since a sharded tensor is known only if "
@@ -22,17 +22,17 @@ _BOTH_ENDS = "a rank that was ended, or that skipped the step, recorded nothing"
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A fact that a run may lack.
+    """A fact that a judge needs and a run may lack.
 
-    `record` names it as `entrenar_py.trace` does, so that it can follow the word "record". `call`
-    is an imperative that says what provides the fact in an observed script.
+    `record` names it by fields of `entrenar_py.trace`, as the object of the verb "record". `call`
+    is an imperative: what to do in an observed script.
     """
 
     record: str
     call: str
 
     def advice(self, *, observed: bool) -> str:
-        """Return what to do, in the script if it is `observed`, otherwise in the trace."""
+        """Return how to provide the fact: in an `observed` script, otherwise in the trace."""
         return self.call if observed else f"record {self.record}"
 
 
@@ -161,8 +161,7 @@ def of_step(step: int) -> Fact:
     return Fact(record=f"its Update of step {step}", call=_BOTH_ENDS)
 
 
-# --- facts of traces only, and of workers that step alone
-# -------------------------------------------
+# --- facts of traces only, and of workers that step alone -----------------------------------------
 COLLECTIVES_ALONE = Fact(
     record="Synchronised.collectives_alone",
     call="call obs.synchronised(optimizer, weights) on every rank, wherever workers were "
@@ -179,7 +178,7 @@ def only_in_traces(record: str) -> Fact:
 
 
 def of_state(holder: str, part: str) -> Fact:
-    """Return the fact that `part` of `holder` is recorded.
+    """Return the fact that an event of the type `holder` has `part`.
 
     `holder` is Start, Update or Saved, and `part` is `weights`, `optimizer` or `buffers`.
     """
@@ -187,10 +186,10 @@ def of_state(holder: str, part: str) -> Fact:
 
 
 def of_update(part: str) -> Fact:
-    """Return the fact that both of two runs recorded `part` of an update."""
+    """Return the fact that the updates of both runs have `part`."""
     return Fact(record=f"Update.{part} in both", call=_STATES)
 
 
 def values_of(fields: str) -> Fact:
-    """Return the fact that `fields` (`Update.gradient in both runs`, say) have recorded values."""
+    """Return the fact that `fields` (`Update.gradient in both runs`) were recorded with values."""
     return Fact(record=f"{fields} {WITH_VALUES}", call=_WHOLE)

@@ -1,13 +1,13 @@
 """Find facts that a trace lacks, and advise how to provide them. Nothing is judged here.
 
 A judge that can't decide says why, and which record or call would make a decision possible. A
-clause that compared nothing is never held, so each gap has to end in a reason. Ranks and steps that
+clause that compared nothing is never held, so each missing fact must lead to a reason. Ranks that
 lack the same fact share one reason (`Gaps`), and the same advice is given only once.
 
-`tally_for` chooses the vocabulary of the reasons. For a trace that somebody wrote, they name events
-and fields as `entrenar_py.trace` does (docs/traces.md lists them all). For an observed script, they
-name the calls of the observer. `facts` has both. An empty field may be unknown, or the trainer may
-have lost it, which is an error. `is_unknown` distinguishes these by what else the run recorded.
+`tally_for` chooses the vocabulary of the reasons. For a trace written by hand, they name events and
+fields as `entrenar_py.trace` does (docs/traces.md lists them all). For an observed script, they
+name the calls of the observer. `facts` has both. An empty field may mean that the state is unknown,
+or that the trainer lost it, which is an error. `is_unknown` decides by the run's other records.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from entrenar_py.shared.verdict import Tally
 
 
 def tally_for(invariant: Invariant, runs: Iterable[Trace]) -> Tally:
-    """Return an empty tally for `runs`; for an observed script, its reasons name calls."""
+    """Return an empty tally for `runs`. For an observed script, its reasons name calls."""
     return Tally(invariant.id, observed=any(run.scenario.system == OBSERVED for run in runs))
 
 
 def ask(tally: Tally, reason: str, fact: Fact) -> None:
-    """Count `reason` as missing, with the advice for `fact`, unless it was already given."""
+    """Count `reason` as missing, with the advice for `fact` unless that was already given."""
     advice = f": {fact.advice(observed=tally.observed)}"
     if not any(known.endswith(advice) for known in tally.missing):
         tally.miss(reason + advice)
@@ -49,14 +49,14 @@ def nearest(tally: Tally, runs: Traces, need: Need) -> str:
 
 
 def told(tally: Tally, *, trace: str, script: str) -> str:
-    """Return the text `trace` for a trace that somebody wrote, `script` for an observed script."""
+    """Return the text `trace` for a trace written by hand, and `script` for an observed script."""
     return script if tally.observed else trace
 
 
 def other_samples(*runs: Trace) -> str:
     """Return `draws different samples`, or `gives the model different rows` if ids are contents.
 
-    If samples are identified by their contents, a row with noise or padding is not a sample.
+    If a sample's id is a digest of its contents, noise or padding changes the id, too.
     """
     is_content = any(run.traits.sample_ids == "content" for run in runs)
     return "gives the model different rows" if is_content else "draws different samples"
@@ -69,7 +69,7 @@ class Gaps:
         self._found: dict[tuple[str, Fact], list[tuple[int, int]]] = {}
 
     def add(self, why: str, fact: Fact, *, rank: int, step: int) -> None:
-        """Add that `rank` lacks `fact` in `step` (-1: before the first); `why` is the predicate."""
+        """Add that `rank` lacks `fact` in `step` (-1: before the first); `why` says it in words."""
         self._found.setdefault((why, fact), []).append((step, rank))
 
     def tell(self, tally: Tally) -> None:
@@ -81,12 +81,12 @@ class Gaps:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return `rank 3` or `ranks 0, 1, 2`."""
+    """Return `rank 3` or `ranks 0, 1, 2` for these ranks."""
     return wording.named("rank", ranks)
 
 
 Recorded = Set[tuple[type[Event], int, str]]
-# Field of Shard -> what it holds, in words.
+# Field of Shard -> its contents, in words.
 _FIELDS = {"ids": "known samples", "draws": "known random draws", "gradient": "local gradients"}
 
 
@@ -105,9 +105,8 @@ def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bo
     """Return True if the empty `part` of `holder` was not recorded, False if the trainer lost it.
 
     Weights and gradients never count as lost. Optimizer state and buffers count as lost from an
-    update if the rank recorded them in a different update, from a start if the rank recorded them
-    in any event, and from a checkpoint if any rank recorded them. `known` is the result of
-    `recorded`.
+    update if the rank has them in another update, from a start if the rank has them in any event,
+    and from a checkpoint if any rank has them. `known` is the result of `recorded`.
     """
     if part in ("weights", "gradient"):
         return True
@@ -146,7 +145,7 @@ def _silent(trace: Trace) -> set[int]:
 
 def _unsharded(trace: Trace) -> set[int]:
     # For a rank that never records shards, steps with fewer samples than its updates count as
-    # unsharded, too.
+    # unknown, too.
     known, silent = evidence.shards(trace), _silent(trace)
     return {
         step
@@ -156,7 +155,7 @@ def _unsharded(trace: Trace) -> set[int]:
 
 
 def lacks_samples(shards: Sequence[Shard], by_rank: Mapping[int, Update]) -> bool:
-    """Return whether a step's shards count fewer samples (or tokens) than one of its updates."""
+    """Return whether a step's shards have fewer samples (or tokens) than one of its updates."""
     most = max(update.weight for update in by_rank.values())
     return sum(shard.weight for shard in shards) < most * (1 - 1e-9)
 
@@ -180,12 +179,12 @@ def _why(trace: Trace) -> str:
 
 
 def unknown_steps(trace: Trace) -> set[int]:
-    """Return the steps with unknown samples, as `require_ids` does, without counting them."""
+    """Return the steps with unknown samples, as `require_ids` does, but without counting them."""
     return _unsharded(trace) | _unnamed(trace)
 
 
 def _unnamed(trace: Trace) -> set[int]:
-    """Return the steps with a shard that has weight but no ids; all steps if no shard has ids."""
+    """Return the steps with a shard that has samples but no ids; all steps if no shard has ids."""
     never = not any(shard.ids for shard in trace.of(Shard))
     observed = trace.scenario.system == OBSERVED
     return {
@@ -198,7 +197,7 @@ def _unnamed(trace: Trace) -> set[int]:
 def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
     """Return whether a shard has samples without known ids.
 
-    In an observed script, a micro-batch without ids may reuse the samples of an earlier one of its
+    In an observed script, a micro-batch without ids may reuse the samples of another one of its
     rank.
     """
     if shard.ids or shard.made or not shard.weight > 0:
@@ -209,8 +208,8 @@ def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
 def require_updates(tally: Tally, *traces: Trace) -> bool:
     """Return whether every completed run recorded steps.
 
-    The first run without any is counted as missing, unless a reason is already known (such as that
-    all steps met a NaN).
+    The first run without steps is counted as missing, unless a reason is already known (such as
+    that all steps met a NaN).
     """
     for trace in traces:
         if trace.end.status == "completed" and not trace.of(Update):
@@ -221,9 +220,9 @@ def require_updates(tally: Tally, *traces: Trace) -> bool:
 
 
 def require_moves(tally: Tally, trace: Trace) -> None:
-    """Count a run as missing if no step moves a weight: all states are equal in such a run.
+    """Count a run as missing if no step changes a weight, since all its states are equal.
 
-    A rate that begins at zero, or skipped steps, don't matter if a later step moves a weight.
+    A rate that begins at zero, or skipped steps, don't matter if a later step changes a weight.
     """
     last: dict[int, Tensors] = {}
     for event in trace.events:
@@ -244,14 +243,14 @@ def require_moves(tally: Tally, trace: Trace) -> None:
 
 
 def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
-    """Return field -> empty value, for the fields of Shard that at most one of two runs fills in.
+    """Return field -> empty value, for the fields of Shard that are not recorded in both runs.
 
-    A field that only one run fills in, or a step with shards in only one run, counts as missing.
+    A field that only one run records, or a step with shards in only one run, counts as missing.
     """
     bare: dict[str, Any] = {}
     for name, unknown in (("ids", ()), ("draws", None), ("gradient", {})):
         if name == "draws" and not trace.scenario.dropout:
-            continue  # without dropout nothing is drawn, so None is correct
+            continue  # without dropout there are no draws, so None is right
         filled = [any(getattr(shard, name) for shard in run.of(Shard)) for run in (model, trace)]
         if not all(filled):
             bare[name] = unknown
@@ -272,7 +271,7 @@ def when(step: int) -> str:
 
 
 def probed(invariant: Invariant, what: str) -> str:
-    """Return `what`, followed by why no training trace decides the clause, and what to run."""
+    """Return `what`, then why no training trace decides the clause, and which system to run."""
     return (
         f"{what}: {invariant.id} is decided by a probe that the harness runs itself, not by a "
         f"trainer's trace; run entrenar-check with --only {invariant.id} and without --judge"

@@ -1,15 +1,15 @@
-"""The runs that a check needs for judging a run: their names (Need) and the runs (Runs).
+"""The other runs that a check compares a run with: their names (Need) and the runs (Runs).
 
 A judge does not search for runs, and does not know how they are made. It declares needs, and
 receives the runs that answer them. `check/harness/companions.py` answers a need by changing a
 scenario or by searching stored traces, `check/command/run_plan.py` by launching the user's command
 again. So the same judge handles all three cases, and a check that needs a new type of run adds a
-row here. A run with faults that only shows something about other runs is found by the `faults` of
-its row.
+row here.
 
-`Runs` is generic: it holds either planned scenarios or the traces of their runs (`chosen` maps from
-the first to the second). Witnesses are runs that are never judged. They show whether the
-presuppositions of a comparison hold, such as that two plain runs agree.
+`Runs` is generic: its runs are either planned scenarios or the traces of these scenarios (`chosen`
+maps the first to the second). Witnesses are runs that are never judged. They show whether the
+presuppositions of a comparison hold, such as that two plain runs agree. They are found by the
+`faults` of their row.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """A second run of the same training. `says` describes it.
+    """A kind of run of the same training that a judge compares with. `says` describes it.
 
     A run still answers the need if its scenario differs in the fields named by `free`. `knob` is
     the knob of a user's command that is turned in the run; "" if no knob is. `faults` are the kinds
-    of fault that a witness has. If `is_paired`, the witnesses are the same run without faults, and
-    one with them.
+    of fault that a witness has. If `is_paired`, two witnesses answer the need: a run without these
+    faults, and the same run with them.
     """
 
     name: str
@@ -97,9 +97,10 @@ _WITNESSES = (NUDGED, CONTROLLED, SHORTENED, REORDERED)
 def witnesses(
     planned: Mapping[T, tuple[Fault, ...]], without: Callable[[T], T | None]
 ) -> dict[Need, tuple[T, ...]]:
-    """Return by need the runs with faults that show whether other runs can be compared.
+    """Return need -> the witnesses that answer it, for needs that are recognised by their faults.
 
-    `planned` has the faults of all unstopped runs, and `without` returns the same run without them.
+    `planned` maps the runs without stops to their faults, and `without` returns the same run
+    without faults, or None.
     """
     by_need: dict[Need, tuple[T, ...]] = {}
     for need in _WITNESSES:
@@ -118,7 +119,7 @@ def turned(knob: str) -> Need:
 class Near(Generic[T]):
     """The run most similar to a missing one, and the scenario fields in which it differs.
 
-    `fields` maps a field to two values: the value in `run`, and the value that is needed.
+    `fields` maps each such field to two values: the value in `run`, and the needed value.
     """
 
     run: T
@@ -127,12 +128,12 @@ class Near(Generic[T]):
 
 @dataclass(frozen=True)
 class Runs(Generic[T]):
-    """The run to judge (`base`), and by need the runs that answer it.
+    """The run to judge (`base`), and the runs that answer each need.
 
-    `base` is None if there is no such run. `undropped` has the runs of the same training without
+    `base` is None if there is no such run. `undropped` has runs of the same training without
     dropout, for cases in which dropout masks make runs incomparable. `near` maps each need that no
-    run answers to the most similar run. `witnesses` are runs of a user's own trainer that show
-    whether the presuppositions of a comparison hold. They are not judged.
+    run answers to the most similar run. `witnesses` are runs of a user's own trainer that are not
+    judged, but show whether the presuppositions of a comparison hold.
     """
 
     base: T | None = None
@@ -146,7 +147,7 @@ class Runs(Generic[T]):
         return tuple(run for need in needs for run in self.beside.get(need, ()))
 
     def turned(self) -> Iterator[tuple[str, T]]:
-        """Yield each knob with each run in which it is turned."""
+        """Yield (knob, run) for each run in which a knob is turned."""
         for need, runs in self.beside.items():
             if need.knob:
                 yield from ((need.knob, run) for run in runs)
@@ -165,7 +166,7 @@ class Runs(Generic[T]):
         return [run for place, run in enumerate(runs) if not any(run is r for r in runs[:place])]
 
     def chosen(self, choose: Callable[[T], U | None]) -> Runs[U]:
-        """Return Runs with `choose(run)` for each run, without runs for which it is None."""
+        """Return Runs with `choose(run)` for each run. A run is left out if that is None."""
 
         def chosen(answers: Mapping[Need, tuple[T, ...]]) -> dict[Need, tuple[U, ...]]:
             mapped = {need: map(choose, runs) for need, runs in answers.items()}
@@ -193,5 +194,5 @@ class Runs(Generic[T]):
         return f"; the nearest other trace differs in {listed}" if listed else ""
 
 
-# The argument of a judge.
+# The argument `runs` of a judge.
 Traces = Runs[Trace]

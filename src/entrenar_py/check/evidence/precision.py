@@ -1,9 +1,11 @@
-"""Infer the precision in which a run computes from its tensors. Nothing is judged here.
+"""Infer the floating-point precision of a run's arithmetic from its tensors.
+
+Nothing is judged here.
 
 Under autocast, parameters and gradients are float32, but a gradient was computed in 16 bits and
 cast, so its last bits are zero. Sums of gradients don't show this any more. So the precision is
-read from the gradients of shards, and from the weights of updates, which may be stored in 16 bits
-themselves.
+read from the gradients of shards. It is also read from the weights of updates, which may themselves
+be stored in 16 bits.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from numpy.typing import NDArray
 
 from entrenar_py.shared.trace import Shard, TensorRecord, Tensors, Trace, Update
 
-FLOAT32 = 2.0**-24  # the largest relative error of one rounding
+FLOAT32 = 2.0**-24  # relative error of one rounding, at most
 # numpy has no bfloat16: traces keep it as float32.
 BFLOAT16 = 2.0**-8
 SIXTEEN = {"bfloat16": (BFLOAT16, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
-# A few numbers may be round by chance (2^-16 each). This many are not.
+# A few numbers may have zero last bits by chance (2^-16 each). This many do not.
 _NUMBERS_MIN = 8
-# A tensor this much smaller than the largest one may be a remainder of cancellation.
+# A tensor that is smaller than the largest one by this factor may be a remainder of cancellation.
 _NOISE = 2.0**-20
 
 
@@ -33,7 +35,7 @@ def unit(*traces: Trace) -> float:
 
 def _unit(trace: Trace) -> float:
     compressed = trace.traits.compressed
-    if compressed in SIXTEEN:  # compressed for the transfer between ranks
+    if compressed in SIXTEEN:  # gradients are compressed for the transfer between ranks
         return SIXTEEN[compressed][0]
     shards = trace.of(Shard)
     units = [unit_of(shard.gradient) for shard in shards[:1]]
@@ -59,7 +61,7 @@ def unit_of(tensors: Tensors) -> float:
 
 
 def unit_of_values(*tensors: NDArray[Any]) -> float:
-    """Return the largest relative error of one rounding in flat arrays of the same precision."""
+    """Return the largest relative error of one rounding, for flat arrays of one precision."""
     values = [tensor[np.isfinite(tensor)] for tensor in tensors]
     if all(tensor.dtype == np.float16 for tensor in values):
         return SIXTEEN["float16"][0]
@@ -79,7 +81,8 @@ def may_be_coarse(record: TensorRecord) -> bool:
 
 def _units(values: Iterable[NDArray[Any]]) -> Iterable[float]:
     bits = np.concatenate([array[array != 0].view(np.uint32) for array in values])
-    # Powers of two (ones, the zeros and halves of an initialisation) have few bits in any dtype.
+    # Powers of two (such as initial weights of 1 and 0.5) and zeros have few bits in any dtype, and
+    # prove nothing.
     telling = bits[(bits & 0x7FFFFF) != 0]
     if np.unique(telling).size < _NUMBERS_MIN:
         return

@@ -1,6 +1,7 @@
-"""Traces of workers that step alone and synchronise at the end of each round.
+"""Traces of local SGD: workers take steps alone, and synchronise at the end of each round.
 
-Such a trace promises `rounds`: its replicas agree after each Synchronised, not after each step.
+Such a trace has the promise `rounds`: its replicas agree after each Synchronised event, not after
+each step.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ OWN_STATE = (
     "each rank's optimizer has a state of its own, since ranks step alone, and "
     "weights are synchronised after rounds"
 )
-# The options of rounds that make local SGD the training of one worker, if the optimizer is SGD.
+# With these options and the optimizer SGD, local SGD is the same as training on one worker.
 AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
 
 
 def unlike_one_worker(traces: Sequence[Trace]) -> str:
-    """Return why a user's runs are not the training of one worker; "" if they are.
+    """Return why a user's runs differ from training on one worker by design; "" if they don't.
 
-    The reason is given only if every run on several workers is in rounds, and none has options that
-    make rounds equal to the training of one worker.
+    There is such a reason only if every run on several workers is in rounds, and none has options
+    that make rounds equal to the training of one worker.
     """
     several = [trace for trace in traces if trace.scenario.world_size > 1]
     if not several or not all(
@@ -58,7 +59,7 @@ def are_in(trace: Trace) -> bool:
 
 
 def nothing(tally: Tally) -> str:
-    """Return the reason why a clause about rounds compared nothing, if no run has rounds."""
+    """Return the reason why a clause about rounds compared nothing: no run has rounds."""
     return missing.told(
         tally,
         trace=NOTHING,
@@ -108,7 +109,7 @@ def says_rule(tally: Tally, trace: Trace) -> bool:
 
 
 def rule(scenario: Scenario) -> Outer:
-    """Return the outer step's schedule and rule, from the options of `scenario`."""
+    """Return the schedule and the rule of the outer step, from the options of `scenario`."""
     return Outer.of(scenario.options)
 
 
@@ -121,7 +122,7 @@ def synchronisations(trace: Trace) -> dict[int, dict[int, Synchronised]]:
 
 
 def joiners(trace: Trace) -> list[Start]:
-    """Return the Start of each worker that joined a run."""
+    """Return the Start events of workers that joined during the run."""
     return [event for event, joined in _starts(trace) if joined]
 
 
@@ -137,7 +138,7 @@ def _starts(trace: Trace) -> Iterator[tuple[Start, bool]]:
 
 
 def as_steps(trace: Trace) -> Trace:
-    """Return `trace` as if all workers took one step together at the end of each round.
+    """Return `trace` as if all workers took one common step at the end of each round.
 
     Each Synchronised becomes an Update, with the state of the outer optimizer.
     """
@@ -177,9 +178,9 @@ def _as_update(event: Synchronised, own: Update | None) -> Update:
 def usual_length(meetings: Sequence[Sequence[int]]) -> int | None:
     """Return the number of steps of a round; None if it is unknown.
 
-    `meetings` has the steps after which each rank synchronised. The last round may be shorter. If
-    all ranks have the same rounds, these must have one length. If ranks differ, the result is the
-    length of most rounds.
+    `meetings` has, for each rank, the steps after which it synchronised. The last round may be
+    shorter. If all ranks have the same rounds, these must all have one length. If ranks differ,
+    return the most common length.
     """
     if not meetings:
         return None

@@ -1,6 +1,7 @@
 """Names of the runs of a user's command, by how each differs from the plain run.
 
-The options of a scenario say which knob was turned (`Pair`). Its faults and stops say the rest.
+An option of a run's scenario says which knob was turned (`Pair`). Its faults and stops say the
+rest.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.wording import counted, named
 
-# The option that says which knob was turned. Earlier releases also wrote the key `model` in it,
+# The option that says which knob was turned. Earlier releases also wrote the key `model` into it,
 # which says how the usual run differs.
 OPTION = "pair"
-# The knobs with numbers as values, and the numbers that are allowed.
+# Knobs with a number as value -> the allowed numbers, in words.
 _NUMBERS = {"accumulation": "a whole number >= 1", "clip": "a number > 0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """Words in which findings name the reference run: `gradient is not <its>`, `<run> halted`."""
+    """The words for the reference run in findings: `gradient is not <its>`, `<run> halted`."""
 
     run: str = "the single-device run"
     its: str = "the single device's"
-    before: str = ""  # the beginning of each message
-    elsewhere: str = ": see F-DP-002"  # the clause that judges which samples are drawn
+    before: str = ""  # begins each message
+    elsewhere: str = ": see F-DP-002"  # refers to the clause that judges which samples are drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A knob that has `value` in one of two runs, and `usual` in the second one.
+    """A turned knob: it has `value` in one run and `usual` in the run that it is compared with.
 
-    Further knobs, given with their values, may be turned as well. They change nothing by
-    themselves. Raises UsageError if a value is not allowed for the knob.
+    Other knobs may be turned together with it, to fixed values; alone they change nothing. Raises
+    UsageError if a value is not allowed for the knob.
     """
 
     knob: str
@@ -55,7 +56,7 @@ class Pair:
 
     @property
     def words(self) -> Words:
-        """Return the words in which findings name the two runs."""
+        """Return the words in which findings name the reference run."""
         turned = {self.knob: self.value, **self.beside}
         values = ", ".join(f"{knob}={value}" for knob, value in turned.items())
         return Words(
@@ -69,17 +70,14 @@ class Pair:
 def with_turned(
     scenario: Scenario, *, knob: str, value: str, usual: str, beside: Iterable[tuple[str, str]] = ()
 ) -> Scenario:
-    """Return `scenario` with an option that says that `knob` has `value` in the run."""
+    """Return `scenario` with an option that says that `knob` has `value` instead of `usual`."""
     names = (field.name for field in fields(Pair))
     pair = dict(zip(names, (knob, value, usual, dict(beside)), strict=True))
     return scenario.with_(options={**scenario.options, OPTION: pair})
 
 
 def pair_of(scenario: Scenario) -> Pair | None:
-    """Return the knob that was turned for a run, with its values; None if no knob was turned.
-
-    Raises UsageError if the scenario, which may come from a file, has a malformed option.
-    """
+    """Return the knob that was turned for a run, with its values; None if no knob was turned."""
     record = scenario.options.get(OPTION)
     if record is None:
         return None
@@ -109,7 +107,7 @@ def _is_number(text: str, *, is_whole: bool) -> bool:
 # --- names in sentences ---------------------------------------------------------------------------
 
 
-# Type of a planted fault -> what was done to the run.
+# Kind of a planted fault -> words on what was done to the run.
 _DONE: Mapping[str, str] = {
     "non_finite_gradient": "with a NaN planted in a gradient",
     "leave": "with a worker killed",
@@ -133,7 +131,7 @@ def done(fault: Fault) -> str:
 
 
 def of(scenario: Scenario) -> str:
-    """Return the name of a run, with all its differences from the plain run."""
+    """Return the name of the run of `scenario`, with all its differences from the plain run."""
     parts = list[str]()
     turn = scenario.options.get(OPTION)
     if isinstance(turn, Mapping):
@@ -150,7 +148,7 @@ def of(scenario: Scenario) -> str:
 
 
 def run_name(trace: Trace) -> str:
-    """Return words such as `the run on 2 workers`, `the run with clip=0.01`."""
+    """Return the name of a trace's run: `the run on 2 workers`, `the run with clip=0.01`."""
     scenario = trace.scenario
     pair = pair_of(scenario)
     words = (

@@ -2,13 +2,13 @@
 
 In any correct trainer, the gradient that an optimizer applies is a sum over the step's
 micro-batches on all ranks, divided by one number. Here the sum is computed in float64, from the
-local gradients that were recorded with each micro-batch. The number is derived from the tensors
+local gradients that were recorded with each micro-batch. The number is estimated from the tensors
 themselves (`divisor`, a weighted median), since scripts divide by workers, samples, tokens or
-nothing. So a tensor that was added up differently from the rest stands out, whatever the script
+nothing. So a tensor that was added up differently from the others stands out, whatever the script
 divides by.
 
-A micro-batch counts for a tensor only if the applied gradient contains it (`Update.summed`): a
-script may clear gradients between two passes, train two networks in turn, or drop a batch because
+A micro-batch is added to a tensor's sum only if the applied gradient contains it (`Update.summed`):
+a script may clear gradients between two passes, train two networks in turn, or drop a batch because
 of its loss.
 """
 
@@ -45,7 +45,7 @@ def total(
     shards: Collection[Shard],
     vectors: Callable[[Tensors], Mapping[str, NDArray[Any]] | None] = evidence.vectors,
 ) -> dict[str, Vector] | None:
-    """Return the sum, in float64, of the shards' contributions to the applied gradient.
+    """Return tensor -> the sum, in float64, of what the shards contribute to the applied gradient.
 
     `vectors` returns what represents each tensor: all its elements, their projection, or a sample
     of them. The result is None if a shard with samples has no gradient, if values are unknown, or
@@ -66,10 +66,10 @@ def total(
 
 
 def cancelled(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[str, float]:
-    """Return by tensor the ratio of two numbers: sum of gradient norms, and norm of the sum.
+    """Return tensor -> (sum of the gradients' norms) / (norm of their sum).
 
-    It says how much larger the gradients of micro-batches are than their sum. The result is {} if
-    values are unknown.
+    The ratio says how much larger the gradients of micro-batches are than their sum. The result is
+    Return {} if values are unknown.
     """
     sums, norms = total(by_rank, shards) or {}, defaultdict[str, float](float)
     for shard in held(by_rank, shards):
@@ -80,7 +80,7 @@ def cancelled(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[
 
 
 def held(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
-    """Return the shards that were applied or may have been applied."""
+    """Return the shards that were applied, or may have been."""
     lost = dropped(by_rank, shards)
     return [
         shard
@@ -98,9 +98,9 @@ def _is_left_out(by_rank: Mapping[int, Update], shard: Shard) -> bool:
 
 
 def parts(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[list[Shard]]:
-    """Return groups of the shards that a step applied, such that no tensor belongs to two groups.
+    """Return the shards that a step applied in groups, such that no tensor is in two groups.
 
-    Two networks that are trained in turn have separate losses, which are never added.
+    For example, two networks that are trained in turn have separate losses, which are never added.
     """
     groups: list[tuple[set[str], list[Shard]]] = []
     for shard in held(by_rank, shards):
@@ -114,7 +114,7 @@ def parts(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[list
 
 
 def joined(vectors: Mapping[str, NDArray[Any]], names: Collection[str]) -> Vector:
-    """Return the tensors `names` as one vector, in alphabetical order."""
+    """Return the vectors called `names` as one vector, joined in alphabetical order."""
     return np.concatenate([np.asarray(vectors[name], np.float64) for name in sorted(names)])
 
 
@@ -130,10 +130,10 @@ def dropped(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Sh
 
 
 def dropped_otherwise(model: Trace, trace: Trace) -> int | None:
-    """Return the first step in which one of two runs drops passes that the second run applies.
+    """Return the first step in which one of two runs drops passes that the other run applies.
 
-    A script may skip a batch because of its loss, and the loss depends on the number of workers. If
-    a run drops passes in at least half of its steps, there is a different reason, and the result is
+    A script may skip a batch because of its loss, which depends on the number of workers. If a run
+    drops passes in at least half of its steps, the reason is a different one, and the result is
     None. It is also None if no step differs.
     """
     due, got = map(_num_dropped, (model, trace))
@@ -159,7 +159,7 @@ Vectors = Mapping[str, np.ndarray[Any, Any]]
 
 
 def off(sums: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[str]:
-    """Return the tensors with sums further than `allowed` from `divisor` times their mean."""
+    """Return the tensors with a sum further than `allowed` from `divisor` times the mean."""
     gaps = {
         name: np.square(sums[name] - divisor * value.astype(np.float64)).sum()
         for name, value in mean.items()
@@ -168,7 +168,10 @@ def off(sums: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[str
 
 
 def is_divided(sums: Vectors, mean: Vectors, bound: float) -> bool:
-    """Return whether all sums were divided by one number, within `bound` of the mean's norm."""
+    """Return whether all sums were divided by the same number to give the mean.
+
+    `bound` is the allowed distance, relative to the norm of all means together.
+    """
     if shapes(sums) != shapes(mean):
         return False
     number, size = divisor(sums, mean), float(np.linalg.norm(joined(mean, mean)))
@@ -180,9 +183,9 @@ def is_divided(sums: Vectors, mean: Vectors, bound: float) -> bool:
 def divisor(sums: Vectors, mean: Vectors) -> float | None:
     """Return the number by which the sums of most tensors were divided; None if unknown.
 
-    The divisor of a tensor is the projection of its sum on its mean. The result is the median,
-    weighted by the squared norms of the sums and without small tensors, so that a tensor with a
-    different divisor does not change it.
+    A tensor's divisor is the coefficient of its sum's projection on its mean. The result is the
+    median of the divisors, weighted by the squared norms of the sums. Small tensors are left out.
+    So a tensor with a different divisor does not change the result.
     """
     divisors = []
     sizes = {name: float(np.square(value).sum()) for name, value in sums.items()}
@@ -202,9 +205,9 @@ def divisor(sums: Vectors, mean: Vectors) -> float | None:
 
 
 def divisors(sums: Vectors, mean: Vectors, bound: float) -> list[float]:
-    """Return the numbers by which the sums of tensors were divided, within `bound`.
+    """Return the different numbers by which sums of tensors were divided, within `bound`.
 
-    The number of most tensors comes first. Tensors with fewer than three non-zero elements are
+    The divisor of most tensors comes first. Tensors with fewer than three non-zero elements are
     ignored.
     """
     counts: dict[float, int] = {}
@@ -218,7 +221,7 @@ def divisors(sums: Vectors, mean: Vectors, bound: float) -> list[float]:
 
 
 def ratio(expected: Tensors, got: Tensors, bound: float) -> float | None:
-    """Return the number by which all elements of `expected` are multiplied to give `got`.
+    """Return the factor c with got = c * expected within `bound`, over all tensors together.
 
     None if there is no such number, if values are unknown, or if names or shapes differ.
     """

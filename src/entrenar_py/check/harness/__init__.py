@@ -1,1 +1,1 @@
-"""The search for a falsification: plan, run, judge, explore, shrink, and judge stored traces."""
+"""The search for falsifications: plan, run, judge, explore, shrink, and judge stored traces."""

@@ -1,7 +1,7 @@
 """The runs that a check compares a run with: derived from a scenario, or chosen among traces.
 
-`of` derives the scenarios of the runs to launch. `among` infers from the scenarios of stored runs
-which of them answers which need.
+`of` derives the scenarios of runs that are still to be made. `among` infers from the scenarios of
+stored runs which run answers which need.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from entrenar_py.shared.systems import SYSTEMS, unplaced
 
 _WORKERS = (1, 2, 3, 4, 5, 8)
 _POWERS_OF_TWO = (1, 2, 4, 8)
-# Need -> the field of a scenario that makes the run killed or resumed; it is empty in the base.
+# Need -> the field that must not be empty in the scenario of its run; it is empty in the base.
 _DISTURBANCES: Mapping[Need, str] = {KILLED: "faults", RESUMED: "stops"}
 
 
 def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
     """Return the scenarios of all runs that a check with `needs` compares for `scenario`.
 
-    If `scenario` itself answers one of `needs`, by its faults, its stops or a turned knob, the base
-    is the same scenario without that change. Otherwise `scenario` is the base.
+    If `scenario` itself answers one of `needs` (by its faults, its stops or a turned knob), the
+    base is the same scenario without that change. Otherwise the base is `scenario`.
     """
     pair = run_names.pair_of(scenario)
     for need in needs:
@@ -71,17 +71,17 @@ def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
 
 
 def plain(scenario: Scenario, **changes: Any) -> Scenario:
-    """Return `scenario` without faults, stops and mutant, and with `changes`."""
+    """Return `scenario` with `changes`, and without faults, stops and mutant."""
     if changes.get("world_size", scenario.world_size) != scenario.world_size:
         scenario = scenario.with_(options=unplaced(scenario.options))
     return scenario.with_(**{"faults": (), "stops": (), "mutant": None, **changes})
 
 
 def _undropped(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario] | None:
-    """Return the same runs without dropout if their dropout masks would differ, else None.
+    """Return the runs without dropout, if dropout masks would make the usual ones incomparable.
 
-    Masks that each rank draws depend on the number of workers, and on the loss of a worker. Masks
-    from a trainer's own generators differ from those of any single device.
+    Masks that each rank draws depend on the number of workers, and on which workers were lost.
+    Masks from a trainer's own generators differ from those of any single device. Otherwise None.
     """
     system = SYSTEMS.get(scenario.system)
     if not scenario.dropout or system is None:
@@ -114,7 +114,10 @@ def _counts(scenario: Scenario) -> list[Scenario]:
 
 
 def _calm(scenario: Scenario) -> list[Scenario]:
-    """Return the same training without audits, and without faults that are survived or silent."""
+    """Return the same training without audits, and without faults that must not change its numbers.
+
+    These are the faults in SURVIVED and SILENT.
+    """
     kept = tuple(fault for fault in scenario.faults if fault.kind not in (*SURVIVED, *SILENT))
     options = {name: value for name, value in scenario.options.items() if name != "audit_share"}
     return [plain(scenario, faults=kept, options=options)]
@@ -137,7 +140,7 @@ def _twin(scenario: Scenario) -> list[Scenario]:
 
 
 def _finetuned(scenario: Scenario, system: str) -> Scenario:
-    """Return the same fine-tuning by one worker of `system`, without that system's own facts."""
+    """Return the same fine-tuning by one worker of `system`, without the option `facts`."""
     names = {*SYSTEMS[system].options} - {"facts"}
     single = {"system": system, "world_size": 1, "backends": ("cpu",)}
     return plain(scenario, **single, options=_kept(scenario, names))
@@ -162,9 +165,9 @@ _CHANGES: Mapping[Need, Callable[[Scenario], list[Scenario]]] = {
 
 K = TypeVar("K")
 
-# Field -> (the value in the run, the value that is needed).
+# Field -> (its value in the run, the value that is needed).
 Differences = Mapping[str, tuple[Any, Any]]
-# A run that differs from the needed run in more fields belongs to a different training run.
+# A run that differs from the needed run in more fields belongs to another training.
 _NEAR_MAX = 3
 # Fields that are observed in a run of a user's command. A turned knob may change any of them.
 _SHOWN = (
@@ -176,8 +179,8 @@ _SHOWN = (
 def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs[K]:
     """Return the run `own` and the runs that a check with `needs` compares it with.
 
-    Runs are named by their keys in `scenarios`. A run answers a need if its scenario is the one
-    that `of` derives; `detail` and the fields that the need leaves free may differ. If no run does,
+    Runs are named by their keys in `scenarios`. A run answers a need if `of` derives its scenario
+    from that of `own`; `detail` and the fields in the need's `free` may differ. If no run does,
     `near` holds the nearest run and the fields in which it differs.
     """
     subject = scenarios[own]
@@ -206,7 +209,7 @@ def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> R
         for need, needed in meant.beside.items()
     }
     base: tuple[K, ...] = (own,)
-    for need in meant.beside:  # the one need that `own` answers, if `own` is not the base
+    for need in meant.beside:  # if `own` is not the base, the need that it answers
         if meant.base is not None and meant.base != subject:
             base = runs_of(meant.base, need)
     keys = {scenario: key for key, scenario in scenarios.items()}
@@ -220,10 +223,10 @@ def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> R
 
 
 def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need, tuple[K, ...]]:
-    """Return by need the runs of a user's trainer that show whether others can be compared.
+    """Return need -> the runs of a user's trainer that show whether other runs can be compared.
 
-    ALONE is the run on one worker, even if it had a different batch, REPEATED are two runs that
-    should be equal, and the others are those of `needs.witnesses`.
+    ALONE is answered by the run on one worker, even with a different batch; REPEATED by two runs
+    that should be equal; other needs as in `needs.witnesses`.
     """
     others = {k: run for k, run in scenarios.items() if not faults.are_of_witnesses(run.faults)}
     undisturbed = plain(run_names.unturned(subject), repeat=0)
@@ -250,10 +253,10 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
 def _nearest(
     subject: Scenario, meant: Scenario, need: Need, others: Mapping[K, Scenario]
 ) -> tuple[K, Differences] | None:
-    """Return the run nearest to `meant`, and the fields that keep it from answering `need`.
+    """Return the key of the run nearest to `meant`, and how it differs from what `need` requires.
 
-    The run must equal `meant` in every field in which `subject` differs from `meant`. Fields that
-    `need` leaves free may differ, and a few others. Return None if no run qualifies.
+    The run must equal `meant` in every field in which `subject` differs from `meant`. The fields in
+    the need's `free` may differ, and at most _NEAR_MAX others. Return None if no run qualifies.
     """
     crucial = differences(subject, meant).keys()
     candidates = []
@@ -275,7 +278,7 @@ def free(need: Need) -> tuple[str, ...]:
 
 
 def differences(run: Scenario, needed: Scenario) -> Differences:
-    """Return the fields, except `detail`, in which two scenarios differ, with both values."""
+    """Return field -> (value in `run`, value in `needed`) where they differ, except `detail`."""
     right = needed.to_dict()
     return {
         name: (value, right[name])

@@ -1,4 +1,4 @@
-"""Counterexamples on disk: saved when found, tested first the next time, replayed on request."""
+"""Counterexamples on disk: saved when found, tried first the next time, replayed on request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TO_DO = "give a counterexample that entrenar-check saved"
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A scenario that once broke `invariant`, and the finding at that time."""
+    """A scenario that broke the clause `invariant`, and the finding at that time."""
 
     invariant: str
     scenario: Scenario
@@ -43,9 +43,9 @@ _SCHEMA = Schema(
 
 
 def save(saved: Saved, folder: Path = FOLDER) -> Path:
-    """Write `saved` to a file named after its clause and scenario; return the file's path.
+    """Write `saved` to a file in `folder`, named after its clause and scenario; return the path.
 
-    Raises OSError if that fails.
+    Raises OSError if the file can't be written.
     """
     record = {"schema": VERSION, **_SCHEMA.dump(saved)}
     record["digest"] = digest_of(record)
@@ -56,9 +56,9 @@ def save(saved: Saved, folder: Path = FOLDER) -> Path:
 
 
 def load(path: Path) -> Saved:
-    """Return what `save` wrote to `path`.
+    """Return the counterexample that `save` wrote to `path`.
 
-    Raises TraceError if the file can't be read, is something else, or was edited.
+    Raises TraceError if the file can't be read, has other contents, or was edited.
     """
     try:
         record = json_text.load(files.read(path, bytes_max=BYTES_MAX))
@@ -90,16 +90,19 @@ def known(invariant: str, own: Path = FOLDER) -> Iterator[tuple[Path, Saved]]:
     for folder in folders:
         for path in sorted(folder.glob(f"{_stem(invariant)}-*.json")):
             saved = load(path)
-            if saved.invariant == invariant:  # the pattern of F-1 also matches files of F-1-2
+            if saved.invariant == invariant:  # the pattern for F-1 also matches files of F-1-2
                 yield path, saved
 
 
 def _stem(invariant: str) -> str:
-    # An id may be any text that YAML allows.
+    # Quoted, since a clause id may be any text that YAML allows.
     return quote(invariant, safe="", errors="replace")
 
 
 def digest_of(record: Mapping[str, Any]) -> str:
-    """Return the digest that a file of `record` must state. It covers every other field."""
+    """Return the digest that a file with this `record` must have as `digest`.
+
+    It covers all other fields.
+    """
     record = {name: value for name, value in record.items() if name != "digest"}
     return str(blake3(json.dumps(record, sort_keys=True).encode()).hexdigest(16))

@@ -1,4 +1,4 @@
-"""Random scenarios around the planned ones, and a search through them with Hypothesis."""
+"""Random scenarios near the planned ones, drawn by Hypothesis until one breaks a clause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL_CONSTANTS = "hypothesis.internal.conjecture.providers._get_local_constant
 
 
 class _Over(Exception):
-    """Raised to end a search after `visit` has returned True."""
+    """Raised to end a search once `visit` returned True."""
 
 
 def search(
@@ -31,9 +31,9 @@ def search(
     fixed: Collection[str],
     visit: Callable[[Scenario], bool],
 ) -> None:
-    """Call `visit` with up to `num_examples` scenarios around `bases`, until it returns True.
+    """Call `visit` with up to `num_examples` scenarios near `bases`, until it returns True.
 
-    The same arguments give the same scenarios in the same order. Fields named in `fixed` keep the
+    Equal arguments give the same scenarios in the same order. Fields named in `fixed` keep the
     values that they have in the bases.
     """
     over = False
@@ -52,7 +52,7 @@ def search(
     def attempt(scenario: Scenario) -> None:
         nonlocal over
         over = over or visit(scenario)
-        if over:  # raised again when Hypothesis repeats the example that raised
+        if over:  # Hypothesis repeats the example that raised
             raise _Over
 
     with _whatever_is_imported(), contextlib.suppress(_Over):
@@ -60,11 +60,11 @@ def search(
 
 
 def _whatever_is_imported() -> Any:
-    """Keep Hypothesis from drawing constants from the modules that happen to be loaded.
+    """Keep Hypothesis from drawing constants out of the modules that happen to be loaded.
 
     Such constants would make the scenarios of a seed depend on the checks that ran before, and
-    would write files into the working folder. Hypothesis has no public switch for this. A version
-    of it without such constants is unaffected.
+    would write files into the working folder. Hypothesis has no public switch for this. Nothing is
+    done for versions of Hypothesis without such constants.
     """
 
     def none() -> Any:
@@ -79,7 +79,7 @@ def _whatever_is_imported() -> Any:
 def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = ()) -> Scenario:
     """Draw a scenario near one of `bases`, with new sizes, seed, optimizer, fault and stops.
 
-    Sizes are fitted to what the base's system accepts.
+    Sizes are rounded to what the system of the base accepts. Fields in `fixed` stay.
     """
     base = draw(st.sampled_from(list(bases)))
     workers = st.integers(min(2, base.world_size), 8)
@@ -123,9 +123,9 @@ def _stops(num_steps: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def _moved(draw: st.DrawFn, fault: Fault, sizes: Mapping[str, Any]) -> tuple[Fault, ...]:
-    """Draw `fault` with a new step, rank and shard within `sizes`, as far as it names them.
+    """Draw a copy of `fault` with a new step, rank and shard within `sizes`, where it has them.
 
-    A fault that names a shard loses its rank, because a different rank may own the new shard.
+    A fault that names a shard loses its rank, because another rank may own the new shard.
     """
     record = fault.to_dict()
     if "shard" in record:

@@ -1,4 +1,4 @@
-"""The search for a falsification of a contract's clauses: run, judge, explore, shrink, save."""
+"""The search for falsifications of a contract's clauses: run, judge, explore, shrink, save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from entrenar_py.shared.verdict import Finding, Verdict, inconclusive
 
 MAX_RUNS = 150
 
-# Field -> values to try, simplest first. Only values before the current one are tried.
+# Field -> values to try, simplest first. Only the values before the current one are tried.
 _SIMPLER: dict[str, tuple[Any, ...]] = {
     "workload": ("linear", "mlp"),
     "optimizer": ("sgd", "momentum"),
@@ -45,8 +45,8 @@ def shrink(
     """Yield ever simpler scenarios that are still FALSIFIED, with their findings; the last is best.
 
     The search is greedy and deterministic, and makes at most MAX_RUNS attempts. A caller may stop
-    after any scenario. Fields named in `fixed` keep their values. The last scenario also records
-    the tensors' values if it is still FALSIFIED with them, so that the counterexample names the
+    after any scenario. Fields named in `fixed` keep their values. If the last scenario is still
+    FALSIFIED when it records the tensors' values, it does so: the counterexample then names the
     element and both values.
     """
     tried = {scenario}
@@ -100,7 +100,10 @@ def _changes(scenario: Scenario) -> Iterator[dict[str, Any]]:
 
 
 def _earlier(part: Fault | int) -> Iterator[tuple[Fault | int]]:
-    """Yield `part` with its step, rank or shard halved, so that sizes can shrink afterwards."""
+    """Yield `part` with its step, rank or shard halved, so that sizes can shrink afterwards.
+
+    `part` is a fault, or the step of a stop.
+    """
     if isinstance(part, int):
         yield (part // 2,)
         return
@@ -110,7 +113,7 @@ def _earlier(part: Fault | int) -> Iterator[tuple[Fault | int]]:
             yield (replace(part, **{name: value // 2}),)
 
 
-# Exploring starts from runs that are short enough to be repeated many times.
+# Only runs that are short enough to be repeated many times are explored.
 EXPLORED_STEPS_MAX = 20
 
 
@@ -122,10 +125,10 @@ def falsify(
     on_judged: judgement.Listener = judgement.ignore,
     stop_early: bool = False,
 ) -> Iterator[Entry]:
-    """Yield an entry per task, in order; with `stop_early`, stop after the first falsified one.
+    """Yield an entry per task, in order; with `stop_early`, end after the first falsified one.
 
-    After an interrupt, yields the entry of the current task with the results so far, and an entry
-    for each later task that says that it was not begun. Then raises KeyboardInterrupt.
+    After an interrupt, yield the entry of the current task with the results so far, and for each
+    later task an entry that says that it was not begun. Then raise KeyboardInterrupt.
     """
     runs = Runner(plan.trace_folder, on_judged=on_judged)
     deadline = None if plan.timeout_s is None else time.monotonic() + plan.timeout_s
@@ -177,7 +180,7 @@ def replay(
 
 
 class _Attempt:
-    """The attempt to falsify one clause. Its fields hold the results so far at any time."""
+    """The attempt to falsify one clause. At any time, its fields have the results so far."""
 
     def __init__(
         self,
@@ -199,7 +202,7 @@ class _Attempt:
         self.notes = task.notes
 
     def run(self) -> None:
-        """Test the scenarios, explore around them, and shrink a scenario that broke the clause."""
+        """Try the scenarios, explore near them, and shrink a scenario that broke the clause."""
         check = self.task.check
         if check is None:
             return
@@ -210,7 +213,7 @@ class _Attempt:
             self._shrink(check, self.broken[0])
 
     def entry(self) -> Entry:
-        """Return the results so far, and save the counterexample if there is one."""
+        """Return the entry with the results so far. Save the counterexample if there is one."""
         finding, path = self._finding(), None
         if self.broken is not None:
             scenario, shrunk = self.broken

@@ -1,6 +1,6 @@
-"""Judgements: a check's decision on the traces that it compares, and how several are combined.
+"""Judgements: a check's decision on the traces that it compares, and their combination.
 
-The traces may be new or stored: nothing is run here.
+The traces may be new or stored. Nothing is run here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _ALONE = (
 )
 
 
-# Called with the traces of each judgement: the judged trace, then those it is compared with.
+# Called with the traces of each judgement: the judged trace first, then those that it is compared
+# with.
 Listener = Callable[[Sequence[Trace]], None]
-# (invariant id, pieces done, pieces planned or 0, current work)
+# Called with: clause id, pieces of work done, pieces planned (0: unknown), what is done now.
 Progress = Callable[[str, int, int, str], None]
 
 
@@ -42,7 +43,7 @@ def ignore(traces: Sequence[Trace]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """A finding, and whether something went wrong: a run failed or the check crashed."""
+    """A finding, and whether something went wrong: a run failed, or the check crashed."""
 
     finding: Finding
     failed: bool
@@ -52,7 +53,8 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
     """Return the check's judgement of `runs`.
 
     The judgement is inconclusive, with the reason, if the check crashes or does not apply to one of
-    the runs. It is also inconclusive if the clause would be held, but the planted bug took no part.
+    the runs. It is also inconclusive if the clause would be held but the planted bug was never
+    called.
     """
     process.check_interrupts()
     decide: Callable[[Invariant, Traces], Finding] | None = check.judge
@@ -74,7 +76,7 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
 
 
 def _idle_mutant(traces: Iterable[Trace]) -> str | None:
-    # A user's own trainer plants its bugs itself: its `mutant` is only a name.
+    # A user's own trainer plants its bugs itself: `mutant` is only a name there.
     ours = [one for one in traces if one.scenario.system in SYSTEMS]
     mutated = [one for one in ours if one.scenario.mutant is not None]
     if not mutated or any(one.of(Planted) for one in mutated):
@@ -83,7 +85,7 @@ def _idle_mutant(traces: Iterable[Trace]) -> str | None:
 
 
 def telling(explored: Sequence[Judgement]) -> list[Finding]:
-    """Return the findings without the inconclusive ones of runs in which nothing went wrong."""
+    """Return the findings without inconclusive ones of scenarios in which nothing went wrong."""
     return [
         judgement.finding
         for judgement in explored
@@ -92,7 +94,10 @@ def telling(explored: Sequence[Judgement]) -> list[Finding]:
 
 
 def combine(findings: Sequence[Finding]) -> Finding:
-    """Return one finding: the worst verdict, all comparisons, the first break, every note."""
+    """Return one finding for several: the worst verdict, its first counterexample, all notes.
+
+    The numbers of comparisons are added up.
+    """
     verdict = worst(finding.verdict for finding in findings)
     first = next(finding for finding in findings if finding.verdict is verdict)
     reasons = list(dict.fromkeys(f.reason for f in findings if f.verdict is verdict and f.reason))
@@ -109,11 +114,11 @@ _PATTERN = frozenset("*?[")
 
 
 def load_stored(paths: Sequence[Path]) -> dict[Path, Trace]:
-    """Return the traces in `paths`, by file. A path is a file, a folder of `*.jsonl`, or a pattern.
+    """Return path -> trace for `paths`; each is a file, a folder of `*.jsonl`, or a glob pattern.
 
-    The files of one run's ranks (`*.rank.jsonl`) form one trace, under the path of their folder.
-    Raises TraceError for a file that can't be trusted, and UsageError for a folder or a pattern
-    without traces.
+    The files of one run's ranks (`*.rank.jsonl`) are assembled to one trace, under the path of
+    their folder. Raises TraceError for a file that can't be trusted, and UsageError for a folder or
+    a pattern without traces.
     """
     from entrenar_py.check.rank_files import observed_run
     from entrenar_py.check.rank_files.rank_file import SUFFIX
@@ -128,7 +133,7 @@ def load_stored(paths: Sequence[Path]) -> dict[Path, Trace]:
 
 
 def _load(file: Path) -> Trace:
-    # Reading a trace does not validate options, because each system defines its own options.
+    # Reading a trace doesn't validate options, because each system defines its own.
     stored = trace.load(file)
     try:
         companions.of((TWIN,), stored.scenario)
@@ -138,7 +143,7 @@ def _load(file: Path) -> Trace:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files that `path` stands for: a file, a folder, or an unexpanded pattern."""
+    """Return the files that `path` stands for: a file, a folder, or a glob pattern."""
     if path.is_dir():
         files = sorted(path.glob("*.jsonl"))
         if not files:
@@ -154,7 +159,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
-    """Return the traces' merged environment. Values that differ between traces are listed."""
+    """Return the merged environments of the traces. Values that differ are listed."""
     environments = [trace.environment for trace in traces]
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for environment in environments for name in environment):
@@ -165,7 +170,7 @@ def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
 
 
 def places(traces: Iterable[Trace]) -> dict[str, Position]:
-    """Return the lines of the script from the first trace that has any, by purpose (`step`)."""
+    """Return purpose (such as `step`) -> line of the script, from the first trace with lines."""
     for one_trace in traces:
         called = sorted(one_trace.of(Called), key=lambda event: -event.rank)
         if called:
@@ -176,7 +181,7 @@ def places(traces: Iterable[Trace]) -> dict[str, Position]:
 def judge_stored(
     tasks: Sequence[Task], traces: Mapping[Path, Trace], *, on_judged: Listener = ignore
 ) -> Iterator[Entry]:
-    """Yield an entry per task from stored traces. Nothing is run.
+    """Yield an entry per task from stored traces, without running anything.
 
     Each trace is judged together with the stored traces that answer the check's needs for it. A
     trace is not judged if it is of a different kind of system than the clause's scenarios.
@@ -202,10 +207,11 @@ def judge_each(
     on_judged: Listener = ignore,
     form: str = "{files}: {reason}",
 ) -> Entry:
-    """Return the entry of `task`; `runs` maps the file of each judged trace to its compared runs.
+    """Return the entry of `task` from judging several traces.
 
-    In the entry, `num_scenarios` counts the traces judged. No scenario was explored. If there are
-    several traces, `form` joins a reason and its files.
+    `runs` maps the file of each judged trace to the runs that it is compared with. `form` is how a
+    reason and its files are joined if there are several traces. The entry's `num_scenarios` counts
+    the judged traces, and `num_explored` is 0.
     """
     started = time.monotonic()
     check = task.check
@@ -227,9 +233,11 @@ def judge_each(
 
 
 def _applying(task: Task, finding: Finding, traces: Sequence[Trace]) -> Finding:
-    """Return `finding`, or if it is inconclusive and the clause does not apply, a finding of that.
+    """Return `finding`, or a finding that says that the clause doesn't apply.
 
-    A run that failed by itself decides nothing here: the missing part may have what it lacks.
+    It does if `finding` is inconclusive for that reason. Only runs of a user's trainer can show
+    that a clause doesn't apply, and not if one of them failed without a planted fault: its missing
+    part may have what the clause is about.
     """
     if finding.verdict is not Verdict.INCONCLUSIVE or task.check is None or not traces:
         return finding
@@ -245,7 +253,10 @@ def _failed_by_itself(trace: Trace) -> bool:
 
 
 def _unseen(task: Task) -> Finding:
-    """Return the finding for a task without a matching trace; a probe's check makes it itself."""
+    """Return the finding for a task without a matching trace.
+
+    For a probe, it is the check's own finding on no runs.
+    """
     if task.check is None or task.check.explores:
         return task.untried()
     return task.check.judge(task.invariant, Runs())
@@ -253,7 +264,7 @@ def _unseen(task: Task) -> Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class _Judged:
-    """A check's judgement of the trace in the first of `files`; the others were compared with it.
+    """A check's judgement of the first of `files`; the other files were compared with it.
 
     `recorded` is true if the user wanted this trace judged: the clause lists its scenario, or it is
     from a user's own trainer. Other scenarios were drawn at random.
@@ -275,7 +286,7 @@ class _Judged:
 
     @property
     def place(self) -> str:
-        """The files as text, the judged file first."""
+        """The judged file, followed by the files that it was compared with, as text."""
         own, *others = map(str, self.files)
         return f"{own} (with {first_few(others, separator=', ')})" if others else own
 
@@ -295,7 +306,7 @@ def _deciding(judged: Sequence[_Judged]) -> list[_Judged]:
     """Return the judgements that decide the verdict, or all of them if none decides.
 
     An inconclusive judgement decides only if a run failed, or if it is `recorded` and not vacuous.
-    It is dropped if its trace is only the baseline of a judgement that is kept.
+    An inconclusive judgement is dropped if its trace takes part in another one that is returned.
     """
     decide = [
         candidate
@@ -315,7 +326,7 @@ def _deciding(judged: Sequence[_Judged]) -> list[_Judged]:
 
 
 def _located(judged: Sequence[_Judged], form: str) -> list[Finding]:
-    """Return the findings; each reason is joined with the files that have it, in the `form`."""
+    """Return the findings; `form` joins each reason with the files that have it."""
     places: dict[str, list[str]] = defaultdict(list)
     for candidate in judged:
         places[candidate.finding.reason].append(candidate.place)

@@ -1,4 +1,4 @@
-"""The plan: the scenarios that are tested for each clause, all validated before any run."""
+"""The plan: the scenarios that are tried for each clause, all validated before any run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ PARTS_MAX = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The options of the command line, apart from the contract.
+    """The options of a run of the harness, apart from the contract.
 
-    - `system`, `world_sizes`, `backends`: if None or empty, scenarios keep their own.
+    - `system`, `world_sizes`, `backends`: replace those of scenarios; None or empty: scenarios keep
+      their own.
     - `seed`: added to the seeds of the scenarios.
-    - `is_run`: false if stored traces or a command's runs are judged. The scenarios then only tell
-      which these are, and their workloads are not built.
-    - `timeout_s`: a limit for the whole run; clauses that it cuts short are inconclusive.
-    - `trace_folder`: the folder for the traces of all runs, None to keep none.
+    - `is_run`: false if stored traces or the runs of a command are judged. The scenarios then only
+      say which traces these are, and their workloads are not built.
+    - `timeout_s`: a limit for the whole call. Clauses that it cuts short are inconclusive.
+    - `trace_folder`: the folder for the traces of all runs, or None to keep none.
     - `saved_folder`: the folder for counterexamples.
 
     Raises UsageError for an unknown system or backend.
@@ -63,7 +64,7 @@ class Plan:
 class Task:
     """One clause and its scenarios: `known` ones that broke it before, and those `planned` for it.
 
-    `check` is None if no check covers the clause; then nothing is tested. `notes` say which
+    `check` is None if no check covers the clause; then nothing is tried. `notes` say which
     scenarios of the clause are left out or changed, and why.
     """
 
@@ -96,7 +97,10 @@ def select(
     exclude: Collection[str] = (),
     severities: Collection[str] = (),
 ) -> list[Invariant]:
-    """Return the clauses that pass all three filters. Raises UsageError for an unknown id."""
+    """Return the clauses that pass all three filters.
+
+    Raises UsageError for an unknown clause id.
+    """
     records.require_ids((*only, *exclude), records.ids_of(contract), contract.name)
     return [
         invariant
@@ -110,11 +114,11 @@ def select(
 def divide(
     invariants: Iterable[Invariant], plan: Plan
 ) -> tuple[tuple[Task, ...], tuple[NotApplying, ...]]:
-    """Return a task for each clause that applies to the plan's system, and the clauses that don't.
+    """Return a Task for each clause that applies to the plan's system, and the other clauses.
 
     A clause doesn't apply in three cases. The system may lack what its check presupposes (that
-    workers step together, or equal bits for any number of workers). The clause may be bound to
-    other systems. Or each of its scenarios has a fault that the system can't inject. Raises
+    workers step together, or equal bits for any number of workers). The clause's binding may name
+    other systems only. Or each of its scenarios has a fault that the system can't inject. Raises
     UsageError, naming the place, if a scenario can't be run.
     """
     outcomes = [_task(invariant, plan) for invariant in invariants]
@@ -130,7 +134,7 @@ def applies(check: Check, system: str | None) -> bool:
 
 
 def _lacking(check: Check, system: str | None) -> str:
-    """Return which precondition of `check` the `system` does not promise, or ""."""
+    """Return, as a reason, the precondition of `check` that `system` does not promise, or ""."""
     known = SYSTEMS.get(system or "")
     if known is not None and check.in_step and not known.in_step:
         return f"it compares steps that all workers take together, and {system} takes none"
@@ -163,7 +167,7 @@ def is_trainer(system: str) -> bool:
 def require_known(scenario: Scenario, where: str, *, is_run: bool = True) -> None:
     """Raise UsageError if the scenario is too large or impossible, or if its mutant is unknown.
 
-    The workload is built only if the scenario `is_run`.
+    The scenario's workload is built only if `is_run`.
     """
     for name, largest in SIZES_MAX.items():
         if getattr(scenario, name) > largest:
@@ -184,16 +188,16 @@ def require_known(scenario: Scenario, where: str, *, is_run: bool = True) -> Non
         raise UsageError(f"{where}: mutant={scenario.mutant!r}: allowed are {known}")
 
 
-# Minimum number of samples in the data set of each workload.
+# Workload -> the number of samples in its data set, at least.
 _SAMPLES_MIN = {"linear": SIZES_MAX["num_samples"], "mlp": 1797, "decoder": 1000}
 _SAMPLES_MIN |= {"decoder_full": 1000, "vectors": SIZES_MAX["num_samples"]}
 
 
 def _surely_fits(scenario: Scenario) -> bool:
-    """Return whether a workload has all that a scenario names, as far as is known without torch.
+    """Return whether a workload surely has all samples and tensors that a scenario names.
 
-    The workload itself would be exact, but building it takes seconds, and a contract can be
-    validated where torch is not installed.
+    This is decided without torch, and may be False for a possible scenario. Building the workload
+    would be exact, but takes seconds, and a contract can be validated where torch is not installed.
     """
     width, sizes = scenario.width, {}
     if scenario.workload == "mlp":
@@ -289,9 +293,9 @@ def _why(unfit: Iterable[Scenario], plan: Plan) -> str:
 
 
 def _own(invariant: Invariant, check: Check, *, is_run: bool) -> list[Scenario]:
-    """Return the clause's own scenarios, or else its check's scenarios.
+    """Return the clause's own scenarios, or else those of its check.
 
-    Raises UsageError if one of the clause's own can't be run.
+    Raises UsageError if one of the clause's own scenarios can't be run.
     """
     where = _place(invariant)
     try:
@@ -308,7 +312,10 @@ def _place(invariant: Invariant) -> str:
 
 
 def _adapted(scenario: Scenario, plan: Plan) -> Iterator[Scenario]:
-    """Yield the scenario as changed by the command line. If the change is impossible, runs fail."""
+    """Yield the scenario as changed by the plan's options.
+
+    If the change is impossible, runs fail.
+    """
     scenario = scenario.with_(seed=scenario.seed + plan.seed)
     if scenario.system not in TRAINERS:
         yield scenario

@@ -1,10 +1,10 @@
-"""A runner: runs each scenario once, stops stalled runs, keeps traces on request, and judges them.
+"""Runs of scenarios: each is made once, stopped if it stalls, kept on request, and judged.
 
 A run takes place in this process, because loading torch in a new process takes as long as hundreds
 of small runs. A stalled run is interrupted by an exception, but never while a module is being
-loaded, since that would leave half a module. Even so, the state that the exception leaves is
-unknown: a lock may be held, a table half filled. So this process makes no further runs. Later runs
-take place in a child process, which is killed and replaced if it stalls again.
+loaded, since that would leave half a module. Even so, the exception leaves this process in an
+unknown state: a lock may be held, a table half filled. So this process makes no more runs. Later
+runs take place in a child process, which is killed and replaced if it stalls, too.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import json_text
 from entrenar_py.shared.verdict import Finding
 
-_LOADER = "<frozen importlib._bootstrap>"  # the file of the frames that load modules
+_LOADER = "<frozen importlib._bootstrap>"  # the file name of frames that load modules
 _distrusted = threading.Event()
 
 
 def run_patiently(scenario: Scenario, *, patience_s: float) -> trace.Trace:
-    """Return the trace of `scenario`; it is failed if the run made no progress for `patience_s`.
+    """Return the trace of `scenario`. It is failed if the run made no progress for `patience_s`.
 
     Only the main thread receives signals. In other threads, and on systems without SIGALRM, a run
     is never stopped.
@@ -61,7 +61,9 @@ def _stalled(seconds: float) -> SystemFailure:
 
 @contextmanager
 def _interrupted(seconds: float) -> Iterator[None]:
-    """Interrupt a run that stalls in the body. `systems.run` turns that into a failed trace.
+    """Interrupt a run in the body if it stalls for `seconds`.
+
+    `systems.run` then returns a failed trace.
 
     A callback of the garbage collector may swallow the exception, so it is raised again later.
     """
@@ -74,17 +76,17 @@ def _interrupted(seconds: float) -> Iterator[None]:
 
     def look(number: int, frame: FrameType | None) -> None:
         nonlocal waiting
-        # A signal that arrives just before the timer is stopped is handled afterwards. It must not
+        # A signal that arrives just before the timer is stopped is handled after that. It must not
         # start the timer again, since the next signal would end this process.
         if is_over:
             return
         try:
-            if waiting is None:  # created late, since it scans all processes and most runs are over
+            if waiting is None:  # created late, since it scans all processes
                 waiting = Patience(seconds, sign=patience.of_this_process)
             elif waiting.look() and not _is_loading(frame):
                 _distrusted.set()
                 raise _stalled(seconds)
-        finally:  # at the end: a signal within the handler would call the handler again
+        finally:  # last, since a signal within the handler would call the handler again
             signal.setitimer(signal.ITIMER_REAL, interval_s)
 
     before = signal.signal(signal.SIGALRM, look)
@@ -106,7 +108,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 class Elsewhere:
-    """A process that makes one run after another. It is replaced if it stalls or dies."""
+    """A child process that makes one run after another. It is replaced if it stalls or dies."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -115,7 +117,7 @@ class Elsewhere:
         self._marks = RawValue(c_uint64, 0)
 
     def run(self, scenario: Scenario, *, patience_s: float) -> trace.Trace:
-        """Return the trace of `scenario`; it is failed if the process stalls or dies."""
+        """Return the trace of `scenario`. It is failed if the child process stalls or dies."""
         try:
             pipe = self._ready()
             with tempfile.TemporaryDirectory() as folder:
@@ -133,12 +135,12 @@ class Elsewhere:
             return systems.failed(scenario, "SystemFailure: the process of the run died")
         except BaseException as error:
             self.end()
-            if not isinstance(error, SystemFailure):  # such as Ctrl-C
+            if not isinstance(error, SystemFailure):  # such as KeyboardInterrupt
                 raise
             return systems.failed(scenario, f"SystemFailure: {error}")
 
     def end(self) -> None:
-        """End the process if there is one."""
+        """End the child process, if there is one."""
         if self._process is not None:
             self._pipe.close()
             self._process.kill()
@@ -162,8 +164,11 @@ def _elsewhere() -> Elsewhere:
 
 
 def _serve(pipe: Connection, marks: Any) -> None:
-    """Make the runs that are requested over `pipe`, until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it handles interrupts
+    """Make the runs that are requested over `pipe`, until it is closed.
+
+    This is the child's main loop.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     patience.share(marks)
     while True:
         try:
@@ -174,14 +179,17 @@ def _serve(pipe: Connection, marks: Any) -> None:
         pipe.send_bytes(b"saved")
 
 
-# Longer than the patience of systems that start processes: these end their own processes without
-# harm to this one.
+# Longer than the patience of systems that start processes, since these end their own processes
+# without harm to this one.
 RUN_PATIENCE_S = 180.0
 REMEMBERED = 400  # traces; a baseline is needed again soon or never
 
 
 class Runner:
-    """Runs scenarios and remembers their traces; saves each trace in `trace_folder` if given."""
+    """Runs scenarios and remembers their traces.
+
+    Saves each trace in `trace_folder` unless it is None.
+    """
 
     def __init__(
         self,
@@ -215,5 +223,5 @@ class Runner:
         return judge(invariant, check, runs)
 
     def try_scenario(self, invariant: Invariant, check: Check, scenario: Scenario) -> Finding:
-        """Return only the finding of `attempt`."""
+        """Return the finding of `attempt`, without the rest of the judgement."""
         return self.attempt(invariant, check, scenario).finding

@@ -1,7 +1,7 @@
 """The line that a user adds to a training script: `obs = entrenar_py.observe(model, optimizer)`.
 
-The line sets no hook and imports no other module of `observing`, unless entrenar-check runs the
-script or `every=` starts a watch.
+It sets no hook and imports no other module of `observing`, unless entrenar-check runs the script or
+`every=` starts a watch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from entrenar_py.check.watch.judge import Watched
     from entrenar_py.check.watch.watch import Watch
 
-# The folder to which ranks record. The harness sets it, and without it nothing is recorded.
+# The folder to which ranks record. The harness sets the variable. Without it nothing is recorded.
 FOLDER = "ENTRENAR_TRACE_DIR"
-COPY = "root"  # in that folder: the root below which the copy of the user's folder lies
-# BATCHES_KEPT, or the folder of an earlier run with batches to give to this one.
+COPY = "root"  # a file in that folder: the root below which the copy of the user's folder lies
+# BATCHES_KEPT, or the folder of an earlier run with batches for this run.
 BATCHES, BATCHES_KEPT = "ENTRENAR_BATCHES", "keep"
 FAULTS = "ENTRENAR_FAULTS"  # the faults to plant, as a JSON list
 RATES = "ENTRENAR_RATES"  # a file with the learning rate to use in each step
@@ -35,7 +35,9 @@ PATIENCE = 100  # default number of steps within which a tensor has to move
 
 
 class Observation:
-    """The result of `observe`: receives reports of what no hook sees. This class ignores them.
+    """The result of `observe`: receives reports of facts that no hook sees.
+
+    This class ignores them.
 
     `watch` is the watch of the training run, or None if `every=` was not given.
     """
@@ -50,15 +52,15 @@ class Observation:
         An id is the index of a sample in the data set, from 0. `epoch` counts from 0; its default
         is the epoch of the previous samples. If the script never gives it, epochs are assumed to be
         complete. `replacement` says that samples may be drawn again within an epoch. Reported
-        samples replace those that a sampler was seen to draw.
+        samples replace those that were seen when a sampler drew them.
         """
 
     def loss(self, value: float | torch.Tensor, weight: float) -> None:
         """Report the mean loss of a micro-batch, over `weight` samples or tokens.
 
         Call it once for each backward pass, before or after that pass. If `value` is the tensor on
-        which `backward` is called, and is reported before the pass, its part of the gradient is
-        judged, too.
+        which `backward` is called, and is reported before the pass, the micro-batch's part of the
+        gradient is judged, too.
         """
 
     def reduced(self) -> None:
@@ -89,7 +91,7 @@ class Observation:
     ) -> None:
         """Report that training stops on purpose, before the update of `step`, at a NaN or infinity.
 
-        The default of `step` is the current step. The value was detected in micro-batch
+        The default of `step` is the current step. The NaN or infinity was detected in micro-batch
         `micro_batch` of rank `rank`, which has the samples `ids`. It was in the gradient of
         `tensor`, or in the loss if `tensor` is None.
         """
@@ -101,7 +103,7 @@ class Observation:
         *,
         inner_steps: int | None = None,
     ) -> None:
-        """Report that ranks that train independently (local SGD) were just given the same weights.
+        """Report that ranks that train independently (local SGD) just got the same weights.
 
         `weights` are the tensors that the outer `optimizer` updates, by parameter name. Leave both
         out if the weights are simply averaged. `inner_steps` is the number of steps of a round. By

@@ -53,7 +53,7 @@ def _stepping(given: Any) -> list[Any]:
 
 
 def outer(optimizer: Any, weights: Any, inner_steps: Any) -> OuterOptimizer:
-    """Return the outer optimizer that `synchronised` was given, with its weights by name.
+    """Return the outer optimizer that `synchronised` received, with its weights by name.
 
     Raises UsageError for an optimizer without weights, for weights without an optimizer, and for
     values of a wrong type.

@@ -1,17 +1,18 @@
 """The batches that loaders and samplers hand out, each iteration over a loader, and its epoch.
 
-A forward pass may be given a batch as it was handed out, a part of it, a copy, or something made
-from it. `Batch` decides in two ways whether inputs belong to it. Two readers need one way each:
+A forward pass may get a batch as it was handed out, a part of it, a copy, or something made from
+it. `Batch` can decide in two ways whether inputs belong to it. There are two readers, and each
+needs one of the ways:
 
-- By memory, for a loader that `observe` is given (`samples.Draws`). Batches with equal rows can be
-  distinguished. A batch may wait for any time before it is used, and no batch is held: its memory
-  is the script's to free. Nothing else that the process iterates is examined.
-- By content, for any loader (`seen_samples.Batches`). On a different device, or after a collating
-  thread, memory shows nothing. This way needs the tensors, so a few batches are held.
+- By memory, for a loader that was passed to `observe` (`samples.Draws`). Batches with equal rows
+  can be distinguished. A batch may wait for any time before it is used, and no reference to it is
+  kept, so that the script can free its memory. No other loader of the process is examined.
+- By content, for any loader (`seen_samples.Batches`). After a copy to a device, or by a collating
+  thread, memory shows nothing. This way needs the tensors, so references to a few batches are kept.
 
-One reader for both ways was considered. It would hold batches of a declared loader, so it couldn't
-detect which of them the script has dropped without use, and that decides whether a copy is the
-newest batch. So the readers share what is known about a batch, and each has its own rule.
+One reader for both ways was considered. It would keep references to batches of a declared loader,
+so it couldn't detect which of them the script dropped without use, and that decides whether a copy
+is the newest batch. So the readers share only what is known about a batch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FAILED = "the loader had raised an error"
 
 _DEPTH_MAX = 4  # depth of containers in a batch that are examined
 _TENSORS_MAX = 64
-# The method with which accelerate fetches a batch, and then hands out the previous one.
+# The method with which accelerate fetches a batch before it hands out the previous one.
 _ONE_AHEAD = ("accelerate.data_loader", "DataLoaderShard.__iter__")
 _FRAMES_MAX = 20  # stack frames between that method and torch's iteration
 
@@ -53,15 +54,15 @@ class Block(NamedTuple):
 
 
 class Batch:
-    """A batch that was handed out by `iteration`.
+    """A batch that `iteration` handed out.
 
     - `ids`: the positions of its samples in order. None if they are unknown, for the reason `why`.
-    - `left`: the places in the batch that no training pass was given yet.
+    - `left`: the places in the batch that no training pass has used yet.
     - `rest`: positions that a shortened run has drawn with its last batch. They are returned with
       the first places of the batch that are used.
-    - `trains`: the batch may be meant for training, since gradients were enabled and no other pass
-      used it.
-    - `is_gathered`: the samples were drawn one by one.
+    - `trains`: whether the batch may be meant for training: gradients were enabled and no other
+      pass used it.
+    - `is_gathered`: whether the samples were drawn one by one.
     - `blocks` and `content`: its memory and its tensors, if the reader needs them.
     """
 
@@ -78,7 +79,7 @@ class Batch:
         self._columns: list[list[Row]] | None = None
 
     def extend(self, ids: Ids | None) -> None:
-        """Add samples; if `ids` is None, all samples of the batch become unknown."""
+        """Add samples. If `ids` is None, all samples of the batch become unknown."""
         if self.ids is None or ids is None:
             self.ids = None
             self.resize(0)
@@ -101,7 +102,7 @@ class Batch:
     # --- by memory --------------------------------------------------------------------------------
 
     def fits(self, blocks: list[Block]) -> bool:
-        """Return whether a pass in this thread may have been given a copy of this batch."""
+        """Return whether the input of a pass in this thread may be a copy of this batch."""
         if threading.get_ident() != self.thread:
             return False  # the batch was put into a queue
         several = self.is_gathered and len(self.ids or ()) > 1 and bool(blocks)
@@ -123,7 +124,7 @@ class Batch:
         return all(block.storage.expired() for block in self.blocks)  # type: ignore[no-untyped-call]
 
     def within(self, blocks: list[Block]) -> list[int]:
-        """Return the unused places that belong to `blocks`, which a model is given.
+        """Return the unused places that belong to `blocks`, the memory of a model's input.
 
         If the blocks are rows of the batch (`batch.chunk(2)`), these are the places of the rows.
         """
@@ -147,12 +148,12 @@ class Batch:
     def has_all(self, rows: list[Row]) -> bool:
         """Return whether the batch has all `rows`.
 
-        Only its tensor with the largest number of different rows is examined.
+        Only the batch's tensor with the largest number of different rows is examined.
         """
         return any({*column}.issuperset(rows) for column in self._rows()[:1])
 
     def find(self, rows: list[Row]) -> list[int] | None:
-        """Return the unused places with the content `rows`, in their order; None if one is missing.
+        """Return the unused places with the contents `rows`, in order; None if one is missing.
 
         Tensors with more different rows are tried first, since labels have duplicates. Also None if
         duplicates make the places ambiguous.
@@ -169,7 +170,7 @@ class Batch:
         return None
 
     def is_within(self, rows: list[Row]) -> bool:
-        """Return whether all unused positions have different contents, which are among `rows`."""
+        """Return whether all unused places have different contents, which are among `rows`."""
         for column in self._rows()[:1]:
             unused = {column[place] for place in self.left}
             return bool(unused) and len(unused) == len(self.left) and unused.issubset(rows)
@@ -188,7 +189,7 @@ def blocks_of(data: Any) -> list[Block]:
 
     No code of these objects is called. Only the first _TENSORS_MAX tensors count. Tensors without
     their own storage (sparse ones) don't count: a batch of only such tensors is recognised by its
-    order, in the same way as a copied batch.
+    order, as a copied batch is.
     """
     blocks = (_block_of(tensor) for tensor in islice(_walk(data, _DEPTH_MAX), _TENSORS_MAX))
     return [block for block in blocks if block is not None]
@@ -225,7 +226,7 @@ def _walk(data: Any, depth: int) -> Iterator[Tensor]:
 
 
 class Reader(Protocol):
-    """Finds the batches of forward passes among the batches that were reported to it."""
+    """Finds the batches that forward passes use, among the batches that were reported to it."""
 
     def add(self, batch: Batch, item: Any) -> None:
         """Add a batch that was handed out as `item`."""
@@ -237,12 +238,13 @@ class Reader(Protocol):
 class Iteration:
     """One iteration over a `loader`, as `LoaderHooks` report it.
 
-    - `loader` is None unless it is `held`. The workers of a loader end when nothing holds it.
-    - `epoch` is None until one of its batches is used.
-    - `last` is the batch that was handed out last, and `largest` the size of the largest one.
-    - `is_one_ahead` is true if the script uses the batch before the newest one.
-    - `why` says why its samples are unknown. If it is "", batches are handed out in the order of
-      their indices.
+    - `loader`: None unless it is `held`, since a loader's workers end when nothing refers to the
+      loader.
+    - `epoch`: None until one of its batches is used.
+    - `last`: the batch that was handed out last. `largest` is the size of the largest one.
+    - `is_one_ahead`: whether the script uses the batch before the newest one.
+    - `why`: why its samples are unknown. If it is "", batches are handed out in the order of their
+      indices.
     """
 
     def __init__(
@@ -253,7 +255,7 @@ class Iteration:
         has_order = getattr(loader, "in_order", True) or num_workers <= 1
         self.why = problem or ("" if has_order else DISORDER)
         self._is_ahead = num_workers > 0  # workers fetch batches ahead
-        self._indices: deque[Any] = deque()  # of batches that are not handed out yet
+        self._indices: deque[Any] = deque()  # indices of batches that are not handed out yet
         self.epoch: int | None = None
         self.is_over = False
         self.is_one_ahead = _is_one_ahead()
@@ -276,7 +278,7 @@ class Iteration:
         self.last, self.largest = batch, max(self.largest, batch.size)
 
     def failed(self) -> None:
-        """Record an error of the loader. Which batches of its workers are lost is unknown."""
+        """Record an error of the loader: it is unknown which batches of its workers are lost."""
         self._indices.clear()
         if self._is_ahead:
             self.why = FAILED
@@ -307,7 +309,7 @@ class Epochs:
         self.drops_last = False
 
     def of(self, iteration: Iteration) -> int:
-        """Return the epoch of an iteration, a new number if none of its batches was used before."""
+        """Return the epoch of an iteration: a new number if none of its batches was used before."""
         if iteration.epoch is None:
             self.drops_last |= self.latest is not None and self.latest.dropped_last
             iteration.epoch = self.count
@@ -317,7 +319,7 @@ class Epochs:
 
 
 def _is_one_ahead() -> bool:
-    """Return whether accelerate starts to iterate over a loader: it is then one batch ahead."""
+    """Return whether accelerate is starting this iteration, so that it fetches one batch ahead."""
     frame = inspect.currentframe()
     for _ in range(_FRAMES_MAX):
         if frame is None:

@@ -1,7 +1,7 @@
 """The lines of a script that call `backward`, step, iterate over a loader and save checkpoints.
 
-Each line is looked up once, when the script first reaches it: a walk up the stack at every step
-would cost more than the hooks. A report points to these lines.
+Each line is looked up once, when the script first reaches it, because a walk up the stack at every
+step would cost more than the hooks. A report points to these lines.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from entrenar_py.shared import trace
 _OWN = str(Path(__file__).parents[2]) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
-_REFERENCES = 3  # to variables: the function's, ours, and that of the count
+_REFERENCES = 3  # to a function's variables: from the function, from here, and from `getrefcount`
 Site = tuple[str, int]  # file and line
 
 
 def here() -> Site | None:
-    """Return the line that runs now in the innermost function of the script; None if there is none.
+    """Return the script's line that runs now, in its innermost function; None if there is none.
 
     Libraries, both Python's own and installed ones, are not part of a script.
     """
@@ -37,12 +37,12 @@ def here() -> Site | None:
 
 
 def own_frame() -> FrameType | None:
-    """Return the innermost function of the script that runs now; None if there is none."""
+    """Return the frame of the script's innermost running function; None if there is none."""
     return next(own_frames(), None)
 
 
 def own_frames() -> Iterator[FrameType]:
-    """Yield the functions of the script that run now in this thread, innermost first."""
+    """Yield the frames of the script's running functions in this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_own(frame.f_code.co_filename):
@@ -51,9 +51,9 @@ def own_frames() -> Iterator[FrameType]:
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of a function that runs now, without keeping references to them.
+    """Return the variables of a running function, without keeping references to them.
 
-    Up to Python 3.12 a function keeps the dictionary of variables that was requested. It would keep
+    Up to Python 3.12 a frame keeps the dictionary of variables that was requested. It would keep
     objects alive that the script deletes, and would give each object one more name. A dictionary
     that the script itself got from `locals()` is not cleared.
     """
@@ -66,7 +66,7 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
 
 
 def is_own(file: str) -> bool:
-    """Return whether a file of code is the script's: not of this package, Python or a library."""
+    """Return whether a source file is the script's: not of this package, Python or a library."""
     return not (file.startswith((_OWN, "<")) or _is_library(file))
 
 
@@ -82,7 +82,7 @@ def is_ours(file: str) -> bool:
 
 
 def _in_place(file: Path) -> str:
-    """Return the path in the user's folder of a `file` that may lie in the run's copy of it."""
+    """Return the path of `file` in the user's folder, even if it is in the run's copy of that."""
     if FOLDER not in os.environ:
         return str(file)
     copied = (Path(os.environ[FOLDER]) / COPY).resolve()
@@ -102,7 +102,7 @@ class CallSites:
         self._written: set[str] = set()
 
     def event(self, what: str, site: Site | None) -> list[trace.Event]:
-        """Return the event that says where `what` is called, if `site` is known; only once."""
+        """Return the event that says where `what` is called, once, if `site` is known; else []."""
         if site is None or what in self._written:
             return []
         self._written.add(what)
@@ -142,5 +142,5 @@ class Samples:
 
     @classmethod
     def reported(cls) -> None:
-        """Record that the script reports samples. It counts if no loader was seen."""
+        """Record that the script reports samples. This counts only if no loader was seen."""
         cls.site = cls.site or here()

@@ -1,10 +1,10 @@
 """Observes whether and when a script saves its weights, and whether it loads them again.
 
-A file holds weights if tensors are saved in it that have at least an eighth of the bytes of the
-weights. Saved losses are smaller, and weights in a smaller dtype are not. Only files saved after
-training has begun count, since data may be prepared before. If a run doesn't reach the code that
-saves, such as the end of a long epoch, it is searched for in the text of the script, and of the
-library that trains for the script.
+A file has the weights if tensors are saved in it that have at least an eighth of the bytes of the
+weights. Saved losses are smaller than that; weights in a smaller dtype are not. Only files saved
+after training has begun count, since data may be prepared before. If a run doesn't reach the code
+that saves, such as the end of a long epoch, the text of the script and of the library that trains
+for it is searched for such code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from entrenar_py.check.observing import FOLDER, call_sites, script_text
 from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import hook_calls
 
-_VALUES_MAX = 2**16  # values examined in what is saved
+_VALUES_MAX = 2**16  # values that are examined in a saved object, at most
 _DEPTH_MAX = 12
 _MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # set by torchrun and by launchers built on it
 # Calls that save something other than tensors are excluded.
@@ -33,7 +33,7 @@ _SAVES = re.compile(
     r"(?<!json\.)(?<!yaml\.)(?<!toml\.)"
     r"\b(save(?!fig|txt|_for_backward|_hyperparameters)\w*|dump|tofile)\s*\("
 )
-_LOADS = re.compile(  # of a file: load_state_dict may copy one model to another
+_LOADS = re.compile(  # calls that load a file; load_state_dict may copy one model to another
     r"\b(torch|pickle|joblib|np|numpy|dcp|checkpoint)\.load\b|\bload_(checkpoint|model|file)\b"
     r"|\bload_state\(|\bload_from_checkpoint|\bfromfile\(|resume|restore|ckpt_path"
 )
@@ -59,7 +59,7 @@ _SWITCHES = re.compile(  # a variable that is a number, or compared with one
 
 
 class _Watch:
-    """Detects saves, in this process, of a part of the bytes of `weights`."""
+    """Detects when this process saves a large part of the bytes of `weights`."""
 
     def __init__(
         self, folder: Path, weights: Sequence[Tensor], num_bytes: int, made: Callable[[], int]
@@ -68,20 +68,21 @@ class _Watch:
         self._num_bytes, self._least = num_bytes, max(1, num_bytes // notes.LEAST_SHARE)
         self._places = {*map(_place, weights)} - {0}
         self.has_stepped = False
-        self.has_read = False  # a file, since the state was last recorded
+        self.has_read = False  # whether a file was read since the state was last recorded
 
     def written(self, values: Any, file: object) -> None:
         parts = [*_parts(values)]
         num_bytes = sum(map(_size, parts))
         if num_bytes < self._least:
             return
-        # A thread saves what it was given before the step that was taken meanwhile.
+        # A background thread saves the weights that it got before the step that was taken
+        # meanwhile.
         behind = int(threading.current_thread() is not threading.main_thread())
         known: dict[str, Any] = {}
         if isinstance(file, str | os.PathLike) and (at := _changed_at(file)):
             known = {"file": at, "path": str(Path(file).absolute())}
             shown = {_place(part) for part in parts if isinstance(part, Tensor)}
-            # The file holds more than weights: the optimizer's state, for example.
+            # The file has more than the weights: the optimizer's state, for example.
             if num_bytes > self._num_bytes and self._places and shown >= self._places:
                 known["is_whole"] = True
         notes.write_save(self.folder, after=self._made(), behind=behind, **known)
@@ -91,7 +92,7 @@ _CURRENT: list[_Watch] = []
 
 
 def watch(weights: Iterable[Tensor], num_made: Callable[[], int]) -> None:
-    """Record from here on what this process saves; `num_made` returns the number of steps taken.
+    """Record from here on what this process saves. `num_made()` is the number of steps taken.
 
     `weights` are the trained weights. Nothing is recorded without a harness.
     """
@@ -128,7 +129,7 @@ def first_step() -> None:
 
 
 def was_read() -> bool:
-    """Return whether the script read a file since the last call, before its first step."""
+    """Return whether the script read a file since the last call, and before its first step."""
     has_read = any(one.has_read for one in _CURRENT)
     for one in _CURRENT:
         one.has_read = False
@@ -155,7 +156,7 @@ def loaded(file: Any) -> None:
 
 
 def _changed_at(file: object) -> int | None:
-    # The modification time identifies the contents, however the file is renamed.
+    # The modification time identifies the contents, even if the file is renamed.
     if isinstance(file, str | os.PathLike):
         with suppress(OSError):
             return Path(file).stat().st_mtime_ns
@@ -214,7 +215,8 @@ def _own_functions(texts: Mapping[str, str]) -> frozenset[str]:
 def _option(texts: Mapping[str, str]) -> str:
     """Return the option that most likely resumes a run, with PATH if it takes one; "" if none.
 
-    It may also be a setting or an environment variable with its value, such as `INIT=resume`.
+    The result may also be a setting or an environment variable with its value, such as
+    `INIT=resume`.
     """
     options = [match for text in texts.values() for match in _OPTION.finditer(text)]
 

@@ -2,12 +2,12 @@
 
 Noise, masks and augmentation may depend on the rank and on how a batch is split, so a run on
 several workers can't be compared with the run on one worker. In a run with common numbers (a
-planned `Fault` of CONTROLLED) they don't. A tensor of random numbers has one random vector,
-repeated along all dimensions except the last, so every sample gets the same numbers. A dropout
-keeps all units. The vectors are determined by the step, and by the number of draws since the last
-batch. Samples that a loader fetches have separate vectors, which are determined by their index.
+planned `Fault` of CONTROLLED) they don't. A tensor of random numbers consists of one random vector,
+repeated along all dimensions except the last, so every sample gets the same numbers. Dropout keeps
+all units. The vectors are determined by the step, and by the number of draws since the last batch.
+Samples that a loader fetches have separate vectors, which are determined by their index.
 
-The generators of torch don't advance, so draws of a type that isn't known here still show. The
+The generators of torch don't advance, so draws that this module doesn't replace still show. The
 generators of numpy and Python are seeded with the same value before every micro-batch and sample.
 So are the generators of a data set or collator, before a sample is read and when the collator
 accesses it.
@@ -38,25 +38,29 @@ from entrenar_py.check.observing import (
 )
 from entrenar_py.shared.faults import CONTROLLED, IN_TURN, OF_RECORDS
 
-# In place: arguments are a tensor, and the parameters of the distribution.
+# In-place draws. Their arguments are a tensor, and the parameters of the distribution.
 _FILLS = (
     *("normal_", "uniform_", "random_", "exponential_"),
     *("log_normal_", "cauchy_", "geometric_"),
 )
 _OF_LIKE = {"rand_like": "uniform_", "randn_like": "normal_", "randint_like": "random_"}
 _OF_SIZE = {"rand": "uniform_", "randn": "normal_", "randint": "random_"}
-# By parameters, with a generator as the last argument: whether a number depends on a whole row.
+# Draws by tensors of parameters, with a generator as the last argument -> whether a number depends
+# on a whole row of parameters.
 _OF_PARAMETERS = {
     "_sample_dirichlet": True,
     **dict.fromkeys(("_standard_gamma", "poisson", "binomial"), False),
 }
 _LOOKS = ("dtype", "layout", "device", "pin_memory")
 
-CURRENT: CommonNumbers | None = None  # of this process
+CURRENT: CommonNumbers | None = None  # those of this process
 
 
 def begin_if_planned() -> CommonNumbers | None:
-    """Draw common numbers from here on if a fault plans that; return what draws them, or None."""
+    """Draw common numbers from here on, if a fault plans that.
+
+    Return the object that does, or None.
+    """
     global CURRENT
     planned = planned_faults.planned()
     mirrored_batches.begin(planned)
@@ -68,8 +72,8 @@ def begin_if_planned() -> CommonNumbers | None:
         CURRENT = CommonNumbers()
         CURRENT.__enter__()  # type: ignore[no-untyped-call]
         CURRENT.seed()
-        # Permanent: methods that hooks replace are restored later, and these wrappers are outside
-        # them.
+        # These wrappers stay. Methods that hooks replace are restored later, and are inside of
+        # these wrappers.
         fetcher: Any = fetch._MapDatasetFetcher
         fetcher.fetch = _fetching(fetcher.fetch)
         iterator: Any = _BaseDataLoaderIter
@@ -81,7 +85,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces the numbers that torch draws, in this thread and in workers that it forks.
 
     `reseeded` is called after the generators of numpy and Python were seeded. `drawn` is a checksum
-    of the draws since then: two ranks or runs drew the same numbers only if it is equal. (If rows
+    of the draws since then. If it differs, two ranks or runs didn't draw the same numbers. (If rows
     are selected at random, half as many rows give a different selection.)
     """
 
@@ -90,13 +94,14 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reseeded: Callable[[], object] = lambda: None
         self._step, self._key, self._count = 0, 0, 0
         # For the last batch that a loader handed out: its number of samples, and the order of
-        # copies.
+        # copies of samples.
         self._num_samples, self._order = 0, ""
         self.drawn = 0
-        self.own: Collection[Any] = ()  # generators of what reads and collates samples now
+        # Generators of the data set or collator that reads samples now.
+        self.own: Collection[Any] = ()
 
     def seed(self, step: int | None = None) -> None:
-        """Begin a micro-batch of `step`, or of the current step if it is None."""
+        """Begin a micro-batch of `step`; None means the current step."""
         self._step = self._step if step is None else step
         self._begin(self._step)
         self.reseeded()
@@ -111,7 +116,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._begin(1 << 20 | index & 0xFFFFF)
 
     def state(self) -> tuple[Any, ...]:
-        """Return the state of everything that is drawn here, for `set_state`."""
+        """Return the state of all generators here, for `set_state`."""
         numpy = sys.modules.get("numpy.random")
         others = random.getstate(), None if numpy is None else numpy.get_state()
         return (self._key, self._count, self.drawn), *others
@@ -170,7 +175,10 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._kept(name, args, looks)
 
     def _kept(self, name: str, args: tuple[Any, ...], looks: dict[str, Any]) -> Any:
-        """Return a dropout or a permutation with common numbers; None if `name` is neither."""
+        """Return dropout, a permutation or choices with common numbers.
+
+        None for other operations.
+        """
         first = args[0]
         if name == "randperm":
             self._note(name, first)
@@ -199,7 +207,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _chosen(self, shares: Tensor, number: int, replaces: bool = False) -> Tensor | None:
-        """Return choices by probability, one for all rows; None if they may select rows."""
+        """Return one choice by probability, repeated for all rows; None if it may select rows."""
         if shares.dim() > 1 and number == 1:
             return self._chosen_by_row(shares)
         if shares.dim() > 1 or not replaces:
@@ -211,7 +219,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return choice.to(shares.device).expand(number).clone()
 
     def _chosen_by_row(self, shares: Tensor) -> Tensor:
-        """Return what each row chooses: copies of one sample choose by different numbers."""
+        """Return the choice of each row. Copies of one sample choose by different numbers."""
         copies = self._copies(shares)
         self._note("multinomial", self._order, 0 if copies is None else int(copies.max()))
         if copies is None:
@@ -224,7 +232,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return chosen.clamp_(max=shares.shape[-1] - 1)
 
     def _copies(self, shares: Tensor) -> Tensor | None:
-        """Return which copy of its sample each row is; None if samples don't seem to have copies.
+        """Return each row's index among the copies of its sample; None if samples have no copies.
 
         All copies of a sample begin with the same values, and samples differ. So the first choice
         after a batch shows whether the copies of a sample follow one another, or the samples do.
@@ -243,7 +251,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return by_order.get(self._order)
 
     def _of_parameters(self, name: str, parameters: list[Tensor], *, is_whole: bool) -> Tensor:
-        """Return what is drawn by parameters, with the same numbers for each row of them."""
+        """Return draws by tensors of parameters, with the same random numbers for each row."""
         self._count += 1
         self._note(name, parameters[0].shape[-1:])
         draw, shape = getattr(torch, name), parameters[0].shape
@@ -259,7 +267,7 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result.reshape(shape).to(parameters[0].device)
 
     def _filled(self, tensor: Tensor, fill: str, *given: Any, **named: Any) -> Tensor:
-        """Return `tensor`, filled with one vector along its last dimension."""
+        """Return `tensor`, filled with one random vector along its last dimension."""
         self._count += 1
         # An integer for each row may be its time step, or the number of a row.
         is_for_rows = tensor.dim() == 1 and not tensor.is_floating_point()
@@ -290,7 +298,10 @@ class _Seeded:
 
 
 class _Rows(list[Any]):
-    """The samples of a batch. For each one that a collator accesses, the generators are seeded."""
+    """The samples of a batch.
+
+    For each sample that a collator accesses, the generators are seeded.
+    """
 
     def __init__(self, samples: list[Any], index: list[Any], numbers: CommonNumbers) -> None:
         super().__init__(samples)

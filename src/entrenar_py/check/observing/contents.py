@@ -2,12 +2,13 @@
 
 - Digests of rows identify a sample.
 - `contents_of` summarises a sample in a few numbers, which show whether it is the same in two runs.
-  Digests would not do: the last bits of a feature may depend on the batch in which it was computed.
+  Digests could not show it, because the last bits of a feature may depend on the batch in which it
+  was computed.
 - `Carried` recognises state that a model passes from one forward pass to the next, such as the
-  memory of a recurrent model. It is among the inputs of a pass, but isn't a sample: it depends on
-  the weights, so the same row comes with a different state in each epoch, and on a different number
-  of workers. It is recognised by its storage, which an earlier pass returned, even if it was
-  detached since.
+  memory of a recurrent model. Such state is among the inputs of a pass, but isn't a sample: it
+  depends on the weights, so the same row comes with a different state in each epoch, and on a
+  different number of workers. It is recognised by its storage, which an earlier pass returned, even
+  if it was detached since.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 from entrenar_py.check.observing import tensors
 
-ROWS_MAX = 2**16  # in a batch; slices of longer tensors are not samples
+ROWS_MAX = 2**16  # rows in a batch; slices of longer tensors are not samples
 IGNORED = -100  # the label that torch's losses ignore
 _LABELS = (torch.int64, torch.int32)
 ID_BYTES = 6  # a JSON reader that knows only float64 has 53 bits for a whole number
 
-PADDING = (0, -100)  # at the end of texts, and of their labels
+PADDING = (0, -100)  # numbers that pad the end of texts, and of their labels
 _WHOLE = (torch.int64, torch.int32, torch.int16)
 
 Row = bytes
@@ -41,7 +42,7 @@ Row = bytes
 def tensors_in(batch: Any, depth: int = 4) -> Iterator[Tensor]:
     """Yield the tensors of a batch: in lists, tuples and mappings, nested up to `depth` levels.
 
-    For a DTensor it yields this rank's part. Tensors that can't be indexed are left out.
+    Of a DTensor, this rank's part is yielded. Tensors that can't be indexed are left out.
     """
     if isinstance(batch, DTensor):
         yield tensors.local(batch)
@@ -67,9 +68,9 @@ def num_rows(batch: Any) -> int | None:
 def rows_of(tensor: Tensor) -> list[Row] | None:
     """Return a digest of each slice along the first dimension, without the padding at its end.
 
-    Trailing zeros, and trailing labels to ignore, are not part of a row: their number depends on
-    the longest row of the batch. Rows of the same length remain distinct. None for a scalar, for
-    more than ROWS_MAX slices, and for tensors without plain elements.
+    Trailing zeros, and trailing labels to ignore, are not part of a row, since their number depends
+    on the longest row of the batch. Rows of the same length remain distinct. Return None for a
+    scalar, for more than ROWS_MAX slices, and for tensors without plain elements.
     """
     if not (tensor.dim() and tensor.layout is torch.strided) or len(tensor) > ROWS_MAX:
         return None
@@ -86,9 +87,9 @@ def rows_of(tensor: Tensor) -> list[Row] | None:
 
 
 def telling_rows(tensor: Tensor) -> list[Row] | None:
-    """Return `rows_of(tensor)` if no other tensor is likely to have the same rows; otherwise None.
+    """Return `rows_of(tensor)` if no other tensor is likely to have these rows; otherwise None.
 
-    Duplicate rows, and masks, say little.
+    Duplicate rows, and masks, identify little.
     """
     rows = rows_of(tensor)
     if not rows or len({*rows}) < len(rows) or len(torch.unique(tensor.detach())) <= 2:
@@ -104,7 +105,7 @@ def _unpadded(row: bytes, ignored: bytes) -> bytes:
 
 
 def _unpadded_rows_of(tensor: Tensor) -> list[Row] | None:
-    """Return the rows of `rows_of`; integer rows are without the PADDING at their end."""
+    """Return the rows of `rows_of`. Integer rows are without the PADDING at their end."""
     is_plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
     is_padded = tensor.dim() == 2 and is_plain and tensor.dtype in _WHOLE
     if not (is_padded and tensor.numel()) or len(tensor) > ROWS_MAX:
@@ -144,7 +145,7 @@ def as_id(row: Row) -> int:
 # For each tensor: its number of elements per sample, their L2 norm, and their sum with fixed signs.
 Contents = tuple[tuple[float, ...], ...]
 TENSORS_MAX = 8
-ELEMENTS_MAX = 4096  # per sample and tensor; of larger ones every k-th element is used
+ELEMENTS_MAX = 4096  # per sample and tensor; of a larger one every k-th element is used
 
 
 def contents_of(inputs: Any) -> Contents:
@@ -186,7 +187,7 @@ def _can_be_read(tensor: Tensor) -> bool:
 def _shown(tensor: Tensor) -> list[tuple[float, float, float]]:
     rows = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()[:, None]
     size = rows.shape[1]
-    # Computed by numpy, since autocast and the script's dispatch modes don't affect it.
+    # Computed by numpy, which autocast and the script's dispatch modes don't affect.
     seen = rows[:, :: -(-size // ELEMENTS_MAX) or 1].cpu().double().resolve_neg().numpy()
     with np.errstate(all="ignore"):
         norms, sums = np.sqrt(np.square(seen).sum(1)), seen @ _signs(seen.shape[1])
@@ -207,7 +208,7 @@ def _signs(size: int) -> NDArray[np.float64]:
 
 
 class Carried:
-    """Separates new inputs of a pass from what earlier passes have returned."""
+    """Separates new inputs of a pass from values that earlier passes returned."""
 
     def __init__(self) -> None:
         self._returned: set[StorageWeakRef] = set()
@@ -221,7 +222,7 @@ class Carried:
         return fresh if len(fresh) < len(tensors) and any(t.dim() for t in fresh) else inputs
 
     def note(self, inputs: Any, output: Any) -> None:
-        """Record what a pass has returned, except for its own inputs."""
+        """Record the values that a pass returned, except for its own inputs."""
         self._returned = {ref for ref in self._returned if not ref.expired()}  # type: ignore[no-untyped-call]
         fresh = {*_storages(tensors_in(output))}
         self._returned |= fresh - {*_storages(tensors_in(inputs))}

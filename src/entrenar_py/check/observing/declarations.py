@@ -38,7 +38,7 @@ class Declarations:
     - `synchronised`: patterns of the buffers that forward passes change in the same way on all
       ranks.
     - `reduction`: the dtype in which ranks add gradients; "" if undeclared.
-    - `averages`: the averages of the weights that the script keeps, by name.
+    - `averages`: name -> average of the weights that the script keeps.
     - `loss_over`: "batch" or "micro-batch", as for `observe`; "" if undeclared.
     """
 
@@ -85,8 +85,8 @@ def declarations_of(
 ) -> Declarations:
     """Return the declarations of a model with parameters of these `names`.
 
-    Raises UsageError for a value that is not allowed. Unless ranks hold stages of the model, also
-    raises it for a name or pattern that matches no parameter, or no buffer.
+    Raises UsageError for a value that is not allowed. Also raises UsageError for a name or pattern
+    that matches no parameter, or no buffer, unless ranks have stages of the model.
     """
     in_stages = layout is not None and layout.has(STAGES)
     patterns = None if frozen is None else _patterns("frozen", frozen)
@@ -112,8 +112,8 @@ def declarations_of(
 def _matching(patterns: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
     """Return the `names` that `patterns` match.
 
-    A pattern is a name, the name of a module for all that is in it, or has wildcards as in a shell.
-    A pattern that begins with `!` excludes names again.
+    A pattern is a name, the name of a module for all parameters in it, or has wildcards as in a
+    shell. A pattern that begins with `!` excludes names again.
     """
     known = tuple(names)
     chosen: set[str] = set()
@@ -213,7 +213,7 @@ Names = tuple[str, ...]
 class FirstLook:
     """The first look at a rank's parameters.
 
-    Which names share a tensor is determined when the script calls `observe`.
+    The names that share a tensor are determined when the script calls `observe`.
     """
 
     def __init__(self, subject: Subject, declared: Declarations) -> None:
@@ -221,7 +221,7 @@ class FirstLook:
         self._shared = shared(subject.model)
 
     def events(self, step: int) -> Iterator[trace.Event]:
-        """Yield the script's declarations about its parameters, and what the first look shows.
+        """Yield the script's declarations about its parameters, and the facts of the first look.
 
         `step` is the number of the first step.
         """
@@ -245,7 +245,7 @@ class FirstLook:
 
 
 def shared(model: nn.Module) -> tuple[Names, ...]:
-    """Return the names of each tensor that the model holds under several names.
+    """Return the names of each tensor that the model has under several names.
 
     Parameters that are views of the same memory count as one tensor.
     """
@@ -272,10 +272,10 @@ def doubled(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str
 
 
 def peculiar(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the peculiar parameters by name: `nan`, `inf`, `zero` or `uninitialised`.
+    """Return name of a peculiar parameter -> `nan`, `inf`, `zero` or `uninitialised`.
 
-    `zero` are matrices of zeros. `uninitialised` are tensors with numbers that no initialisation
-    draws, but that uninitialised memory often holds.
+    `zero` is a matrix of zeros. `uninitialised` is a tensor with numbers that no initialisation
+    draws, but that uninitialised memory often has.
     """
     looks = {name: _look(tensors.local(p)) for name, p in parameters.items()}
     return {name: look for name, look in looks.items() if look}
@@ -300,8 +300,8 @@ def alike(model: nn.Module) -> tuple[tuple[str, str], ...]:
 
 # --- one tensor -------------------------------------------------------------------------------
 
-# Heap memory holds addresses, half of them denormal numbers as floats, and floats with exponents of
-# any size. Weights of a trained model may have a few denormal numbers.
+# Heap memory has addresses, which are often denormal numbers if read as floats, and floats with
+# exponents of any size. Weights of a trained model may have a few denormal numbers.
 _DENORMAL_SHARE = 0.01
 _HUGE = 1e20
 

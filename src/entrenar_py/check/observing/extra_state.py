@@ -1,11 +1,11 @@
-"""State next to the model: copies of it (an average, a teacher, a reference), and frozen modules.
+"""State besides the model: copies of it (an average, a teacher, a reference), and frozen modules.
 
-Nothing reports such state when a script creates it. So it is searched for among the objects that
-the garbage collector knows, as in `surroundings`. A search takes 0.15 s with torch loaded.
+No hook reports that a script creates such state. So the objects that the garbage collector knows
+are searched, as in `surroundings`. A search takes 0.15 s with torch loaded.
 
 A copy is a module, a list or a dictionary of tensors with the shapes of the model's parameters, or
 of the parameters of a part of the model (such as a generator), in their order. Whether it is an
-average, or a list of something else, shows in how it changes (`checks.weight_averages`).
+average, or a list of something else, shows in how it changes (`check.causes.weight_averages`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ Named = Mapping[str, Tensor]
 Found = tuple[Any, Named]  # the object that holds the tensors, and the tensors
 
 _KINDS = (Tensor, nn.Parameter, DTensor)
-# The searches: before the first step, after the second one (an average may begin with the first),
-# and rarely later. Between these only if a tensor is gone, since some scripts create an average's
-# tensors again.
+# The numbers of the calls that search: before the first step, after the second one (an average may
+# begin with the first), and rarely later. Other calls search only if a tensor is gone, since some
+# scripts create an average's tensors again.
 _LOOKS = {1, 3, *(4**power for power in range(2, 10))}
 _DICTS = (dict, OrderedDict)
-_MOST = 4  # of each type: recording one takes as much time as recording the model's weights
+# At most so many of each kind are recorded: one takes as much time as the model's weights.
+_MOST = 4
 _STATISTICS = ("running_mean", "running_var")
 
 
 class ExtraState:
-    """The state next to `subject`; `declared` are averages under the script's names for them.
+    """The state besides the model of `subject`. `declared` has averages under the script's names.
 
     Raises UsageError for a declared average that is not a copy of the model.
     """
@@ -51,7 +52,7 @@ class ExtraState:
     def __init__(self, subject: Subject, declared: Mapping[str, Any]) -> None:
         self._subject, self._declared = subject, declared
         self._num_looks = 0
-        self._copies: dict[str, ref[Tensor]] = {}  # by `label/tensor`
+        self._copies: dict[str, ref[Tensor]] = {}  # `label/tensor` -> reference
         self._frozen: dict[str, ref[Tensor]] = {}
         self._dropout = FrozenDropout()
         for label, average in declared.items():
@@ -63,7 +64,7 @@ class ExtraState:
                 )
 
     def records(self) -> trace.Tensors:
-        """Return the records of all tensors next to the model, by `label/tensor`.
+        """Return `label/tensor` -> record, for all tensors besides the model.
 
         The tensors of a copy have the names of the model's parameters. For frozen modules, which
         may be larger than the model, only digests are recorded.
@@ -102,7 +103,7 @@ class ExtraState:
         self._dropout.watch((n, thing) for n, thing in named if isinstance(thing, nn.Module))
 
     def _known(self, modules: Iterable[nn.Module]) -> set[int]:
-        """Return the ids of the tensors that modules and optimizers hold, and of gradients."""
+        """Return the ids of the tensors that modules and optimizers have, and of gradients."""
         subject = self._subject
         known = {id(held) for module in modules for held in _own_tensors(module)}
         known.update(id(gradient) for gradient in subject.gradients().values())
@@ -125,9 +126,9 @@ def _outermost_beside(model: nn.Module, modules: Sequence[nn.Module]) -> Iterato
 
 
 def _copy_in_module(module: nn.Module, orders: Sequence[Named]) -> Named | None:
-    """Return a module's copies of parameters by the names of the parameters; None if it has none.
+    """Return parameter name -> the module's copy of the parameter; None if the module has none.
 
-    A module may keep the copies in buffers, among further buffers.
+    A module may keep the copies in buffers, among other buffers.
     """
     if (copy := _in_order([*module.parameters()], orders)) is not None:
         return copy
@@ -229,7 +230,7 @@ def _declared_copy(average: Any, orders: Sequence[Named]) -> Named | None:
 def _orders(subject: Subject) -> list[Named]:
     """Return the parameters of the model, the trained ones, and those of each of its parts.
 
-    Only a part that is made of parts itself counts: many tensors resemble those of a single layer.
+    A part counts only if it has parts itself, since many tensors resemble those of a single layer.
     A single tensor doesn't count for the same reason.
     """
     parameters = subject.parameters
@@ -255,12 +256,12 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _labels(things: Sequence[Found], taken: set[str]) -> list[str]:
-    """Return the first name under which each thing is kept, or its class if it has none.
+    """Return for each object the first name under which it is kept, or else its class.
 
-    Several things may have the same name, since a loaded checkpoint has the names of the state.
+    Several objects may have the same name, since a loaded checkpoint has the names of the state.
     Then the name belongs to a module, or to the attribute of an object. Otherwise sizes are added
-    to the names. If these are equal as well, nothing distinguishes the things in a different run or
-    on a different rank, and the name is "".
+    to the names. If these are equal as well, nothing distinguishes the objects in a different run
+    or on a different rank, and the name is "".
     """
     labels, orders = [], []
     for thing, (names, is_own) in zip(
@@ -282,7 +283,7 @@ def _labels(things: Sequence[Found], taken: set[str]) -> list[str]:
 
 
 def _kept_as(found: Sequence[Found]) -> list[tuple[set[str], bool]]:
-    """Return each thing's names, and whether one of them is not just a key of a dictionary."""
+    """Return each object's names, and whether one of them is more than a key of a dictionary."""
     things = [thing for thing, _ in found]
     names: list[set[str]] = [set() for _ in things]
     is_own = [False for _ in things]
@@ -310,7 +311,7 @@ def _local_names(things: Sequence[Any]) -> Iterator[tuple[int, str]]:
 
 
 def _attributes(owner: Any) -> Any:
-    with suppress(Exception):  # code of the script, which need not allow this
+    with suppress(Exception):  # code of the script may run here and fail
         return owner.__dict__
     return None
 
@@ -333,18 +334,19 @@ def _alive(refs: Mapping[str, ref[Tensor]]) -> dict[str, Tensor]:
 
 
 class FrozenDropout:
-    """The number of masks of each module that was named to `watch`.
+    """Counts the dropout masks of each module that was passed to `watch`, by label.
 
     The hook is torch's global one, since modules with their own hooks could not be pickled.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._labels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # by dropout
+        # Dropout module -> label.
+        self._labels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._is_hooked = False
 
     def watch(self, named: Iterable[tuple[str, nn.Module]]) -> None:
-        """Count the masks of these modules from here on, by the given labels."""
+        """Count the masks of these modules from here on, under the given labels."""
         for label, module in named:
             if label and may_draw(module):
                 self._counts[label] += 0
@@ -355,7 +357,7 @@ class FrozenDropout:
             register_module_forward_hook(self._count)
 
     def counts(self) -> dict[str, Tensor]:
-        """Return the numbers of masks, by the name `masks of LABEL/num_masks`."""
+        """Return `masks of LABEL/num_masks` -> the number of masks."""
         return {f"masks of {n}/num_masks": torch.tensor(c) for n, c in self._counts.items()}
 
     @hook_calls.outside

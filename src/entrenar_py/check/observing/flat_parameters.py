@@ -1,4 +1,4 @@
-"""The parameters of a model that wrappers keep in flat tensors, or in pieces.
+"""Parameters that a wrapper of the model keeps in flat tensors, or in pieces.
 
 A flat tensor has the elements of several parameters, one after another, and each rank has an equal
 part of it. The elements that a rank has of one parameter are a piece in C order, a `Part`.
@@ -11,8 +11,8 @@ part of it. The elements that a rank has of one parameter are a piece in C order
   steps these partitions one after another, within the step of DeepSpeed's optimizer. The partitions
   are recorded. The model computes with copies of them in its own dtype, which DeepSpeed gathers for
   all ranks. DeepSpeed documents how to read the partitions (`safe_get_local_grad`,
-  `safe_get_full_fp32_param`), but this calls collectives at stages 1 and 2. So `_hp_mapping` is
-  read here, which these calls read, too.
+  `safe_get_full_fp32_param`), but these functions call collectives at stages 1 and 2. So
+  `_hp_mapping` is read here, which these functions read, too.
 - `fully_shard`: a rank keeps pieces, and computes with whole parameters (`when_whole`). The
   gradient that a backward pass adds to a whole parameter is this rank's own. The gradient of a
   piece is part of a sum over all ranks.
@@ -43,7 +43,7 @@ from entrenar_py.shared.errors import UsageError
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A parameter in the flat tensor `flat`, in which it begins at element `begin`.
+    """A parameter that is a part of the flat tensor `flat`, beginning at element `begin`.
 
     `owner` is the tensor that optimizers step. `shape` is the shape of the whole parameter. This
     rank has the `piece` that begins at element `first` of the rank's part of `flat`. If `piece` is
@@ -120,9 +120,9 @@ def piece_of(
 
 
 class WithinPass:
-    """A whole parameter during a backward pass: hooks receive its part of the gradient of `flat`.
+    """A whole parameter during a backward pass. Hooks get its part of the gradient of `flat`.
 
-    The gradient is this rank's own: it is not reduced yet.
+    The gradient is this rank's own, before the reduction.
     """
 
     def __init__(self, part: Part) -> None:
@@ -142,7 +142,7 @@ class WithinPass:
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Return by name the parameters of `model` that are parts of flat tensors."""
+    """Return name -> Part, for the parameters of `model` that are parts of flat tensors."""
     parts: dict[str, Part] = {
         tensors.plain_name(name): part for name, part in zero_parts_of(model).items()
     }
@@ -236,7 +236,7 @@ def _piece(handle: Any, begin: int, size: int) -> tuple[Piece | None, int]:
     """Return this rank's piece of a parameter, and where the piece begins in the rank's part.
 
     The parameter has `size` elements and begins at element `begin` of the FlatParameter. The piece
-    is None if the rank has all of it.
+    is None if the rank has all of the parameter.
     """
     if not handle.uses_sharded_strategy:
         return None, begin
@@ -245,7 +245,7 @@ def _piece(handle: Any, begin: int, size: int) -> tuple[Piece | None, int]:
 
 
 def _shared(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield each further name of a parameter in a flat tensor, with its first name."""
+    """Yield each other name of a parameter in a flat tensor, with its first name."""
     yield from _shared_in_zero(model)
     for prefix, module in _wrappers(model):
         for info in module._handle.flat_param._shared_param_infos:
@@ -278,9 +278,10 @@ _GROUPS = {
 
 @dataclass(frozen=True, eq=False)
 class Partition(Part):
-    """A parameter of the model in the partitions of the ZeRO optimizer `zero`.
+    """A parameter of the model, as a place in the partitions of the ZeRO optimizer `zero`.
 
-    It is in the partition of group `group`; None if no optimizer steps it.
+    `group` is the index of the parameter's group in `zero`; None if no optimizer steps the
+    parameter.
     """
 
     zero: Any
@@ -288,13 +289,14 @@ class Partition(Part):
     group: int | None
 
     def gradient(self) -> Tensor | None:
-        """Return this rank's elements of the applied gradient, or of the last reduced one.
+        """Return this rank's elements of the gradient to apply, or else of the last reduced one.
 
-        None if neither is available.
+        None if neither exists.
         """
         applied: Tensor | None = self.owner.grad
         if self.group is None and applied is not None and self.piece is not None:
-            return applied.reshape(-1)[self.piece.offset[0] :][: self.numel]  # whole, and its own
+            # Each rank has the whole gradient: cut out this rank's elements.
+            return applied.reshape(-1)[self.piece.offset[0] :][: self.numel]
         if applied is not None:
             return self.of(applied) if self.fits(applied) else None
         reduced = self._reduced()
@@ -314,7 +316,7 @@ class Partition(Part):
             return self.owner.detach().new_empty(0)
         try:
             fragment = mapping.get_lp_grad_fragment(self.parameter._index_in_param_group)
-        except ValueError:  # between two steps
+        except ValueError:  # the mapping has no gradients between two steps
             return None
         own, address = fragment.reshape(-1), mapping.lp_fragment_address
         if own.numel() == self.parameter.numel():
@@ -330,11 +332,11 @@ class Partition(Part):
 
 
 class ZeroSteps:
-    """Calls `begins` before the steps of a ZeRO optimizer, and `ends` after them.
+    """Calls `begins` before each step of a ZeRO optimizer, and `ends` after each step.
 
-    The argument of `ends` is true if the step was skipped because gradients were not finite. Torch
-    has no hooks for these steps: it only sees the steps of the optimizer inside, one for each
-    partition.
+    The argument of `ends` is true if the optimizer skipped the step because gradients were not
+    finite. Torch's own step hooks don't report these steps: they run once per partition, for the
+    optimizer inside the ZeRO optimizer.
     """
 
     def __init__(self, zero: Any, begins: Callable[[], Any], ends: Callable[[bool], Any]) -> None:
@@ -368,20 +370,20 @@ def zero_optimizer(model: nn.Module) -> Any | None:
 
 
 def zero_partitions(zero: Any) -> list[Tensor]:
-    """Return the flat tensors of a ZeRO optimizer that the optimizer inside it steps."""
+    """Return the flat tensors of a ZeRO optimizer that its inner optimizer steps."""
     names = _attributes_of(zero)
     return [] if names is None else [*getattr(zero, names[0])]
 
 
 def parameters_and_partitions(model: nn.Module) -> set[Tensor]:
-    """Return the parameters of a model, and the partitions of them that a ZeRO optimizer steps."""
+    """Return a model's parameters, together with the partitions that a ZeRO optimizer steps."""
     return {*model.parameters(), *zero_partitions(zero_optimizer(model))}
 
 
 def zero_groups(zero: Any) -> list[dict[str, Any]]:
-    """Return the groups of the inner optimizer with all their tensors, as they are in a step.
+    """Return the parameter groups of the inner optimizer with all their tensors, as in a step.
 
-    Between two steps the groups of stage 3 have no tensors.
+    With stage 3 the groups have no tensors between two steps.
     """
     flats, groups = zero_partitions(zero), zero.optimizer.param_groups
     numbers = getattr(zero, "sub_group_to_group_id", range(len(flats)))
@@ -392,7 +394,7 @@ def zero_groups(zero: Any) -> list[dict[str, Any]]:
 
 
 def zero_parts_of(model: nn.Module) -> dict[str, Partition]:
-    """Return by name the parameters of `model` for which a ZeRO optimizer has partitions."""
+    """Return name -> partition of each parameter of `model` that a ZeRO optimizer partitions."""
     zero = zero_optimizer(model)
     if zero is None:
         return {}
@@ -431,7 +433,7 @@ def _attributes_of(zero: Any) -> tuple[str, str] | None:
 
 
 def _placed(zero: Any) -> Iterator[Partition]:
-    """Yield the parameters that a ZeRO optimizer steps."""
+    """Yield the partition of each parameter that a ZeRO optimizer steps."""
     names = _attributes_of(zero)
     if names is None:
         return
@@ -456,7 +458,11 @@ def _placed(zero: Any) -> Iterator[Partition]:
 def _places_in_group(
     zero: Any, number: int, parameters: Sequence[Tensor], flat: Tensor
 ) -> Iterator[tuple[Tensor, int, int, Any]]:
-    """Yield the parameters of a group, which lie one after another, with their places."""
+    """Yield, for each parameter of a group, its offset in the flat tensor and in this rank's part.
+
+    The first item is the parameter itself. The last one is this rank's piece of it; None if the
+    group has a single rank.
+    """
     group = zero.real_dp_process_group[number]
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     offsets = getattr(zero, "round_robin_bit16_offsets", None)
@@ -484,7 +490,10 @@ def _piece_of_stage_3(parameter: Any) -> Any:
 
 
 def _unstepped(zero: Any, parameter: Any) -> Partition | None:
-    """Return the place of a parameter that no optimizer steps; None if each rank has all of it."""
+    """Return the partition of a parameter that no optimizer steps.
+
+    None if every rank has all of it.
+    """
     if getattr(parameter, "ds_tensor", None) is None:
         return None
     return Partition(
@@ -505,34 +514,34 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 
 def zero_formats(model: nn.Module) -> set[str]:
-    """Return the dtypes in which a model with partitions in float32 computes, such as bfloat16."""
+    """Return the dtypes (such as bfloat16) of a model's passes if ZeRO's partitions are float32."""
     return {
         str(part.parameter.dtype).removeprefix("torch.") for part in zero_parts_of(model).values()
     }
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
-    """Return whether `model`, or a part of it, is sharded, and gathered for each pass.
+    """Return whether passes gather the sharded parameters of `model`, or of a part of it.
 
-    This is done by `fully_shard`, by `FullyShardedDataParallel`, and by DeepSpeed's ZeRO.
+    `fully_shard`, `FullyShardedDataParallel` and DeepSpeed's ZeRO do this.
     """
     kinds = (FSDPModule, FullyShardedDataParallel)
     sharded = any(isinstance(module, kinds) for module in model.modules())
     return sharded or zero_optimizer(model) is not None
 
 
-# --- parameters that are whole for a pass ---------------------------------------------------------
+# --- parameters that are whole during a pass ------------------------------------------------------
 
 
 Found = Callable[[str, Any], Any]
 
 
 def when_whole(model: nn.Module, call: Found) -> list[Any]:
-    """Call `call` with name and tensor of each trainable parameter when it is first whole.
+    """Call `call(name, tensor)` for each trainable parameter when it is whole for the first time.
 
-    For a parameter in a flat tensor it is called now, with an object that can be hooked like a
-    tensor. Returns the hooks that make the calls. They call no collective, and examine only
-    parameters that forward passes have gathered.
+    For a parameter in a flat tensor, `call` is called at once, with an object that accepts hooks
+    like a tensor. Returns the hooks that make the calls. These hooks start no collective, and
+    examine only parameters that a forward pass has already gathered.
     """
     known: set[Tensor] = set()
 
@@ -547,6 +556,6 @@ def when_whole(model: nn.Module, call: Found) -> list[Any]:
     hooked = _when_whole_in_flat(model, call)
     for prefix, module in model.named_modules():
         if isinstance(cast(object, module), FSDPModule):
-            look(prefix, module)  # the pass that has just begun has gathered some parameters
+            look(prefix, module)  # the current pass has already gathered some parameters
             hooked.append(module.register_forward_pre_hook(partial(look, prefix)))
     return hooked

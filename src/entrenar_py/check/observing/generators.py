@@ -20,23 +20,24 @@ from entrenar_py.check.observing import call_sites
 States = Mapping[str, str]  # name of a generator -> digest of its state
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DIGEST_BYTES = 12
-_DEPTH_MAX = 4  # of objects that hold each other
+_DEPTH_MAX = 4  # levels of nested objects to search for generators
 _GLOBAL = (
     torch.default_generator,
     getattr(random.seed, "__self__", None),
     getattr(np.random.mtrand, "_rand", None),
 )
-# Frames and objects of these modules have no generators of the script.
+# The search leaves out the frames and objects of these modules: their generators are not the
+# script's.
 _LIBRARIES = ("torch", "numpy", "entrenar_py", "runpy", "importlib", "multiprocessing")
 
 
 class Generators:
     """The global generators (torch's, numpy's, Python's), those of GPUs, and the script's own.
 
-    A generator is the script's own if one of its functions or modules holds it in a variable when
-    it calls `observe`, or if it is an attribute of an object in a variable or in `objects`. Its
-    name is that of the variable and the attribute. `left_out` are generators of loaders and
-    samplers, because their samples are known.
+    A generator is the script's own if a variable of one of its functions or modules refers to it
+    when the script calls `observe`, or if it is an attribute of an object in such a variable or in
+    `objects`. Its name consists of the names of the variable and the attribute. `left_out` are the
+    generators of loaders and samplers: the samples that they choose are recorded anyway.
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class Generators:
                 self._own[name] = generator
 
     def states(self) -> States:
-        """Return a digest of each generator's state."""
+        """Return name -> digest of the state, of each generator."""
         shown = dict[str, bytes]()
-        # While a graph is captured, the state of a GPU's generator may not be read.
+        # Torch forbids reading the state of a GPU's generator while a CUDA graph is captured.
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             devices = {p.device for p in self._model.parameters() if p.device.type == "cuda"}
             for device in sorted(devices, key=str):
-                # Each rank has its own GPU, and generators are compared by name.
+                # Generators are compared between ranks by name, and each rank has its own GPU.
                 name = device.type if len(devices) == 1 else str(device)
                 shown[name] = torch.cuda.get_rng_state(device).numpy().tobytes()
         for name, generator in self._own.items():
@@ -69,7 +70,7 @@ class Generators:
         return global_states() | _digests(shown)
 
     def kept(self) -> list[tuple[Callable[[Any], object], Any]]:
-        """Return for each generator the function that sets its state, with its present state."""
+        """Return, for each generator, the function that sets its state, and its current state."""
         setters: list[tuple[Callable[[Any], object], Any]] = [
             (torch.set_rng_state, torch.get_rng_state()),
             (random.setstate, random.getstate()),
@@ -81,13 +82,13 @@ class Generators:
 
     @staticmethod
     def restore(states: Iterable[tuple[Callable[[Any], object], Any]]) -> None:
-        """Set the generators back to the states that `kept` returned."""
+        """Restore the states that `kept` returned."""
         for set_state, state in states:
             set_state(state)
 
 
 def global_states() -> dict[str, str]:
-    """Return a digest of the state of each global generator, except those of GPUs."""
+    """Return name -> digest of the state, of each global generator except those of GPUs."""
     return _digests(
         {
             "torch": torch.get_rng_state().numpy().tobytes(),
@@ -98,7 +99,7 @@ def global_states() -> dict[str, str]:
 
 
 def is_just_seeded() -> bool:
-    """Return whether nothing was drawn from torch's generator since its last seed."""
+    """Return whether torch's generator is still in the state in which its last seed left it."""
     fresh = torch.Generator().manual_seed(torch.initial_seed())
     return torch.equal(fresh.get_state(), torch.get_rng_state())
 
@@ -108,14 +109,15 @@ def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def moved(before: States, after: States) -> list[str]:
-    """Return the names of the generators with states that differ from `before`."""
+    """Return the names of generators that have another state in `after` than in `before`."""
     return [name for name, state in after.items() if before.get(name, state) != state]
 
 
 def within(value: object, depth: int = _DEPTH_MAX) -> Iterator[Any]:
-    """Yield numpy's and Python's generators in the attributes of an object, or that it uses.
+    """Yield numpy's and Python's generators that an object uses, or has in its attributes.
 
-    Objects in attributes are searched up to `depth` levels. Global generators are left out.
+    Attributes of attributes are searched, too, up to `depth` levels. Global generators are left
+    out.
     """
     kind = type(value)
     if issubclass(kind, _KINDS):
@@ -127,7 +129,7 @@ def within(value: object, depth: int = _DEPTH_MAX) -> Iterator[Any]:
 
 
 def _held_by(value: Any) -> Iterator[object]:
-    """Yield the script's objects that a value holds, or the generators that a function uses."""
+    """Yield the script's objects that `value` refers to, or the generators that a function uses."""
     kind = type(value)
     if kind is partial:
         yield from (value.func, *value.args, *value.keywords.values())
@@ -137,7 +139,7 @@ def _held_by(value: Any) -> Iterator[object]:
         used = (value.__globals__.get(name) for name in _names(value.__code__))
         yield from (one for one in used if issubclass(type(one), _KINDS))
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # the cell is still empty
+            with suppress(ValueError):  # the variable of the closure isn't assigned yet
                 yield cell.cell_contents
     elif not issubclass(kind, type | ModuleType | torch.Tensor):
         with suppress(AttributeError):
@@ -152,7 +154,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def seed(generator: Any, number: int) -> None:
-    """Seed one of numpy's or Python's generators."""
+    """Seed a generator of numpy or of Python."""
     if isinstance(generator, np.random.Generator):
         bits: Any = generator.bit_generator
         bits.state = type(bits)(number).state
@@ -202,7 +204,7 @@ def _held(frame: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _in_variables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    # By their types: reading the class of a value may run the code of a proxy.
+    # Test the type, not `__class__`: reading the `__class__` of a proxy may run the script's code.
     for name, value in [*variables.items()]:
         kind = type(value)
         of_library = str(kind.__module__).partition(".")[0] in _LIBRARIES

@@ -1,10 +1,10 @@
-"""Hooks that report when an object or a loader is iterated, and what it yields.
+"""Hooks that report when an object or a loader is iterated, and the items that it yields.
 
-A method of the class is replaced by one that also reports, and is restored at the end. So the
-object keeps its class, and is copied, pickled and iterated as before.
+A method of the object's class is replaced by one that also reports, and is restored at the end. So
+the object keeps its class, and copying, pickling and iterating it work as before.
 
-All loaders of torch, and those that libraries derive from them, are iterated by torch's class
-`_BaseDataLoaderIter`. Its methods are replaced while there are listeners.
+All loaders of torch, and loaders that libraries derive from them, are iterated by torch's class
+`_BaseDataLoaderIter`. The methods of this class are replaced while there are listeners.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 class Listener(Protocol):
-    """Receives the items of one iteration, and its end."""
+    """Receives the items of one iteration, and is called at its end."""
 
     def item(self, item: Any) -> None:
         """Receive an item, before the script gets it."""
 
     def over(self) -> None:
-        """Learn that there are no more items."""
+        """Called when there are no more items."""
 
 
 class IterationHooks:
     """Calls `begin` whenever `source` is iterated, and reports items to the Listener it returns.
 
-    An iteration is not reported if the class of the object or of its iterator can't be changed. An
-    iterator of Python's own is wrapped in one that passes all calls on to it.
+    Nothing is reported if Python doesn't allow changes to the class of the object or of its
+    iterator. A built-in iterator of Python (of a list, say) is wrapped in an iterator that passes
+    on all calls.
     """
 
     def __init__(self, source: Any, begin: Callable[[], Listener]) -> None:
@@ -50,7 +51,7 @@ class IterationHooks:
         self._methods.clear()
 
     def follow(self, iterator: Any) -> Any:
-        """Return `iterator`, or a wrapper in its place, so that its items are reported."""
+        """Return `iterator`, or a wrapper of it, such that its items are reported."""
         listener = self.begin()
         if type(iterator) is GeneratorType:
             told: Any = _told(iterator, listener)
@@ -58,7 +59,7 @@ class IterationHooks:
             return told
         if type(iterator).__module__ in _PYTHONS_OWN:
             return _Telling(iterator, listener)
-        with suppress(TypeError):  # an object without weak references
+        with suppress(TypeError):  # the object doesn't allow weak references
             gone = weakref.ref(iterator, functools.partial(_forget, id(iterator)))
             if self._replace(type(iterator), "__next__", _telling_next):
                 _FOLLOWED[id(iterator)] = gone, listener
@@ -78,21 +79,21 @@ Make = Callable[[type, Callable[..., Any]], Callable[..., Any]]
 
 
 class _Replaced:
-    """A method that replaces another one, and how often the replacement was requested."""
+    """A method that replaces the method of a class, and how often the replacement was requested."""
 
     def __init__(self, method: Callable[..., Any], before: Any) -> None:
         self.method, self.before, self.count = method, before, 0
 
 
-_ABSENT = object()  # the class inherits the method
+_ABSENT = object()  # marks a method that the class inherits instead of defining it
 _REPLACED: dict[tuple[type, str], _Replaced] = {}
 
 
 def replace(kind: type, name: str, make: Make) -> bool:
-    """Replace method `name` of `kind` with the result of `make(kind, method)`.
+    """Replace the method `name` of `kind` with the result of `make(kind, method)`.
 
-    Return whether this was possible. It isn't for a class written in C, or if the name is that of
-    something other than a function. `put_back` undoes it.
+    Return whether this was possible. It is not for a class written in C, nor if the attribute isn't
+    a function. `put_back` undoes the replacement.
     """
     if (replaced := _REPLACED.get((kind, name))) is None:
         before: Any = kind.__dict__.get(name, _ABSENT)
@@ -112,7 +113,10 @@ def replace(kind: type, name: str, make: Make) -> bool:
 
 
 def put_back(kind: type, name: str) -> None:
-    """Undo one `replace`; the last one restores the class, unless the script has changed it."""
+    """Undo one `replace`.
+
+    When all are undone, the class gets its method back, unless the script has changed it meanwhile.
+    """
     replaced = _REPLACED[kind, name]
     replaced.count -= 1
     if replaced.count:
@@ -132,9 +136,12 @@ def _inherited(kind: type, name: str, self: Any, *args: Any, **named: Any) -> An
 
 # --- replacements -----------------------------------------------------------------------------
 
-_PYTHONS_OWN = ("builtins", "itertools")  # the modules of iterators such as those of lists
-_HOOKED: dict[int, IterationHooks] = {}  # by the id of the source, which the hooks keep alive
-# By the id of an iterator. The entry is removed together with the iterator.
+# Modules of Python's built-in iterators, such as those of lists.
+_PYTHONS_OWN = ("builtins", "itertools")
+# Id of the source -> its hooks, which refer to the source, so the id isn't reused.
+_HOOKED: dict[int, IterationHooks] = {}
+# Id of an iterator -> the iterator and its listener. The entry is removed when the iterator is
+# freed.
 _FOLLOWED: dict[int, tuple[weakref.ref[Any], Listener]] = {}
 
 
@@ -146,7 +153,8 @@ def _telling_iter(kind: type, inner: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(self: Any) -> Any:  # noqa: N807
         iterator = inner(self)
         hooks = _HOOKED.get(id(self))
-        # A subclass that calls this through super() has its own reporting method.
+        # Avoid a second report: the subclass's own replaced method reports, and called this one by
+        # super().
         if hooks is None or hooks.source is not self or type(self) is not kind:
             return iterator
         return hooks.follow(iterator)
@@ -171,7 +179,7 @@ def _telling_next(kind: type, inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _told(inner: Generator[Any, Any, Any], listener: Listener) -> Generator[Any, Any, Any]:
-    """Yield what `inner` yields, as `yield from` does, and report it."""
+    """Yield what `inner` yields, as `yield from` does, and report each item to `listener`."""
     proceed: Callable[[], Any] = functools.partial(next, inner)
     while True:
         try:
@@ -192,7 +200,7 @@ def _told(inner: Generator[Any, Any, Any], listener: Listener) -> Generator[Any,
 
 
 class _Telling:
-    """An iterator of Python's own that reports its items; its class looks like that of `inner`."""
+    """Wraps a built-in iterator to report its items; `__class__` is the class of `inner`."""
 
     __slots__ = ("_inner", "_listener")
 
@@ -229,22 +237,24 @@ class _Telling:
 
 
 class LoaderListener(Listener, Protocol):
-    """Receives one iteration over a loader: indices as they are drawn, and batches as `item`."""
+    """Receives one iteration over a loader: indices as they are drawn, then batches, by `item`."""
 
     def drawn(self, index: Any) -> None:
-        """Receive the index, or the list of indices, of a batch that will be handed out later."""
+        """Receive the index, or the list of indices, of a batch that the loader yields later."""
 
     def failed(self) -> None:
-        """Learn that an error was raised instead of a batch."""
+        """Called when an error was raised instead of a batch."""
 
 
-# Called with a loader when an iteration over it begins; returns None to ignore the iteration.
+# Called with a loader when an iteration over it begins. Returns None to ignore the iteration.
 Begin = Callable[[Any], LoaderListener | None]
 
 _BEGINS: list[Begin] = []
 _AROUND: list[Callable[[bool], None]] = []
-_ORDERING = ("__init__", "_next_index")  # the methods that draw an epoch's seed, and its order
-# By the id of an iterator of a loader. The entry is removed together with the iterator.
+# The methods that draw an epoch's seed, and its order of samples.
+_ORDERING = ("__init__", "_next_index")
+# Id of a loader's iterator -> the iterator and its listeners. The entry is removed when the
+# iterator is freed.
 _HEARD: dict[int, tuple[weakref.ref[Any], list[LoaderListener]]] = {}
 
 
@@ -266,7 +276,7 @@ class LoaderHooks:
 
 
 class OrderHooks:
-    """Calls `around` with False before a loader draws a seed or an index, and with True after."""
+    """Calls `around(False)` before a loader draws a seed or an index, and `around(True)` after."""
 
     def __init__(self, around: Callable[[bool], None]) -> None:
         self._around = around

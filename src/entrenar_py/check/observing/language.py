@@ -1,7 +1,7 @@
-"""Records which tokens a language model's losses are over, and probes the model.
+"""Records which tokens contribute to a language model's losses, and probes the model.
 
-Both are done only if a contract requires it. Micro-batches are examined after the optimizer has
-stepped. Then no forward or backward pass is in progress, and the model's state is that of the next
+Both happen only if a contract requires them. Micro-batches are examined after the optimizer has
+stepped: then no forward or backward pass is in progress, and the model is in the state of the next
 step.
 """
 
@@ -31,42 +31,42 @@ from entrenar_py.check.observing.token_probe import Probe, Table
 from entrenar_py.check.observing.tokens import Arguments, Loss, Place, Rows
 from entrenar_py.shared import trace
 
-# The steps, from the first one recorded, in which the model is probed. In the first one a model may
-# have weights of zero, which hide dependencies.
+# The recorded steps after which the model is probed, counted from 0. After the first one the model
+# may still have weights of zero, which hide dependencies.
 PROBED = (0, 2)
 _BEGIN, _END = "bos_token_id", ("eos_token_id", "pad_token_id")
 
 
 @dataclass
 class _Pass:
-    """A forward pass that is trained, and the losses that were computed after it."""
+    """A training forward pass, and the losses that were computed after it."""
 
     micro_batch: int
     arguments: Arguments
     autocast: Callable[[], AbstractContextManager[Any]]
     autocast_dtype: torch.dtype | None
     losses: list[Loss] = field(default_factory=list)
-    place: Place | None = None  # of the last loss over the tokens of the pass
+    place: Place | None = None  # the place of the pass's last loss over its tokens
 
 
 class Language:
-    """Ignores all micro-batches, because no contract requires more."""
+    """Ignores all micro-batches, because no contract requires token records."""
 
     def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
-        """Record that a forward pass of `model` begins; `inputs` are its args and kwargs."""
+        """Called when a forward pass of `model` begins; `inputs` are its args and kwargs."""
 
     def aside(self, model: nn.Module) -> None:
-        """Record that a forward pass of `model` without gradient begins."""
+        """Called when a forward pass of `model` without gradients begins."""
 
     def stepped(self, step: int) -> None:
-        """Record the micro-batches of `step`, and probe the model in some steps."""
+        """Record the micro-batches of `step`; after some steps, also probe the model."""
 
     def remove(self) -> None:
         """Stop observing."""
 
 
 class Looking(Language):
-    """Examines the micro-batches of a rank, and passes events to `write`.
+    """Examines a rank's micro-batches, and passes the resulting events to `write`.
 
     `were_recomputed` returns whether modules were called in a backward pass since its last call.
     """
@@ -87,13 +87,14 @@ class Looking(Language):
         self._problem = ""
         self._is_probing = False
         self._leave: Callable[[], None] = lambda: None
-        # If the last pass was without gradient: its mode, and the states of the generators.
+        # The mode and the generators' states of the last pass, if that had no gradients; otherwise
+        # None.
         self._aside: tuple[bool, States] | None = None
         self._evaluated: list[trace.Evaluated] = []
         self._last_step = -1
 
     def listen(self) -> None:
-        """Observe the losses of this process, which all belong to this rank's passes."""
+        """Observe the losses of this process, which all come from passes of this rank."""
         self._leave = tokens.listen(self.scored)
 
     def remove(self) -> None:
@@ -106,12 +107,13 @@ class Looking(Language):
     def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
         self._aside = None
         if torch._C._current_graph_task_id() != -1:
-            self._evaluated.clear()  # a checkpoint around the model: its first pass has no gradient
+            # A checkpoint around the whole model: its first pass has no gradients.
+            self._evaluated.clear()
         if self._is_probing or (self._problem and self._table is None):
             return
         args, kwargs = inputs
         if not args and not kwargs:
-            return  # the pass in which the observation begins
+            return  # the observation began during this pass
         again = self._table is None or self._num_steps in PROBED
         arguments = Arguments(model, args, kwargs, again=again)
         device = next((p.device.type for p in model.parameters()), "cpu")
@@ -218,14 +220,14 @@ class Looking(Language):
             problem=problem,
         )
 
-    # --- passes of our own ------------------------------------------------------------------------
+    # --- passes for the probe ---------------------------------------------------------------------
 
     @property
     def _model(self) -> nn.Module:
         return self._subject.model
 
     def _why_not(self, passed: _Pass) -> str:
-        """Return why no pass of the model is repeated; "" if passes are repeated."""
+        """Return why the model's pass can't be repeated; "" if it can."""
         if torch._C._current_graph_task_id() != -1:
             return "an optimizer steps inside of the backward pass"
         if flat_parameters.is_fully_sharded(self._model):
@@ -237,9 +239,9 @@ class Looking(Language):
         return ""
 
     def _find_table(self, passed: _Pass) -> str:
-        """Find the argument with the token ids.
+        """Find the model argument with the token ids.
 
-        Return why no pass of the model is repeated; "" if passes are repeated.
+        Return why the model's pass can't be repeated; "" if it can.
         """
 
         def look(probe: Probe) -> None:
@@ -252,7 +254,7 @@ class Looking(Language):
         return problem or ("" if self._table else "it is given no token ids")
 
     def _pass_again(self, passed: _Pass, look: Callable[[Probe], None]) -> str:
-        """Call `look` with a probe of the model; return the error that the model raises, or ""."""
+        """Call `look` with a probe of the model. Return the error that the model raises, or ""."""
         self._is_probing = True
         try:
             with token_probe.undisturbed(self._model, self._generators) as start:
@@ -290,9 +292,9 @@ def of(
     write: Callable[[Sequence[trace.Event]], object],
     were_recomputed: Callable[[], bool],
 ) -> Language:
-    """Return an object that examines the micro-batches of a rank if a contract requires it.
+    """Return an object that examines a rank's micro-batches if a contract requires it.
 
-    If none does, the object ignores them.
+    Otherwise return one that ignores them.
     """
     if TOKENS not in os.environ:
         return Language()
@@ -305,7 +307,7 @@ def _interest(rows: Rows) -> tuple[bool, bool]:
     return rows.documents is not None, rows.is_masked
 
 
-# --- what the model's configuration says ----------------------------------------------------------
+# --- facts from the model's configuration ---------------------------------------------------------
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
@@ -319,9 +321,10 @@ def _special(model: nn.Module) -> set[int]:
 
 
 def _beginnings(model: nn.Module, rows: Rows) -> tuple[int | None, int | None]:
-    """Return how many documents begin with the BOS token, and how many with two of them.
+    """Return how many documents begin with a BOS token, and how many with two BOS tokens.
 
-    Both are None if the model's configuration names no BOS token, or one that also ends texts.
+    Both numbers are None if the model's configuration has no BOS token, or one that also ends
+    texts.
     """
     settings = _settings(model)
     begin, ends = settings.get(_BEGIN), [settings.get(name) for name in _END]
@@ -335,9 +338,9 @@ def _beginnings(model: nn.Module, rows: Rows) -> tuple[int | None, int | None]:
 
 
 def _tied(model: nn.Module) -> bool | None:
-    """Return whether input and output embeddings are equal, if the model ties them.
+    """Return whether the input and output embeddings are equal, if the configuration ties them.
 
-    None if the model doesn't tie them, or if they can't be compared.
+    None if it doesn't tie them, or if they can't be compared.
     """
     if _settings(model).get("tie_word_embeddings") is not True:
         return None

@@ -1,15 +1,17 @@
-"""The loss of a backward pass: the sums and means in it, and their divisors.
+"""The sums and means that make up the loss of a backward pass, and the divisors of each.
 
-A script doesn't declare by which number it divides the loss of a micro-batch. Autograd's graph
-shows it: from the number on which `backward` is called, divisions, products and sums lead to the
-reductions of the loss functions. Nodes below these are not examined.
+A script doesn't declare by which number it divides the loss of a micro-batch, but autograd's graph
+shows it. The walk starts at the number on which `backward` is called, and follows divisions,
+products and sums up to the reductions (sum or mean) of the loss functions. The nodes from which the
+reductions were computed are not examined.
 
-A loss may also be divided by an unrelated number (a temperature squared) that happens to equal the
-number of micro-batches. Of two equal divisors, such a number is a factor of the loss, and not a
-second division by micro-batches. It is recognised because it is a Python `float`, or from the text
-of the script, in which it may have a name: `loss / heads`, `kl / self.tasks`. The text also shows
-which names count micro-batches: a remainder by the name decides when to step, a loop over it calls
-`backward`, or the name itself says so.
+A script may also divide a loss by an unrelated number (a temperature squared, say) that happens to
+equal the number of micro-batches. Then the graph has two equal divisors, although the loss is
+divided by the number of micro-batches only once. The unrelated number is recognised because it is a
+Python `float`, or from the script's text, in which it may have a name: `loss / heads`, `kl /
+self.tasks`. The text also shows which names count micro-batches: the script steps depending on a
+remainder by the name, a loop over it calls `backward`, or the name itself is a usual one for this
+count.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ from torch import Tensor
 
 from entrenar_py.check.observing import call_sites, script_text
 
-_NODES_MAX = 2000  # of one graph, between the loss and its reductions
-_MEAN, _SUM = 1, 2  # torch's numbers of reductions
-_HALF = 2.0  # any loss may be divided by it, as a squared error is halved
-# Nodes that pass a number on unchanged.
+_NODES_MAX = 2000  # nodes to examine per graph, between the loss and its reductions
+_MEAN, _SUM = 1, 2  # torch's constants for the kind of reduction
+_HALF = 2.0  # a factor that may belong to any loss: a squared error is often halved
+# Nodes that don't change the value.
 _SAME = frozenset(
     {"ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"}
 )
-Terms = tuple[tuple[float, ...], ...]  # of `trace.Shard`
+Terms = tuple[tuple[float, ...], ...]  # the type of `trace.Shard.terms`
 
 
 class Begun(NamedTuple):
-    """The value at which a backward pass begins, None if it is not a number, and its terms."""
+    """The value of the loss at which a backward pass begins (None if unknown), and its terms."""
 
     value: float | None = None
     terms: Terms = ()
@@ -53,16 +55,16 @@ class Losses:
 
     def __init__(self) -> None:
         self._scale: float | None = None
-        self._last: float | None = None  # the value that was last scaled
+        self._last: float | None = None  # the value that a scaler multiplied last
 
     def scaled(self, scale: float, losses: Any) -> None:
-        """Record that a scaler multiplies `losses` by `scale`."""
+        """Called when a scaler multiplies `losses` by `scale`."""
         self._scale, self._last = scale, value_of(losses)
 
     def begun(self, tensors: Any, *, is_plain: bool) -> Begun:
-        """Return where a pass at `tensors` begins.
+        """Return the value and the terms of `tensors`, where a pass begins.
 
-        `is_plain` is true if the script gives no gradient for `tensors`.
+        `is_plain` is true if the script passes no gradient for `tensors` to `backward`.
         """
         value = value_of(tensors)
         if not is_plain or value is None:
@@ -71,24 +73,25 @@ class Losses:
         walk = _Walk(self._scale)
         terms = walk.terms(root)
         if self._scale and not walk.was_scaled:
-            return Begun(None, terms)  # perhaps by another scaler: there is no loss to compare
+            # Perhaps another scaler multiplied the loss, so its own value is unknown.
+            return Begun(None, terms)
         if self._scale:
             value = value / self._scale if math.isfinite(value) else self._last
         return Begun(value, terms)
 
 
 def value_of(tensors: Any) -> float | None:
-    """Return the value of the loss on which `backward` is called; None if it is not a number."""
+    """Return the value of the loss on which `backward` is called; None if it isn't a scalar."""
     if isinstance(tensors, list | tuple) and len(tensors) == 1:
         (tensors,) = tensors
-    # torch also accepts generators and edges of its graph.
+    # `backward` also accepts generators of tensors, and graph edges.
     is_number = isinstance(tensors, Tensor) and tensors.numel() == 1 and not tensors.is_complex()
     return float(tensors.detach()) if is_number else None
 
 
 @dataclass(frozen=True)
 class _Path:
-    """The product of the factors from the root to a node, and the divisors among them.
+    """The product of the factors from the root to a node, and the divisors among these factors.
 
     `floats` are the divisors that are a Python `float`.
     """
@@ -107,10 +110,11 @@ class _Path:
         return replace(self, share=share, divisors=(*self.divisors, divisor), floats=floats)
 
     def counted(self, count: float) -> tuple[float, ...] | None:
-        """Return the divisors; of two equal ones, one is left out if it is a factor of the loss.
+        """Return the divisors, except those that belong to the loss.
 
-        The one that makes the term a mean over its `count` elements is none of the two. Return None
-        if it is unknown whether it is such a factor.
+        Of two equal divisors, one is left out if it belongs to the loss itself rather than to the
+        average over micro-batches. The divisor that makes the term a mean over its `count` elements
+        is neither. Return None if that can't be determined.
         """
         own = self.divisors
         for divisor in {one for one in own if own.count(one) > 1 + (one == count)}:
@@ -129,25 +133,25 @@ class _Path:
         return True if is_half else may_divide_by(divisor)
 
 
-_Term = tuple[float, _Path]  # the number of elements, and the path to their sum
+_Term = tuple[float, _Path]  # (number of elements in a sum, path from the root to the sum)
 
 
 class _Walk:
-    """One walk from a loss to the reductions in it."""
+    """A walk through the graph, from a loss to the reductions in it."""
 
     def __init__(self, scale: float | None) -> None:
         self._scale, self.was_scaled = scale, False
         self._left = _NODES_MAX
 
     def terms(self, root: Tensor) -> Terms:
-        """Return the terms of `root`; () if they are unknown, or too many to examine."""
+        """Return the terms of `root`; () if they can't be determined, or are too many."""
         try:
             terms = tuple(self._of((root.grad_fn, root.output_nr), _Path()))
-        except RuntimeError:  # the graph was freed by an earlier pass
+        except RuntimeError:  # an earlier pass has freed the graph
             return ()
         if self._left <= 0:
             return ()
-        if len(terms) > 1:  # a mean of losses is divided by their number
+        if len(terms) > 1:  # the script divides a mean of several losses by their number
             return tuple((count, path.share, *path.divisors) for count, path in terms)
         known = [(count, path.share, path.counted(count)) for count, path in terms]
         return tuple((count, share, *own) for count, share, own in known if own is not None)
@@ -162,7 +166,7 @@ class _Walk:
             yield _of_function(node, path)
         elif name in ("Sum", "Mean"):
             yield from self._of_sum(node, path, is_mean=name == "Mean")
-        elif name == "_DDPSink":  # hands on all outputs of a wrapped model
+        elif name == "_DDPSink":  # passes all outputs of a wrapped model on
             yield from self._of(node.next_functions[output], path)
         elif (onward := self._onward(name, node, path)) is not None:
             for below, its_path in onward:
@@ -171,7 +175,7 @@ class _Walk:
             yield 0.0, path
 
     def _onward(self, name: str, node: Any, path: _Path) -> list[tuple[Any, _Path]] | None:
-        """Return the edges below a linear node, with their paths; None for a different node."""
+        """Return (edge, path) for each input of a linear node; None for any other node."""
         edges = node.next_functions
         if name in _SAME:
             return [(edges[0], path)]
@@ -200,7 +204,7 @@ class _Walk:
         child, size = node.next_functions[0][0], float(math.prod(node._saved_self_sym_sizes))
         if is_mean:
             path = path.over(size)
-        if _kind(child) == "Stack" and len(child.next_functions) == size:  # of losses
+        if _kind(child) == "Stack" and len(child.next_functions) == size:  # a stack of losses
             for edge in child.next_functions:
                 yield from self._of(edge, path)
             return
@@ -208,8 +212,8 @@ class _Walk:
 
 
 def _of_function(node: Any, path: _Path) -> _Term:
-    """Return the term of one of torch's loss functions."""
-    if getattr(node, "_saved_weight", None) is not None:  # weights of classes, or of elements
+    """Return the term of a node that belongs to a loss function of torch."""
+    if getattr(node, "_saved_weight", None) is not None:  # classes or elements have weights
         return 0.0, path
     total = _number(getattr(node, "_saved_total_weight", None))
     count = float(node._saved_self.numel()) if total is None else total
@@ -219,14 +223,15 @@ def _of_function(node: Any, path: _Path) -> _Term:
 
 
 def _counted(node: Any, size: float) -> float:
-    """Return how many of a sum's `size` terms count, without masked terms and ignored labels."""
+    """Return how many of a sum's `size` terms count: not the masked ones, nor ignored labels."""
     while _kind(node) in _SAME:
         node = node.next_functions[0][0]
     if _kind(node) == "Mul":
         mask = next((m for m in (node._saved_self, node._saved_other) if m is not None), None)
         if isinstance(mask, Tensor) and mask.numel() == size and _is_mask(mask):
             return float(mask.detach().sum())
-    if _kind(node) == "MaskedFill" and node._saved_mask.numel() == size:  # smoothed labels
+    # From a cross-entropy with label smoothing.
+    if _kind(node) == "MaskedFill" and node._saved_mask.numel() == size:
         return float((~node._saved_mask).sum())
     if _kind(node) == "Where" and node._saved_condition.numel() == size:
         kept = node._saved_condition
@@ -234,7 +239,8 @@ def _counted(node: Any, size: float) -> float:
         if branches.count(True) == 1:
             return float((kept if branches[0] else ~kept).sum())
     if _kind(node).startswith("NllLoss") and node._saved_reduction not in (_MEAN, _SUM):
-        ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # torch shows it unsigned
+        # Torch returns this signed number as unsigned.
+        ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63
         return float((node._saved_target != ignored).sum())
     return size
 
@@ -249,7 +255,7 @@ def _kind(node: Any) -> str:
 
 
 def _is_float(value: Any) -> bool:
-    # An `int` is kept as int64.
+    # Autograd saves an `int` divisor as int64.
     return isinstance(value, float) or (
         isinstance(value, Tensor) and value.dtype == torch.float64 and value.ndim == 0
     )
@@ -261,7 +267,7 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-# --- divisors in the text of the script -----------------------------------------------------------
+# --- divisors in the script's text ----------------------------------------------------------------
 
 
 _COUNTING = re.compile(r"accum|micro|(?:^|_)gas(?:$|_)|update_freq|iter_size", re.IGNORECASE)
@@ -269,16 +275,17 @@ _COUNTING = re.compile(r"accum|micro|(?:^|_)gas(?:$|_)|update_freq|iter_size", r
 _LOSS = re.compile(
     r"loss|nll|kl|ce\b|entropy|err|cost|obj|mse|criteri|penalty|elbo|energy|\.(?:sum|mean)\(", re.I
 )
-_FACTOR_MAX = 64  # in a product or power that a script divides by: larger numbers are not counts
+_FACTOR_MAX = 64  # larger constants in a divisor (a product or a power) are not counts
 _Scope = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class _Divisor:
-    """A dotted `name` by which a script divides in `file`, in `function` ("" for none).
+    """A name by which a script divides in `file`, in `function` ("" at module level).
 
-    `owner` is the class of `self` there, or "". `is_local` says that the name is a local variable
-    of the function. `is_loss` says that the dividend is named like a loss, or is a sum or mean.
+    The name may be dotted, such as `self.tasks`; then `owner` is the class of `self`, otherwise "".
+    `is_local` says that the name is a local variable of the function. `is_loss` says that the
+    dividend's name is one of a loss, or that the dividend is a sum or a mean.
     """
 
     file: str
@@ -289,10 +296,10 @@ class _Divisor:
     is_loss: bool
 
     def may_be(self, number: float, apart: Collection[str]) -> bool | None:
-        """Return whether the name has this value; None if it divides a loss by an unknown value.
+        """Return whether the name has the value `number`.
 
-        Functions in `apart` are not related to the code that runs now, so they have no part in the
-        loss.
+        Return None if a loss is divided by the name, but its value is unknown. Functions named in
+        `apart` are not called in the current step, so they have no part in its loss.
         """
         if self.function in apart:
             return False
@@ -311,7 +318,7 @@ class _Divisor:
                 yield value
 
     def _variables(self, root: str) -> Iterator[dict[str, Any]]:
-        """Yield the variables of functions that run now, and those of the divisor's file."""
+        """Yield the variables of the running functions, then the globals of the divisor's file."""
         for frame in call_sites.own_frames():
             if frame.f_code.co_filename != self.file:
                 continue
@@ -326,9 +333,9 @@ class _Divisor:
 
 
 def divides_by(number: float) -> bool:
-    """Return whether the script's text divides by `number` as a constant.
+    """Return whether the script's text divides by a constant equal to `number`.
 
-    The text may have it as it is (`/ 4`), as a square or another power (`/ T**2`), or as a multiple
+    The constant may be written as it is (`/ 4`), as a power (`/ T**2`), or as a factor of a divisor
     (`/ (2 * variance)`).
     """
     is_count = 0 < number < math.inf
@@ -336,9 +343,9 @@ def divides_by(number: float) -> bool:
 
 
 def may_divide_by(number: float) -> bool | None:
-    """Return whether the script divides by `number` under a name that counts no micro-batches.
+    """Return whether the script divides by a name with value `number`, not a micro-batch count.
 
-    Return None if it may: the value of a name by which it divides a loss is unknown.
+    Return None if that is possible, but unknown: a loss is divided by a name with an unknown value.
     """
     own = _divisors().own
     running = ((f.f_code.co_filename, f.f_lineno) for f in call_sites.own_frames())
@@ -351,7 +358,8 @@ def may_divide_by(number: float) -> bool | None:
 def _attributes(owner: str, name: str) -> tuple[Any, ...]:
     """Return the values of `self.name` in all objects of a script's class `owner`.
 
-    They are looked up once. `name` is a dotted name that begins with `self`, or the result is ().
+    They are determined once per name. `name` is a dotted name; the result is () if it doesn't begin
+    with `self`.
     """
     root, _, attribute = name.partition(".")
     if root != "self" or not owner or "." in attribute:
@@ -372,15 +380,15 @@ def _apart(_: tuple[tuple[str, int], ...]) -> frozenset[str]:
 def are_two_counts() -> bool:
     """Return whether a loss is divided by the number of micro-batches in two places.
 
-    One place is in the text of the script. The second one is, too, or it is in a library that calls
-    `backward` now.
+    One place is in the script's text. The other place is in its text, too, or in a library function
+    that is calling `backward` now.
     """
     places = len(_divisors().counts)
     return places > 1 or (places == 1 and _is_in_engine())
 
 
 def _is_in_engine() -> bool:
-    """Return whether a library function that runs now uses a name that counts micro-batches."""
+    """Return whether a running library function uses a name that counts micro-batches."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not call_sites.is_own(frame.f_code.co_filename):
         if not call_sites.is_ours(frame.f_code.co_filename) and any(
@@ -392,9 +400,9 @@ def _is_in_engine() -> bool:
 
 
 class _Divisors(NamedTuple):
-    """The divisors in a script: names that count no micro-batches, and divisors of losses that do.
+    """The divisors in a script: other names than micro-batch counts, and counts that divide losses.
 
-    `written` are constants, and expressions of them.
+    `written` are divisors that are constants, or expressions of constants.
     """
 
     own: tuple[_Divisor, ...]
@@ -422,7 +430,7 @@ def _divisors() -> _Divisors:
 
 
 def _of(file: str, node: ast.AST, scopes: Sequence[_Scope]) -> Iterator[_Divisor]:
-    """Yield the divisors below a node, without running counts and divisors of constants."""
+    """Yield the divisors in the code of `node`, except running counts and divisors of constants."""
     for child in ast.iter_child_nodes(node):
         divisor, divided = _division(child)
         name = "" if divisor is None else _dotted(divisor)
@@ -446,7 +454,7 @@ def _locals(function: ast.AST) -> set[str]:
 
 
 def _division(node: ast.AST) -> tuple[ast.expr | None, ast.AST]:
-    """Return the divisor of a node, None if it is not a division, and the dividend."""
+    """Return the divisor and the dividend of a node; (None, ...) if the node isn't a division."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         return node.right, node.left
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
@@ -457,7 +465,7 @@ def _division(node: ast.AST) -> tuple[ast.expr | None, ast.AST]:
 
 
 def _runs(name: str, scopes: Sequence[_Scope]) -> bool:
-    # A name that is increased counts what was seen up to now.
+    # A name that the code increases is a running count of what was seen so far.
     return any(
         isinstance(node, ast.AugAssign) and _dotted(node.target) == name
         for scope in scopes
@@ -466,7 +474,7 @@ def _runs(name: str, scopes: Sequence[_Scope]) -> bool:
 
 
 def _counting(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that count micro-batches in the code of a script."""
+    """Yield the names that count micro-batches in a script's code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             yield _last(_dotted(node.right))

@@ -24,8 +24,8 @@ from entrenar_py.shared import trace
 class _Loss:
     """The mean loss of a micro-batch, as the script reports it.
 
-    `slopes` has for each backward pass the derivative of its starting value with respect to this
-    loss.
+    `slopes` has one number for each backward pass: the derivative, with respect to this loss, of
+    the value at which the pass began.
     """
 
     mean: float
@@ -33,18 +33,18 @@ class _Loss:
     slopes: list[Tensor] = field(default_factory=list)
 
     def slope(self) -> float | None:
-        """Return the derivative; None if the loss was in no backward pass, or in several."""
+        """Return the derivative; None unless the loss was in exactly one backward pass."""
         return float(self.slopes[0]) if len(self.slopes) == 1 else None
 
 
 class MicroBatches:
-    """The micro-batches of one step; `done` are those with a completed backward pass.
+    """The micro-batches of one step; `done` are the ones with a completed backward pass.
 
-    A micro-batch is one backward pass and the forward passes that led to it. Its `gradient` is what
-    the backward pass added, including passes nested in it. Its `draws` is a digest of generator
-    states before its first forward pass, for the generators that drew numbers in that pass
-    (dropout). The script may report its loss before or after the backward pass. Micro-batches are
-    numbered within their rank.
+    A micro-batch is one backward pass and the forward passes before it. Its `gradient` is what the
+    backward pass added to the gradients, including passes nested in it. Its `draws` is a digest of
+    the generators' states before its first forward pass; only generators from which that pass drew
+    numbers (for dropout) count. The script may report a micro-batch's loss before or after the
+    backward pass. Each rank numbers its own micro-batches from 0.
     """
 
     def __init__(self, rank: int, samples: Samples, random: RandomNumbers) -> None:
@@ -52,18 +52,18 @@ class MicroBatches:
         self.samples = samples
         self._rank, self._random = rank, random
         self._losses: list[_Loss] = []
-        # Where the current backward pass began. The value counts as the loss until the script
-        # reports one.
+        # The value at which the current backward pass began. It counts as the loss unless the
+        # script reports one.
         self._begun = Begun()
         self._tells_losses = False
-        self.has_backward_losses = False  # whether a record with a loss from `backward` was written
-        # Whether the last forward pass that may be trained was in evaluation mode.
+        self.has_backward_losses = False  # whether a recorded loss is a value from `backward`
+        # Whether the last forward pass with gradients was in evaluation mode.
         self._is_evaluating = False
-        self._has_evaluated = False  # since the last micro-batch
+        self._has_evaluated = False  # whether a pass trained nothing since the last micro-batch
         self._num_written = 0
         self._draws: str | None = None
         self._is_in_forward = False
-        self._given: list[Contents] = []  # of each forward pass
+        self._given: list[Contents] = []  # the contents of each forward pass's inputs
 
     @property
     def index(self) -> int:
@@ -80,17 +80,17 @@ class MicroBatches:
         self._tells_losses = True
 
     def backward_begins(self, begun: Begun) -> None:
-        """Record where a backward pass begins: the object on which `backward` is called."""
+        """Record the value and the terms at which a backward pass begins."""
         self._begun = begun
 
     def backward_ended(self) -> None:
-        """Record that the backward pass is over."""
+        """Called when the backward pass is over."""
         self._begun = Begun()
 
     def before_forward(self, inputs: Any, blocks: list[Block]) -> None:
         """Record the samples of a forward pass, and its `inputs`.
 
-        `blocks` are the memory of its inputs.
+        `blocks` are the memory blocks of its inputs.
         """
         self._is_evaluating = False
         self.samples.forward(blocks)
@@ -100,16 +100,16 @@ class MicroBatches:
         self._is_in_forward = True
 
     def aside(self, blocks: list[Block], *, trains: bool) -> None:
-        """Record a forward pass that doesn't train, or one in evaluation mode that may train."""
+        """Record a pass without gradients, or (`trains`) one in evaluation mode with gradients."""
         self.samples.aside(blocks, trains=trains)
         self._is_evaluating |= trains
 
     def evaluated(self) -> None:
-        """Record a pass in evaluation mode that trains nothing."""
+        """Called after a pass in evaluation mode that trains nothing."""
         self._has_evaluated = True
 
     def after_forward(self, inputs: Any, *, is_training: bool) -> None:
-        """Record the inputs of a forward pass, and whether it drew random numbers if it trains."""
+        """Record a forward pass's inputs, and whether random numbers were drawn if it trains."""
         grown = torch.is_grad_enabled()
         self.samples.given(inputs, trains=is_training and grown, may_train=grown)
         if not self._is_in_forward:
@@ -121,7 +121,7 @@ class MicroBatches:
             self._draws = blake3(states.encode()).hexdigest(16)
 
     def after_backward(self, step: int, gradient: trace.Tensors, *, finite: bool) -> None:
-        """Record that the backward pass of a micro-batch of `step` is over."""
+        """Called when the backward pass of a micro-batch of `step` is over."""
         self.samples.settle()
         drawn, loss = self.samples.take(), self._begun.value
         weight = float(len(drawn.ids) or drawn.num_made)
@@ -148,16 +148,17 @@ class MicroBatches:
         self._draws, self._given, self._has_evaluated = None, [], False
 
     def within_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
-        """Add the gradient of a nested pass to the last completed micro-batch."""
+        """Add the gradient of a nested pass to the micro-batch that was completed last."""
         if self.done:
             last = self.done[-1]
             total = whole_model.total([last.gradient, gradient])
             self.done[-1] = replace(last, finite=last.finite and finite, gradient=total)
 
     def forget_repeated(self) -> bool:
-        """Forget the completed micro-batches if the coming pass repeats them at different weights.
+        """Forget the completed micro-batches if the next pass repeats them at different weights.
 
-        It repeats them if no new samples were drawn. Return whether they were forgotten.
+        The pass repeats them if the script has drawn no new samples. Return whether they were
+        forgotten.
         """
         ids = tuple(id_ for shard in self.done for id_ in shard.ids)
         if ids and not self.samples.are_new:
@@ -175,12 +176,12 @@ class MicroBatches:
         self.done = [replace(shard, finite=True, gradient={}) for shard in self.done]
 
     def clear(self) -> None:
-        """Forget the completed micro-batches, and the losses."""
+        """Forget the completed micro-batches, and the reported losses."""
         self.done.clear()
         self._losses.clear()
 
     def take_losses_ahead(self) -> list[_Loss]:
-        """Return and forget the losses of micro-batches that are not completed."""
+        """Return and forget the reported losses of micro-batches that are not completed."""
         ahead = self._losses[len(self.done) :]
         del self._losses[len(self.done) :]
         return ahead

@@ -1,25 +1,26 @@
-"""Replaced batches of loaders, so that runs on several workers can be compared with a run on one.
+"""Changes the batches of loaders, to compare a run on several workers with a run on one.
 
-Some samplers have a different order for each number of workers. With a common order, loaders fetch
-batches in the order of the data set, and each rank gets its part of each.
+Common order: some samplers draw a different order for each number of workers. So loaders fetch
+batches in the order of the data set, and each rank gets its part of each batch.
 
-With mirrored ranks, the loaders of all ranks fetch the same samples, as if each had the same part.
-A loss that couples samples, such as one with negatives from the batch, is different for a different
-batch. If all ranks have the same part, they must train as one worker does on this part, or on as
-many copies of this part as there are ranks. The loaders of one worker then fetch as many samples as
-those of a rank, or these samples repeated.
+Mirrored ranks: the loaders of all ranks fetch the same samples, as if each rank had the same part
+of the batch. This is for a loss that couples samples, such as one that takes negatives from the
+batch, since its value for a batch isn't the mean of its values for the parts. If all ranks have the
+same part, they must train as one worker does on this part, or on as many copies of it as there are
+ranks. So the loaders of the run on one worker fetch as many samples as those of a rank do, or these
+samples repeated.
 
-Only the choice and the number of samples change: they are fetched in the order of the data set. A
-script that doesn't use torch's loaders, or that reads a stream, is not changed.
+Only the choice and the number of samples change, and they are fetched in the order of the data set.
+A script is not affected if it doesn't use torch's loaders, or reads a stream.
 
-Merged batches are for scripts with a fixed batch size per worker, instead of a global batch size.
-One worker then fetches as many batches at once as the full run has workers. Its loaders have the
-same length as a worker's loaders in that run, because schedules and the last accumulation of an
-epoch depend on the length.
+Merged batches: for scripts with a fixed batch size per worker instead of a global batch size. In
+the run on one worker, loaders fetch as many batches at once as the full run has workers. The length
+of these loaders is that of a worker's loaders in the full run, because schedules and the last
+accumulation of an epoch depend on it.
 
-With short epochs, an iteration ends after some batches, and its last batch also lists the samples
-that the sampler would have drawn for the remaining ones. Only the end of an epoch shows whether it
-has every sample, and how the next one begins. Loaders report the reduced number of batches, since
+Short epochs: an iteration ends after a few batches, and its last batch also lists the samples that
+the sampler would have drawn for the batches left out. Only the end of an epoch shows whether it has
+every sample, and how the next epoch begins. Loaders report the reduced number of batches, since
 some scripts count epochs by it.
 """
 
@@ -46,30 +47,30 @@ from entrenar_py.shared.faults import (
     Fault,
 )
 
-_num_batches = DataLoader.__len__  # as torch counts batches
-_CHANGED: set[Fault] = set()  # the faults for which loaders of this process were changed
+_num_batches = DataLoader.__len__  # torch's own number of batches
+_CHANGED: set[Fault] = set()  # the faults for which this process's loaders were already changed
 
 
 class LastBatch(list[Any]):
-    """The positions of a pass's last batch; `rest` are those of the batches that were left out."""
+    """The positions in the last batch of an iteration; `rest` are those of the batches left out."""
 
     rest: tuple[int, ...] = ()
 
 
 def begin_if_planned() -> None:
-    """Make this process's loaders fetch different samples, if the harness has planned that."""
+    """Make this process's loaders fetch different samples, if the harness planned that."""
     if os.environ.get(FAULTS, "[]") == "[]":
-        return  # a process that may never train need not load torch.distributed.tensor
+        return  # don't load torch.distributed.tensor into a process that may never train
     from entrenar_py.check.observing import planned_faults
 
     begin(fault for fault in planned_faults.planned() if fault.kind in OF_LOADERS)
 
 
 def begin(planned: Iterable[Fault]) -> None:
-    """Make this process's loaders fetch different samples, if one of the `planned` faults does so.
+    """Make this process's loaders fetch different samples, if one of the faults `planned` does so.
 
-    Batches are merged first, and parts are taken of the merged batches: the batch of a worker may
-    have an odd number of samples.
+    Batches are merged first, and then parts are taken of the merged batches, since the batch of a
+    worker may have an odd number of samples.
     """
     from entrenar_py.check.observing import surroundings
 
@@ -98,14 +99,14 @@ def begin(planned: Iterable[Fault]) -> None:
 
 def _change(drawn: Callable[[Iterator[Any], Any], Iterator[Any]]) -> None:
     iterator: Any = _BaseDataLoaderIter
-    for name in ("__init__", "_reset"):  # both of these draw an order from the sampler
+    for name in ("__init__", "_reset"):  # both methods draw an order from the sampler
         setattr(iterator, name, _drawing(getattr(iterator, name), drawn))
 
 
 def _change_length(length: Callable[[Any, int], int]) -> None:
-    """Make all loaders of numbered samples report a changed number of batches.
+    """Make all loaders of data sets with a length report a different number of batches.
 
-    `length` returns it, given a loader and the loader's original number of batches.
+    `length(loader, number)` returns it, given the loader's original number of batches.
     """
 
     def num_batches(self: Any) -> int:
@@ -117,7 +118,7 @@ def _change_length(length: Callable[[Any, int], int]) -> None:
 
 
 def merged_length(loader: Any, length: int, count: int) -> int:
-    """Return the number of batches of a loader if `count` of its `length` batches are merged."""
+    """Return a loader's number of batches if each `count` of its `length` batches are merged."""
     return length // count if _drops_last(loader) else -(-length // count)
 
 
@@ -127,10 +128,11 @@ def _drops_last(loader: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The samples that a loader fetches instead of a batch that it has drawn.
+    """The samples that a loader fetches instead of a batch that its sampler has drawn.
 
-    A batch is divided into `parts`; one of them is fetched, `copies` times. Batches follow one
-    another in the data set, in turn for each of the `of` ranks; this is the batch of `rank`.
+    A batch is divided into `parts` parts; the loader fetches one of them, `copies` times. Batches
+    follow one another in the data set, in turn for each of the `of` ranks; this is the batch of
+    `rank`.
     """
 
     parts: int = 1
@@ -147,7 +149,7 @@ def _drawing(
         result = inner(self, loader, *args, **named)
         try:
             len(loader.dataset), len(loader)
-        except TypeError:  # a stream
+        except TypeError:  # the data set is a stream, without a length
             return result
         self._sampler_iter = drawn(self._sampler_iter, loader)
         return result
@@ -170,10 +172,10 @@ def shares(drawn: Iterator[Any], loader: Any, share: Share) -> Iterator[Any]:
 
 
 def merged(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
-    """Yield the positions of `count` batches at a time, as one batch.
+    """Yield the positions of each `count` batches as one batch.
 
-    If a loader drops a last batch that is not full, a group of fewer batches is dropped, too: one
-    of the workers would have no batch.
+    If a loader drops a last batch that is not full, a last group of fewer than `count` batches is
+    dropped, too: in the full run, one of the workers would have no batch.
     """
     while batches := [*islice(drawn, count)]:
         if len(batches) < count and _drops_last(loader):
@@ -185,7 +187,10 @@ def merged(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
 
 
 def shortened(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
-    """Yield the first `count` batches; the last of them lists the positions of all later ones."""
+    """Yield the first `count` batches.
+
+    The last one also has, in `rest`, the positions of later ones.
+    """
     for number, index in enumerate(drawn, start=1):
         positions = positions_of(index)
         if number < count or not positions or not isinstance(index, list):
@@ -198,7 +203,7 @@ def shortened(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
         return
 
 
-# Fault -> what loaders fetch, and their number of batches.
+# Fault -> (generator of the batches that loaders fetch, function for their number of batches).
 _BY_COUNT: Mapping[str, tuple[Callable[..., Iterator[Any]], Callable[..., int]]] = {
     MERGED: (merged, merged_length),
     SHORTENED: (shortened, lambda _, length, count: min(length, count)),

@@ -1,4 +1,4 @@
-"""Hooks of a model: they report its forward passes and its backward passes.
+"""Hooks of a model that report its forward passes and its backward passes.
 
 Copies of the model, and saved models, don't contain the hooks.
 """
@@ -26,14 +26,15 @@ from entrenar_py.shared import hook_calls, trace
 if TYPE_CHECKING:
     from entrenar_py.check.observing.planned_faults import PlannedFaults
 
-LOOKS_MAX = 3  # searches for modules that the script compiled later
+LOOKS_MAX = 3  # how often to search for modules that the script has compiled meanwhile
 
 
 class OwnHook:
-    """Calls `call` with a hook's arguments after the module, if the module is `model` itself.
+    """A hook of `model`: calls `call` with the hook's arguments, except the module.
 
-    In a copy of the model (an average of its weights) or a loaded model, a function of Python's own
-    that does nothing takes its place. The hook also does nothing while the model is compiled.
+    The hook does nothing while the model is being compiled. In a copy of the model (an average of
+    its weights, say) or in a loaded model, the hook is replaced by a function of Python's that does
+    nothing.
     """
 
     def __init__(self, model: Any, call: Callable[..., Any]) -> None:
@@ -50,15 +51,16 @@ class OwnHook:
 
 
 class Entrances:
-    """The modules that a script calls: the model, or the models in a list of several.
+    """The modules that a script calls: the model, or, for a list of models, each of these.
 
     `before(model, called, inputs)` is called before each forward pass of a model, ahead of all
     other hooks, and `after(model, inputs, output)` after the pass. `called` is the module that the
-    script calls. It is the model, or a compiled module that contains the model, because hooks of
-    the model itself are compiled away. `inputs` are the positional and the named arguments.
+    script calls: the model, or a compiled module that contains the model, since hooks of the model
+    itself don't run in compiled code. `inputs` are the positional and the named arguments.
 
-    A model without a forward pass (an agent with an actor and a critic) can't be called itself. The
-    script calls its methods, and the first module that a method calls counts as the called one.
+    A model without a `forward` method (an agent with an actor and a critic) can't be called itself.
+    The script calls other methods of the model, and the first module that such a method calls
+    counts as `called`.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class Entrances:
         is_list = isinstance(model, nn.ModuleList | nn.ModuleDict)
         self.models = tuple(model.children()) if is_list else (model,)
         self._before, self._after = before, after
-        self._called: dict[nn.Module, nn.Module] = {}  # model -> the module being called for it
+        # Model -> the `called` module of its current forward pass.
+        self._called: dict[nn.Module, nn.Module] = {}
         self._firsts: dict[tuple[nn.Module, nn.Module], Any] = {}
         self._handles: list[Any] = []
         self._was_entered, self._are_new, self._num_looks = False, False, LOOKS_MAX
@@ -82,7 +85,7 @@ class Entrances:
             return
         model = next((own for own in self._silent if module in {*own.modules()}), None)
         if model is not None:
-            self._hook(model, module)  # hooks that are set now aren't called before this pass
+            self._hook(model, module)  # hooks that are set now don't run before this pass
             self.enter(model, module, inputs, {})
 
     def _heard(self, called: nn.Module) -> None:
@@ -92,7 +95,7 @@ class Entrances:
             self._calls = None
 
     def _look_up(self) -> bool:
-        """Hook the compiled modules that contain a model; return whether there are new modules."""
+        """Hook the compiled modules that contain a model. Return whether any of them are new."""
         fresh = [
             (model, outer)
             for model, outers in around(self.models).items()
@@ -108,16 +111,17 @@ class Entrances:
         return [model for model, outer in self._firsts if outer is called]
 
     def enter(self, model: nn.Module, called: nn.Module, *inputs: Any) -> None:
-        """Note that a forward pass begins, unless it is part of a known pass."""
+        """Report that a forward pass begins, unless another module has begun it."""
         if self._called.get(model, called) is called:
             self._called[model], self._was_entered = called, True
             self._heard(called)
             self._before(model, called, inputs)
 
     def settle(self) -> None:
-        """Record that a backward pass begins. Search for new modules if no forward pass was seen.
+        """Called when a backward pass begins.
 
-        The search takes about 50 ms, so there are at most LOOKS_MAX of them.
+        If no forward pass was reported since the last backward pass, search for compiled modules.
+        This takes about 50 ms, so it is done at most LOOKS_MAX times.
         """
         self._called.clear()  # an exception may have ended a forward pass
         was_seen, self._was_entered = self._was_entered, False
@@ -126,12 +130,12 @@ class Entrances:
             self._are_new |= self._look_up()
 
     def are_new(self) -> bool:
-        """Return whether compiled modules were discovered since the last call."""
+        """Return whether compiled modules were discovered since the last call of this method."""
         found, self._are_new = self._are_new, False
         return found
 
     def is_first(self, model: nn.Module, called: nn.Module) -> bool:
-        """Return whether the hook ran before all others; if not, make it the first from now on.
+        """Return whether our hook is the first of the module's hooks; if not, make it the first.
 
         A hook that runs earlier may replace the parameters.
         """
@@ -167,10 +171,10 @@ class Entrances:
 
 
 def around(models: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Return for each model the compiled modules that contain it; their hooks aren't traced.
+    """Return model -> the compiled modules that contain the model; their hooks aren't compiled.
 
-    All objects are searched, since modules don't know what contains them. The lists are empty until
-    dynamo is imported.
+    All objects are searched, since a module doesn't know its containers. The lists are empty as
+    long as dynamo isn't imported.
     """
     compiled: dict[nn.Module, list[nn.Module]] = {model: [] for model in models}
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
@@ -186,18 +190,22 @@ def around(models: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
     return compiled
 
 
-# --- gradients as they are ready ------------------------------------------------------------------
+# --- gradients, as soon as they exist -------------------------------------------------------------
 
 
 Taken = TypeVar("Taken")
-# One over the part of all gradients that may be held at once. A GPU is waited for this often.
+# At most a 1 / _PARTS share of all gradients is kept at a time, so a pass waits for its GPU about
+# _PARTS times.
 _PARTS = 4
-_BYTES_MIN = 2**26  # may be held even of small models
+_BYTES_MIN = 2**26  # bytes of gradients that may be kept even for a small model
 
 
 @dataclass
 class _Pass(Generic[Taken]):
-    """A backward pass: its number of gradients, and by tensor index those held and those taken."""
+    """A backward pass: how many gradients it computes, which are kept, and which were taken.
+
+    `held` and `taken` have the index of the tensor as key.
+    """
 
     num_expected: int
     held: dict[int, Tensor] = field(default_factory=dict)
@@ -208,10 +216,10 @@ class _Pass(Generic[Taken]):
 class GradientHooks(Generic[Taken]):
     """Calls `begin` before the first of `tensors` gets a gradient in a pass, `tell` after the last.
 
-    Gradients are passed to `take` by the index of their tensor, a few at a time, and are not held
-    any longer. `take` returns what is to be reported for each. `tell` receives these results in the
-    order of `tensors`, with None for a tensor without a gradient. If a further pass is nested in
-    one that was already reported (reentrant checkpoints), `add` receives its results.
+    Gradients are passed to `take`, with the index of their tensor as key, a few at a time, and are
+    not kept afterwards. `take` returns what to report for each. `tell` gets these results in the
+    order of `tensors`, with None for a tensor without a gradient. If a pass is nested in another
+    pass that was already reported (as with reentrant checkpoints), `add` gets its results instead.
 
     `torch.autograd.graph.register_multi_grad_hook` is similar, but raises in a pass that computes
     only some gradients (`torch.autograd.grad`), as zero-bubble pipelines do. Here such a pass is
@@ -229,9 +237,10 @@ class GradientHooks(Generic[Taken]):
         self._nodes = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
         self._begins, self._take, self._tell, self._add = begin, take, tell, add
         self._bytes_max = max(_BYTES_MIN, sum(map(_num_bytes, tensors)) // _PARTS)
-        # The outer pass begins at the model's output. Passes are numbered by autograd.
+        # Autograd's number of the outer pass, which begins at the model's output.
         self._outer: int | None = None
-        self._begun = self._told = False  # whether the outer pass has begun, and was reported
+        # Whether the outer pass has begun, and whether it was reported.
+        self._begun = self._told = False
         self._passes: dict[int, _Pass[Taken]] = {}
         self._handles: list[Any] = [
             tensor.register_hook(partial(self._hear, index))  # type: ignore[no-untyped-call]
@@ -239,12 +248,12 @@ class GradientHooks(Generic[Taken]):
         ]
 
     def expect(self, output: Any) -> None:
-        """Record that a forward pass returned `output`, where a backward pass will begin.
+        """Hook `output` of a forward pass, since a backward pass will begin there.
 
-        Passes nested in that backward pass are part of it.
+        Passes nested in this backward pass count as parts of it.
         """
         if torch._C._current_graph_task_id() < 0:
-            self._outer = None  # an exception may have ended the last one
+            self._outer = None  # an exception may have ended the last backward pass
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._open)  # type: ignore[no-untyped-call]
@@ -284,7 +293,7 @@ class GradientHooks(Generic[Taken]):
         self._begun = True
         try:
             count = sum(map(torch._C._will_engine_execute_node, self._nodes))
-        except RuntimeError:  # torch can't say in torch.autograd.grad
+        except RuntimeError:  # torch can't determine this within torch.autograd.grad
             count = len(self._nodes) + 1
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
         self._passes[task] = _Pass(count)
@@ -303,12 +312,12 @@ class GradientHooks(Generic[Taken]):
 
 
 def _own_copy(gradient: Tensor) -> Tensor:
-    """Return a gradient to hold until it is recorded, so that `.grad` will not change.
+    """Return a gradient that may be kept until it is recorded, without an effect on `.grad`.
 
-    Autograd moves a dense gradient into `.grad`, but copies it if something else holds it. For a
-    DTensor that copy may be placed differently: torch 2.11 reduces the terms of a sum, and gathers
-    pieces of different sizes. So a DTensor is copied here. A sparse gradient is copied because
-    autograd doesn't copy it, and a wrapper may change its memory.
+    Autograd moves a dense gradient into `.grad`, but copies it if anything else refers to it. The
+    copy of a DTensor may have a different placement: torch 2.11 reduces a partial sum, and gathers
+    uneven shards. So a DTensor is copied here. A sparse gradient is copied, too: autograd doesn't
+    copy it, and a wrapper may change its memory.
     """
     if isinstance(gradient, DTensor):
         return tensors.copied(gradient)
@@ -320,9 +329,9 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def call_last(call: Callable[[], None]) -> None:
-    """Call `call` when this backward pass is over, after all callbacks that are queued by then.
+    """Call `call` at the end of the current backward pass, after all other callbacks in its queue.
 
-    Callbacks may be queued until the pass ends, so a callback at its end queues `call`.
+    Callbacks may still be queued while the queue is processed. So a first callback queues `call`.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(hook_calls.ours(lambda: queue(hook_calls.ours(lambda: call()))))
@@ -331,13 +340,13 @@ def call_last(call: Callable[[], None]) -> None:
 # --- backward passes ------------------------------------------------------------------------------
 
 
-# Called with the names of the parameters to which a pass adds, with the records that could be made
-# of what it adds, and with whether all of that is finite.
+# Arguments: the names of the parameters with gradients from a pass, the records that could be made
+# of these gradients, and whether all of them are finite.
 Gave = Callable[[Collection[str], trace.Tensors, bool], None]
 
 
 class _Given(NamedTuple):
-    """The record of a gradient, or None if it can't be recorded, and whether it is finite."""
+    """The record of a gradient (None if it can't be recorded), and whether it is finite."""
 
     record: trace.TensorRecord | None
     finite: bool
@@ -347,10 +356,11 @@ class BackwardHooks:
     """Calls `begun` before a backward pass adds to any gradient, and `ended` with what it added.
 
     `recorded` returns the records of gradients and whether these are finite, or None. `added` is
-    called with what a nested pass adds, and `summed` when all parameters have their gradients. For
-    a sharded model, `ended` receives no names, since the gradients that remain are pieces of sums
-    over all ranks. It receives records of what this rank's pass gave to whole parameters, provided
-    that values are recorded and that each parameter was seen exactly once.
+    called with what a nested pass adds, and `summed` when all parameters have their gradients.
+
+    For a sharded model, `ended` gets no names, since the remaining gradients are pieces of sums
+    over all ranks. It gets records of this rank's gradients of whole parameters, provided that
+    values are recorded and that each parameter had exactly one gradient in the pass.
     """
 
     def __init__(
@@ -369,7 +379,8 @@ class BackwardHooks:
         self._recorded = recorded
         self._whole: GradientHooks[_Given] | None = None
         # For a sharded model: whether the end of a pass is queued, whether its gradients are finite
-        # so far, and what it gave. `_seen` are the parameters that have been whole.
+        # so far, and the names and records of these gradients. `_seen` are the names of the
+        # parameters that were hooked while they were whole.
         self._ending, self._finite = False, True
         self._seen: set[str] = set()
         self._given: list[tuple[str, trace.TensorRecord]] = []
@@ -377,9 +388,9 @@ class BackwardHooks:
         self.set()
 
     def set(self) -> None:
-        """Hook the parameters that the model has now, and remove earlier hooks."""
+        """Hook the parameters that the model has now; remove the hooks of earlier ones."""
         self.remove()
-        # These come before the recording hooks, which then see gradients with the planted faults.
+        # These hooks come before the recording hooks, so planted values are recorded.
         self._handles = self._faults.hooks()
         if self._subject.is_fully_sharded:
             self._seen.clear()
@@ -393,10 +404,9 @@ class BackwardHooks:
         self._handles.append(self._whole)
 
     def expect(self, output: Any) -> None:
-        """Record that a forward pass returned `output`, where a backward pass will begin.
+        """Hook `output` of a forward pass, since a backward pass will begin there.
 
-        For a sharded model `output` itself is hooked, since hooks on pieces run only when a sum is
-        reduced.
+        This matters for a sharded model: hooks of its pieces run only when a sum is reduced.
         """
         if self._whole is not None and not flat_parameters.is_fully_sharded(self._subject.model):
             self._whole.expect(output)

@@ -1,4 +1,4 @@
-"""Record a training script with torch's own hooks, and plant faults in it."""
+"""Records a training script with torch's own hooks, and plants faults in it."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _Result = TypeVar("_Result")
 
 
 def uncollected(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Return `function`, during which no garbage is collected.
+    """Return `function`, changed so that Python collects no garbage while it runs.
 
-    Records of a few hundred tensors are thousands of objects, and the call itself releases most of
-    them. Python would collect garbage for them at each step, and every 20 steps among all objects:
-    with torch loaded that takes 0.15 s.
+    The records of a few hundred tensors are thousands of objects, which are freed by reference
+    counting when the function returns. They would nevertheless trigger a garbage collection in each
+    step, and every 20 steps one of all objects, which takes 0.15 s with torch loaded.
     """
 
     @wraps(function)
@@ -71,8 +71,8 @@ class Observer(Observation):
     """Records one rank: the steps of its optimizers, and its backward passes as micro-batches.
 
     The initial state is recorded in the first forward pass, since a wrapper may change it until
-    then. With several optimizers a step is over when each of them has stepped, or when one steps
-    again.
+    then. With several optimizers, a step is over when all of them have stepped, or when one of them
+    steps again.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Observer(Observation):
         facts: Mapping[str, Any] | None = None,
         **declared: Any,
     ) -> None:
-        """Observe with the arguments of `observe`, or for a script without the line.
+        """Observe with the arguments of `observe`, or observe a script without the line.
 
-        Without the line, `seen` identifies the samples, and `facts` are added to the header of the
-        record.
+        For a script without the line, `seen` identifies the samples, and `facts` are added to the
+        header of the record.
         """
         rank, world_size = surroundings.place()
         layout = surroundings.mesh(world_size) if layout is None else layout
@@ -138,7 +138,8 @@ class Observer(Observation):
         trained, drawing = sources.data_set(sampler), sources.generators(sampler)
         held = {"dataset": trained, **getattr(trained, "__dict__", {})}
         generators = Generators(self._subject.model, objects=held, left_out=drawing)
-        self._numbers = common_numbers.begin_if_planned()  # before draws and fetches are observed
+        # This must precede the hooks that record draws and fetches.
+        self._numbers = common_numbers.begin_if_planned()
         self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
         self._carried = Carried()
         self._micro_batches = MicroBatches(rank, self._facts.samples, self._random)
@@ -156,7 +157,7 @@ class Observer(Observation):
         self._stop = PlannedStop(rank, world_size, begins=self._step.number)
         self._hook()
         self._facts.listen(self._recording, self._micro_batches, self.skipped, self.clipped)
-        # After how many passes of a step the script clears gradients that are finite: such counts.
+        # The numbers of passes after which the script has cleared finite gradients within a step.
         self._cleared: set[int] = set()
 
     # --- called by the script ---------------------------------------------------------------------
@@ -233,12 +234,12 @@ class Observer(Observation):
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that are recorded, including those taken before the record."""
+        """The number of recorded steps, plus the steps taken before the record began."""
         return self._step.number
 
     @property
     def has_late_weights(self) -> bool:
-        """True if weights of the last step had not been written back when it was recorded."""
+        """Whether weights of the last step were not yet written back when the step was recorded."""
         return self._late is not None
 
     def note_limit(self) -> None:
@@ -246,7 +247,7 @@ class Observer(Observation):
         self._recording.note_limit()
 
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
-        """Record that the gradients of `parameters` are about to be clipped by their norm."""
+        """Called when the gradients of `parameters` are about to be clipped by their norm."""
         clipped = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         own = {id(parameter) for parameter in self._subject.trained.values()}
         if own.isdisjoint(map(id, clipped)):
@@ -302,7 +303,8 @@ class Observer(Observation):
     def _place(self, reached: Collection[str] = ()) -> tuple[int, int]:
         """Return the current step, and the index of this rank's current micro-batch.
 
-        If a pass has `reached` tensors after their optimizers' steps, the next step has begun.
+        `reached` are the names of the parameters that the current backward pass has reached. If
+        their optimizers had all stepped before the pass, it belongs to the next step.
         """
         if self._step.is_over(reached):
             return self._step.number + 1, 0
@@ -321,9 +323,10 @@ class Observer(Observation):
                     self._micro_batches.evaluated()
             return
         if self._entrances.are_new():
-            self._backward.set()  # a planned fault may change outputs
+            self._backward.set()  # a planned fault may change the output of the new modules
         if self._entrances.is_first(model, called):
-            self._start()  # otherwise wrapped since; parameters are restored before the step
+            # If not, a wrapper was added, and parameters are restored before the step.
+            self._start()
             self._faults.perhaps_nudge()
         self._faults.note_lasting()
         for hooks in self._step_hooks:
@@ -347,7 +350,7 @@ class Observer(Observation):
             self._batches.passed(inputs)
 
     def _before_backward(self) -> None:
-        """Handle gradients that were dropped without a step: forget them, or record a skip."""
+        """Handle gradients that were cleared without a step: forget them, or record a skip."""
         self._write_late()
         self._stop.perhaps_end(*self._place())
         micro_batches = self._micro_batches
@@ -362,7 +365,8 @@ class Observer(Observation):
         if self._gradients.was_reduced and micro_batches.forget_repeated():
             self._step.sources.forget_passes()
         elif self._step.has_moved():
-            micro_batches.forget_gradients()  # at other weights: sharpness-aware, other samples
+            # Gradients at other weights: a sharpness-aware script with other samples.
+            micro_batches.forget_gradients()
         elif not self._gradients.has_overflowed():
             self._cleared.add(micro_batches.index)
         elif micro_batches.index not in self._cleared:  # otherwise a probe, which trains nothing
@@ -383,7 +387,7 @@ class Observer(Observation):
         self._step.sources.after_backward(self._step.number, number, names)
         self._micro_batches.after_backward(self._step.number, gradients, finite=finite)
         self._seed_numbers()
-        if not self._recording.life:  # otherwise this rank died in an earlier life
+        if not self._recording.life:  # otherwise this rank has already died in an earlier life
             self._faults.perhaps_die()
 
     def _within_backward(
@@ -406,10 +410,10 @@ class Observer(Observation):
     def _skip_step(self) -> None:
         """End a step that changes no weights.
 
-        Its gradients were not finite and were dropped without a call of an optimizer, as a
-        `GradScaler` does if its scale was too large.
+        The script cleared the gradients without a call of an optimizer because they were not
+        finite, as with a `GradScaler` if its scale was too large.
         """
-        ahead = self._micro_batches.take_losses_ahead()  # of a pass that is about to begin
+        ahead = self._micro_batches.take_losses_ahead()  # losses of the pass that is about to begin
         self._excuse()
         self._step.stepped.add(0)
         self._end_step()
@@ -431,7 +435,7 @@ class Observer(Observation):
         )
 
     def _trains(self) -> bool:
-        # Before that, torch.distributed.checkpoint takes a step to create optimizer state.
+        # Before training, torch.distributed.checkpoint takes a step to create the optimizer state.
         return self._started or self._subject.has_gradients()
 
     @uncollected
@@ -467,7 +471,7 @@ class Observer(Observation):
         self._before_step(index)
 
     def _after_partitions(self, index: int, skipped: bool) -> None:
-        """End a step in which DeepSpeed's optimizer stepped all partitions; none if `skipped`."""
+        """End a step: DeepSpeed's optimizer has stepped all partitions, or none if `skipped`."""
         if not self._trains():
             return
         self._random.mark("step")
@@ -528,7 +532,10 @@ class Observer(Observation):
         self._facts.write(self._recording, self._micro_batches, **seen)
 
     def _start(self) -> None:
-        """Record the initial state of this rank once. Look up parameters that were replaced."""
+        """Record the initial state of this rank, once.
+
+        Also look up parameters that were replaced since.
+        """
         self._write_late()
         if self._subject.look_up():
             self._backward.set()

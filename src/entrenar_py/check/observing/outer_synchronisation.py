@@ -1,4 +1,4 @@
-"""The synchronisations of ranks that train independently between them (local SGD)."""
+"""The synchronisations of ranks that otherwise train independently (local SGD)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from entrenar_py.shared import trace
 
 @dataclass(frozen=True, kw_only=True)
 class OuterOptimizer:
-    """The optimizer of the outer step; `optimizer` is None for a plain mean of the ranks' weights.
+    """The optimizer of the outer step; `optimizer` is None if ranks only average their weights.
 
-    `weights` are the tensors that it updates, by parameter name. `inner_steps` is the declared
-    number of steps of a round; None if it was not declared.
+    `weights` are the tensors that it updates, with the parameter names as keys. `inner_steps` is
+    the declared number of inner steps per round; None if the script doesn't declare it.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -29,7 +29,7 @@ class OuterOptimizer:
     def rule(self) -> dict[str, Any]:
         """Return the rule of the outer step, as values for JSON.
 
-        `rule` is `nesterov` (torch's SGD with Nesterov momentum, or with no momentum), `momentum`
+        Its name is `nesterov` (torch's SGD with Nesterov momentum, or with no momentum), `momentum`
         or `other`.
         """
         declared = {} if self.inner_steps is None else {"inner_steps": self.inner_steps}
@@ -50,7 +50,7 @@ class OuterOptimizer:
 
 
 class OuterSynchronisations:
-    """Counts the collectives of synchronisations, and separately those between synchronisations."""
+    """Counts the collectives in synchronisations, and separately those between synchronisations."""
 
     def __init__(self) -> None:
         self._begun: int | None = None
@@ -58,7 +58,10 @@ class OuterSynchronisations:
         self._last: tuple[int, dict[str, trace.TensorRecord]] = -1, {}
 
     def stepped(self) -> None:
-        """Record that the rank has taken a step. Counting begins with its first step."""
+        """Called when the rank has taken a step.
+
+        Counting begins with the rank's first step.
+        """
         self._stepped = num_collectives()
         self._begun = self._stepped if self._begun is None else self._begun
 
@@ -67,9 +70,9 @@ class OuterSynchronisations:
     ) -> trace.Synchronised | None:
         """Return the record of a synchronisation after `step`, and restart counting.
 
-        None before the first step of the run (`step` is -1): then ranks receive their initial
-        weights, which the record of their start has. Several calls after one step, each for some
-        tensors, are one synchronisation.
+        Return None before the first step of the run (`step` is -1): then ranks receive their
+        initial weights, which are in the record of the start. Several calls after the same step,
+        each for some of the tensors, count as one synchronisation.
         """
         if step < 0:
             return None
@@ -94,19 +97,21 @@ class OuterSynchronisations:
 
 
 class Exchanges:
-    """Shows whether this rank communicates with others in its steps, if torch counts that."""
+    """Tells whether this rank communicates with others in its steps, if torch counts that."""
 
     def __init__(self) -> None:
         self._begun: int | None = None
 
     def begin(self) -> None:
-        """Record that the first step begins."""
+        """Called when the first step begins."""
         self._begun = num_exchanges()
 
     def facts(self) -> dict[str, bool]:
-        """Return whether nothing was exchanged since the first step began; {} if that is unknown.
+        """Return whether the rank has exchanged nothing since its first step.
 
-        Communication that bypasses torch.distributed (sockets, files, MPI) isn't seen.
+        Return {} if that is unknown.
+
+        Communication that bypasses torch.distributed (sockets, files, MPI) isn't counted.
         """
         now = num_exchanges()
         return {} if None in (self._begun, now) else {"alone": now == self._begun}
@@ -115,7 +120,7 @@ class Exchanges:
 def num_exchanges() -> int | None:
     """Return how often this process has communicated with others; None if that isn't counted.
 
-    Of the backends, only gloo also counts messages between two ranks.
+    Only the gloo backend also counts messages between two ranks.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
@@ -139,7 +144,7 @@ def num_collectives() -> int | None:
     """Return how many collectives this process has called; None if they aren't counted."""
     if not torch.distributed.is_initialized():
         return None
-    group: Any = torch.distributed.group.WORLD  # torch's stubs lack the method
+    group: Any = torch.distributed.group.WORLD  # torch's type stubs lack the method
     try:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):

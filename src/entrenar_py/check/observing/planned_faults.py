@@ -1,19 +1,19 @@
-"""The harness's plans for this rank: faults, learning rates, and the end of the process.
+"""What the harness plans for this rank: faults, learning rates, and an early end.
 
 A fault plants a value in a tensor, moves weights, or kills the process.
 
-The planned learning rates are those of a different run. A script with the batch size of a worker
-may rightly derive its learning rate, or the length of its schedule, from the number of workers. One
-worker that loads the batches of all workers would then train differently. Its steps use the rates
-of the run on several workers, so that everything else can be compared. They also use the remaining
-constants that a schedule may change (the momentum of a cycle). For each step, the harness writes to
-a file the rate of the first group, the rates of tensors that have different ones, and the constants
-of each group by its first tensor. The values that the script had set are restored after each step,
-since a schedule may continue from them.
+The planned learning rates are those of another run. If a script's batch size is that of a worker,
+its learning rate, or the length of its schedule, may rightly depend on the number of workers. Then
+a run on one worker that loads the batches of all workers would train differently. So it uses the
+learning rates of the run on several workers, and everything else can be compared. It also uses the
+other constants that a schedule may change (the momentum of a cycle). For each step, the harness
+writes to a file the rate of the first parameter group, the rates of tensors with a different one,
+and the constants of each group under the name of its first tensor. The script's own values are
+restored after each step, since a schedule may continue from them.
 
-The process ends before a planned step as if the job was taken off the machine. A script that gets a
-smaller {steps} may train differently before the stop, because its schedule may depend on that
-number. So the harness stops it from inside, with the usual {steps}.
+An early end: the process ends before a planned step, as if the job had been stopped. With a smaller
+{steps} a script may train differently even before it stops, because its schedule may depend on that
+number. So the harness keeps the usual {steps}, and the process ends itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared import hook_calls, trace
 from entrenar_py.shared.faults import LASTING, NUDGED, Fault
 
-# Steps of one optimizer alone (of a critic, say) that may come before the first pass through it.
+# How many steps an optimizer (of a critic, say) may take alone before the first pass through its
+# parameters.
 _WAITS = 3
 
 
@@ -59,16 +60,16 @@ def planned() -> list[Fault]:
 
 
 class PlannedFaults:
-    """The faults that the harness planned for this process; each strikes once.
+    """Carries out the faults that the harness planned for this process, each once.
 
-    `place` returns the step and the micro-batch of this rank. Its argument is the tensors that a
-    running backward pass has reached, if any.
+    `place` returns the step and the micro-batch of this rank. Its argument is the names of the
+    tensors that the current backward pass has reached, if there is one.
 
-    A pass that comes after a tensor's step usually belongs to the next step. It may not if further
-    optimizers have yet to step: a generator's pass goes through the discriminator, and trains
-    nothing there. So a value is planted in a pass before the tensor's step, and waits for one if
-    necessary. If one optimizer takes all steps, and no pass through stepped tensors was seen, the
-    wait ends after a few steps.
+    A pass that reaches a tensor after the tensor's optimizer has stepped usually belongs to the
+    next step. It may not if other optimizers have yet to step: a generator's pass goes through the
+    discriminator, and trains nothing there. So a value is planted in a pass that precedes the
+    tensor's step, even if this means waiting for a later step. The wait ends after a few steps if
+    one optimizer takes all steps, and no pass through already stepped tensors was seen.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class PlannedFaults:
         self._subject, self._place, self._write = subject, place, write
         self._faults = planned()
         self._struck: set[Fault] = set()
-        self._passes: Counter[str] = Counter()  # number of passes that gave each tensor a gradient
+        # Tensor name -> number of passes that gave it a gradient.
+        self._passes: Counter[str] = Counter()
         self._saw_probe = False
 
     def hooks(self) -> list[Any]:
@@ -97,12 +99,13 @@ class PlannedFaults:
             if fault.kind in plant
             and fault.rank in (None, self._subject.rank)
             and trained
-            and fault.tensor in (None, *trained)  # otherwise another stage has the tensor
+            # Otherwise the tensor is in another pipeline stage.
+            and fault.tensor in (None, *trained)
             for handle in plant[fault.kind](fault)
         ]
 
     def perhaps_die(self) -> None:
-        """Kill this process if a fault plans that for this step; write a record of it first."""
+        """Kill this process if a fault plans that for this step; first write a record of it."""
         step, rank = self._place()[0], self._subject.rank
         for fault in self._faults:
             if fault.kind == "leave" and (fault.rank, fault.step) == (rank, step):
@@ -112,10 +115,10 @@ class PlannedFaults:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def perhaps_nudge(self) -> None:
-        """Move the weights by a few roundings if a fault plans that for this step.
+        """Move the weights by a few rounding units if a fault plans that for this step.
 
-        Copies of a weight on several ranks are moved in the same way. The state of the script's
-        generators is not changed.
+        All ranks move copies of a weight in the same way. The states of the script's generators
+        don't change.
         """
         for fault in self._faults:
             if fault.kind == NUDGED and self._strikes(fault):
@@ -123,7 +126,7 @@ class PlannedFaults:
                     _nudge(name, weights, float(fault.value or 0))
 
     def note_lasting(self) -> None:
-        """Record what was changed before training began: draws, samples, the number of steps.
+        """Record the faults that began before training: changes of draws, samples or step count.
 
         If an optimizer steps copies of the weights, the record begins in the first step.
         """
@@ -132,13 +135,13 @@ class PlannedFaults:
                 self._record(fault)
 
     def note_probe(self) -> None:
-        """Record that a pass went through tensors that had already taken the step of the pass."""
+        """Called for a pass through tensors that have already taken the current step."""
         self._saw_probe = True
 
     def _strikes(self, fault: Fault, reached: Collection[str] = ()) -> bool:
-        """Return whether `fault` strikes now: once, in its step and shard. If it does, record it.
+        """Return whether `fault` takes effect now, and if so record it.
 
-        A fault's shard is a micro-batch of this rank.
+        It does once, in its step and its shard (a micro-batch of this rank).
         """
         step, shard = self._place(reached)
         if (
@@ -164,7 +167,7 @@ class PlannedFaults:
         self._write([trace.Injected(fault=fields, step=step, rank=rank, shard=shard)])
 
     def _spoil_gradient(self, fault: Fault) -> list[Any]:
-        """Plant a value in this rank's own gradient of a tensor, before it is reduced."""
+        """Plant a value in this rank's own gradient of a tensor, before ranks reduce it."""
         subject = self._subject
 
         @hook_calls.ours
@@ -188,9 +191,9 @@ class PlannedFaults:
         return [hook(*named) for named in subject.trained.items()]
 
     def _to_strike(self, fault: Fault, reached: str) -> str:
-        """Return the tensor to strike: the first one, or `reached` if passes leave out the first.
+        """Return the tensor to change: the first one, or `reached` if passes don't reach the first.
 
-        Until the fault's step comes, count how many passes reach each tensor.
+        Until the fault's step, count how many passes reach each tensor.
         """
         if self._place((reached,))[0] != fault.step:
             self._passes[reached] += 1
@@ -217,15 +220,15 @@ def _nudge(name: str, weights: Tensor, share: float) -> None:
         return
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     signs = torch.randint(0, 2, weights.shape, generator=generator, dtype=torch.int8)
-    # In float32, since 1 + share may be 1 in a 16-bit dtype.
+    # Compute this in float32: in a 16-bit dtype 1 + share may be rounded to 1.
     weights.mul_((2 * share * signs.to(weights.device, torch.float32)).add_(1 - share))
 
 
 def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...] | None:
     """Return the index of the element to replace in this rank's part of a gradient.
 
-    Without `fault.element` it is the first element of the rank's piece. The result is None if this
-    rank lacks the element, and empty for a gradient without dimensions.
+    Without `fault.element`, that is the first element of the rank's piece. The result is None if
+    this rank doesn't have the element, and () for a gradient without dimensions.
     """
     piece = subject.pieces.get(name) if isinstance(gradient, DTensor) else None
     shape = tensors.local(gradient).shape if piece is None else piece.shape
@@ -246,9 +249,9 @@ def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tup
 
 
 class PlannedRates:
-    """Sets the planned rates of each step of a single optimizer.
+    """Sets the planned learning rates in each step of a single optimizer.
 
-    With several optimizers nothing is set, since their order matters.
+    With several optimizers it sets nothing, since the rates depend on the order of their steps.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -258,14 +261,18 @@ class PlannedRates:
         self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def begin_step(self, number: int) -> None:
-        """Set the rates planned for step `number`, if each group has one."""
+        """Set the learning rates planned for step `number`, if each group has one.
+
+        A step without a plan keeps the script's own rates.
+        """
         self.end_step()
         if str(number) not in self._rates:
             return
         first, others, constants = self._rates[str(number)]
         for group in self._subject.optimizers[0].param_groups:
             rates = {others.get(name, first) for name in self._names(group)}
-            if len(rates) != 1 or "lr" not in group:  # several rates, or no own rate
+            # Its tensors have several rates, or the group has no rate of its own.
+            if len(rates) != 1 or "lr" not in group:
                 self.end_step()
                 return
             rate = rates.pop()
@@ -293,12 +300,13 @@ _LOOK_EVERY_S = 0.01
 class PlannedStop:
     """Ends this process before a step, if the harness planned that for this launch.
 
-    At that point the script has written the checkpoints of all earlier steps. A rank waits for the
-    others at that step, at most PATIENCE_S, so that none is cut off while it writes.
+    By then the script has written the checkpoints of all earlier steps. A rank waits at most
+    PATIENCE_S until the other ranks have reached the step, so that none is killed while it writes a
+    checkpoint.
 
     The plan is `6`, or `6 from 3` for a process that should continue after 3 steps. If such a
-    process doesn't say with which step it `begins`, its steps count from 0, and it ends before its
-    fourth step.
+    process doesn't report the step with which it `begins`, its steps are counted from 0, and it
+    ends before its fourth step.
     """
 
     def __init__(self, rank: int, world_size: int, *, begins: int = 0) -> None:

@@ -1,9 +1,10 @@
-"""Records where in a training step random numbers are drawn, and by which generator.
+"""Records in which part of a training step random numbers are drawn, and by which generator.
 
-Loaders draw numbers for the order of an epoch and while they fetch samples, in this process and in
-their workers (`LoaderDraws`). So does a backward pass that computes a module again (`Recomputed`):
-a checkpoint first restores the state of the generators. If it doesn't, the module draws different
-numbers than in the forward pass, and the gradient is not that of the loss.
+Loaders draw random numbers for the order of an epoch and while they fetch samples, in this process
+and in their workers (`LoaderDraws`). A backward pass draws, too, when an activation checkpoint
+computes a module again (`Recomputed`): the checkpoint first restores the states of the generators.
+If it doesn't, the module draws other numbers than in the forward pass, and the gradient is not that
+of the loss.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from entrenar_py.check.observing.sources import positions_of
 from entrenar_py.shared import hook_calls, trace
 
 _COMMON = "common numbers"
-_NONE_DRAWN = {_COMMON: "0"}  # the state when a loader hands out a batch
+_NONE_DRAWN = {_COMMON: "0"}  # the state when a loader yields a batch
 
 
 class RandomNumbers:
-    """Compares the generators' states from mark to mark, and writes what was drawn between them.
+    """Compares the states of the generators from mark to mark, and records which were used.
 
     `place` returns the current step and micro-batch of this rank.
     """
@@ -47,22 +48,25 @@ class RandomNumbers:
         self._recomputed = Recomputed(self._are_not_set_back, drawn, compiles)
 
     def since(self, states: States) -> None:
-        """Use `states`, where they are known, as the states at the last mark."""
+        """Update the states at the last mark with `states`."""
         common = {} if common_numbers.CURRENT is None or not states else _NONE_DRAWN
         self._last = {**self._last, **states, **common}
 
     def begin_backward(self) -> None:
-        """Write what the loss drew. Modules that are called from here on are computed again."""
+        """Record which generators the loss has used, and observe which modules are recomputed.
+
+        A module that is called before `end_backward` counts as recomputed.
+        """
         self.mark("loss")
         self._recomputed.begin()
 
     def end_backward(self) -> None:
-        """Write what the backward pass drew."""
+        """Record which generators the backward pass has used."""
         self.remove()
         self.mark("backward")
 
     def were_recomputed(self) -> bool:
-        """Return whether modules were called in a backward pass since the last call."""
+        """Return whether modules were called in a backward pass since the last such call."""
         return self._recomputed.were_called()
 
     def remove(self) -> None:
@@ -79,17 +83,19 @@ class RandomNumbers:
     def mark(
         self, where: str | None, *, worker: int | None = None, ids: tuple[int, ...] = ()
     ) -> tuple[States, list[str]]:
-        """Write what was drawn since the last mark, at the place `where`; nothing if it is None.
+        """Record which generators were used since the last mark, at the place `where`.
+
+        Record nothing if `where` is None.
 
         In a worker process of a loader, `worker` is its number and `ids` are the samples that it
-        fetched. Return the states at the last mark, and the names of the generators that have
-        drawn.
+        fetched. Return the states at the last mark, and the names of the generators that were used.
         """
         before, now = self._last, self._states()
         self._last = now
         drawn = generators.moved(before, now)
         if where == "between" and generators.is_just_seeded():
-            drawn = [name for name in drawn if name != "torch"]  # seeded after observe()
+            # Torch's generator was seeded after observe().
+            drawn = [name for name in drawn if name != "torch"]
         if where is not None and drawn:
             step, micro_batch = self._place()
             self._write(
@@ -112,11 +118,12 @@ class RandomNumbers:
 
 
 class Recomputed:
-    """Observes the modules that are called between `begin` and `end` of a backward pass.
+    """Observes the modules that are called during a backward pass.
 
-    `are_not_set_back` returns whether all generators have the last recorded states. `drawn` is
-    called after each outermost module that began with these states. `compiles` returns whether the
-    trained model may have been compiled in this process.
+    `are_not_set_back` returns whether all generators are in the states that were recorded last, so
+    no checkpoint has restored earlier ones. `drawn` is called after each outermost module that
+    began in these states. `compiles` returns whether the trained model may have been compiled in
+    this process.
     """
 
     def __init__(
@@ -132,14 +139,13 @@ class Recomputed:
     def begin(self) -> None:
         """Observe modules from here on, unless the script compiles.
 
-        Compiled code depends on whether there are global module hooks, so it would be compiled
-        again.
+        Compiled code depends on whether global module hooks exist, so it would be compiled again.
         """
         if self._handles or self._compiles():
             return
         self._handles = [
             register_module_forward_pre_hook(self._enter),
-            # Also called if the recomputation stops early, which it does by an exception.
+            # always_call: a checkpoint stops the recomputation early, by an exception.
             register_module_forward_hook(self._leave, always_call=True),
         ]
 
@@ -174,14 +180,14 @@ _HEARING: list[LoaderDraws] = []
 class LoaderDraws:
     """Reports to `numbers` when loaders draw: for the order of an epoch, and to fetch samples.
 
-    Only samples of the data set `trained`, on which the script trains, count; if it is None, those
-    of any data set. A worker process is forked from this one together with these hooks: it writes
-    what it draws for its first batch.
+    Only samples of `trained` count, the data set on which the script trains, or samples of any data
+    set if `trained` is None. A worker process is forked with a copy of these hooks, so the worker
+    also records what it draws for its first batch.
     """
 
     def __init__(self, numbers: RandomNumbers, *, trained: object) -> None:
         self._numbers, self._trained = numbers, trained
-        self._begun: set[int] = set()  # fetchers that have fetched, in a worker
+        self._begun: set[int] = set()  # fetchers in a worker that have already fetched
         self._order = OrderHooks(self._around_order)
         for kind in _FETCHERS:
             iterations.replace(kind, "fetch", _telling_fetch)
@@ -201,11 +207,11 @@ class LoaderDraws:
             self._numbers.mark(None if is_over else "between")
 
     def before_fetch(self) -> None:
-        """Record that samples are about to be fetched."""
+        """Called when samples are about to be fetched."""
         self._numbers.mark("between" if get_worker_info() is None else None)
 
     def after_fetch(self, fetcher: Any, index: Any) -> None:
-        """Record that the samples at `index` were fetched."""
+        """Called when the samples at `index` were fetched."""
         counts = self._trained is None or fetcher.dataset is self._trained
         worker = get_worker_info()
         if worker is None:

@@ -18,7 +18,7 @@ from entrenar_py.shared import trace
 
 
 class Recording:
-    """The file of one `life` of a rank (0 is the first), closed when the process ends or before.
+    """The file of one `life` of a rank (0 is the first); closed when the process ends, or earlier.
 
     On SIGUSR1 the rank's stack is written to a second file next to it, even while the process waits
     in a call.
@@ -59,13 +59,13 @@ class Recording:
             self._file.note("compressed", to=compression, step=step)
 
     def synchronised(self, rule: Mapping[str, Any]) -> None:
-        """Write the rule of the outer step of ranks that train independently, if it is new."""
+        """Write the rule of the outer step of ranks that train independently, if it has changed."""
         if rule != self._outer:
             self._outer = dict(rule)
             self._file.note("outer", **rule)
 
     def look_at_optimizers(self, step: int) -> None:
-        """Write the optimizers' rules in `step` if these are new, and that copies are stepped."""
+        """Write the optimizers' rules in `step` if they changed, and whether they step copies."""
         if not self._steps_copies and self._subject.is_stepped_as_copies:
             self._steps_copies = True
             self._file.note("copies")
@@ -77,7 +77,7 @@ class Recording:
             self._file.append(self._subject.rules(step, constants))
 
     def sampling(self, news: Mapping[str, bool]) -> None:
-        """Write what has become known about how samples are drawn, if anything has."""
+        """Write `news` about how samples are drawn, if there are any."""
         if news:
             self._file.note("sampling", **news)
 
@@ -86,7 +86,7 @@ class Recording:
         self._file.note("local", buffers=sorted(buffers))
 
     def note_data(self, facts: Mapping[str, Any]) -> None:
-        """Write facts about the data that became known after the header."""
+        """Write facts about the data that became known after the header was written."""
         self._file.note("data", **facts)
 
     def note_limit(self) -> None:
@@ -107,7 +107,7 @@ class Recording:
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        # A forked child has this handler, too, but no part in the record.
+        # A forked child inherits this handler, but must not write to the record.
         if os.getpid() != self._pid:
             return
         error = getattr(sys, "last_value", None)

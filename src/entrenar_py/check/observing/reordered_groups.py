@@ -1,11 +1,12 @@
-"""Optimizers of the script's own classes, built with a different parameter order in each group.
+"""Makes the script's own optimizers get their parameters in a different order in each group.
 
-A class gets the changed order when it is built, and never later: what it keeps by place, such as
-moments in a list, then fits its parameters in any order. A weight and the vectors after it may
-belong together, so they stay together, and the weights come in reverse order. An optimizer may
-still not fit: lists that come with the parameters, or random numbers drawn for one parameter after
-the other, then belong to different tensors. That is no mistake, and no equation of
-`causes/parameter_order` reports it as one. Recorded rules show which order a run had.
+A class gets the changed order when an optimizer is created, and never later. So whatever it keeps
+in the order of its parameters, such as moments in a list, matches the parameters in any order. A
+weight and the vectors after it may belong together, so they stay together, and the weights come in
+reverse order. An optimizer may nevertheless depend on the order, through lists that are passed
+along with the parameters, or through random numbers drawn for one parameter after another. This is
+no mistake, and no equation of `causes/parameter_order` reports it as one. Recorded rules show which
+order a run had.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from entrenar_py.check.observing import call_sites, planned_faults
 from entrenar_py.shared.faults import REORDERED, has_kind
 
 _PARAMS = "params"
-# A class that is derived from another class of the script, or builds one, passes on its own order.
-# Optimizers are built in one thread of a process, so one flag for all is sufficient.
+# A class that is derived from another class of the script, or creates an object of one, passes its
+# own order on. One flag is sufficient: a process creates optimizers in one thread.
 _is_within = False
 
 
 def begin_if_planned() -> None:
-    """Make classes of the script receive reordered parameters, if a fault plans that.
+    """Make the script's optimizer classes get reordered parameters, if a fault plans that.
 
     The constructor of each class is replaced when the class is defined: torch's base class would be
-    called too late, after the class has used the parameters. This remains for the life of the
-    process, since a script may define a class at any time, and this run is made for nothing else.
+    called too late, after the class has used the parameters. The replacement is never undone, since
+    a script may define a class at any time, and this run is made for nothing else.
     """
     if has_kind(planned_faults.planned(), REORDERED):
         kind: Any = torch.optim.Optimizer
@@ -65,7 +66,7 @@ def _reordering(build: Callable[..., None]) -> Callable[..., None]:
 
 
 def _reordered(params: Any) -> Any:
-    """Return parameters, or groups of them, in a different order; any other object as it is.
+    """Return parameters, or groups of parameters, in a different order; any other object as it is.
 
     Groups are changed in place, as torch does, since the script may keep them.
     """
@@ -79,10 +80,10 @@ def _reordered(params: Any) -> Any:
 
 
 def in_another_order(params: list[Any]) -> list[Any]:
-    """Return parameters, which may have names, in reverse; vectors stay after their matrix.
+    """Return parameters in reverse order, but keep the vectors after a matrix with the matrix.
 
-    If there are only vectors, they come in reverse. A list with anything other than tensors is
-    returned as it is.
+    Items may be (name, parameter) pairs. If there are only vectors, they are returned in reverse. A
+    list with anything other than tensors is returned as it is.
     """
     tensors = [entry[-1] if isinstance(entry, tuple) else entry for entry in params]
     if not all(isinstance(tensor, Tensor) for tensor in tensors):

@@ -1,26 +1,27 @@
-"""Replay for one worker the batches that several workers had.
+"""Replay on one worker the batches that several workers had.
 
-A script that draws its samples without torch's loaders can't be made to draw those of all ranks on
-one worker. So each rank keeps some tensors in a file: what its model is given in training, the
-targets of its losses, and further tensors with as many rows that are variables of the function that
-calls the model. In a run on one worker they replace what the script has drawn: the rows of all
-ranks, one rank after the other. Tensors without rows must be equal on all ranks.
+If a script draws its samples without torch's loaders, the harness can't make one worker draw the
+samples of all ranks. So each rank keeps some tensors in a file: the inputs of its model in
+training, the targets of its losses, and other tensors with the same number of rows that are
+variables of the function that calls the model. In a run on one worker these replace what the script
+has drawn: the rows of all ranks, one rank after the other. Tensors without rows must be equal on
+all ranks.
 
 The tensors are changed in place, since a script may use them again (to count hits, say). If
-something else depends on a script's own rows, the script fails or trains differently: then nothing
-is decided (`checks.copies.not_given`).
+anything else depends on the rows that the script itself has drawn, the script fails or trains
+differently: then nothing is decided (`check.causes.copies.not_given`).
 
-A loss may have rows that the model was never given: advantages and old probabilities of a rollout,
-targets that another network has computed, noise from which a sample is made. A script takes these
-from its own tensors, at any place. But all of them meet the parameters in a torch operation with
-one operand that has a gradient, and one that has none. A torch function mode intercepts these
+A loss may use rows that were never an input of the model: advantages and old probabilities of a
+rollout, targets that another network has computed, or noise from which a sample is made. The script
+may keep such tensors anywhere. But each of them meets the parameters in a torch operation with one
+operand that has a gradient, and another that has none. A torch function mode intercepts these
 operations. On several workers it keeps the operands without a gradient, and on one worker it
 replaces them with those of all ranks.
 
-Values that affect no gradient stay the script's own, such as a divergence from which it sets its
-learning rate. If such a tensor has the rows of one rank, and meets those of all ranks, it is
-repeated, so that the script can continue. What can't be joined is left unchanged. Then the two runs
-differ, or the script fails, and nothing is decided.
+Values that affect no gradient are not replaced, such as a divergence that the script uses to set
+its learning rate. If such a tensor has the rows of one rank, and an operation combines it with the
+rows of all ranks, its rows are repeated, so that the script can continue. What can't be joined is
+not changed. Then the two runs differ, or the script fails, and nothing is decided.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from entrenar_py.shared.untrusted import json_text
 
 ROWS = "rows"  # the key for the number of rows of the operand with a gradient, 0 if that is unknown
 _LINEAR = ("mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__", "rsub")
-_OF_INPUT = ("batch_norm", "instance_norm")  # their remaining operands belong to the model
+# Normalisations: all operands but the input belong to the model.
+_OF_INPUT = ("batch_norm", "instance_norm")
 _NO_OPERATIONS = ("__get__", "__set__", "__setitem__", "backward")
 
 Named = Mapping[str, Tensor]
@@ -58,7 +60,8 @@ _BEGUN: list[TorchFunctionMode] = []
 def begin_operands(change: Changing, num_ranks: int = 1) -> None:
     """Replace operands by the result of `change`, from the next operation on.
 
-    Nothing is done if a loader draws the samples, since these can then be identified and chosen.
+    Nothing is replaced if a loader draws the samples: then the samples are identified, and are
+    chosen through the loader instead.
     """
     if not _BEGUN and Samples.site is None:
         _BEGUN.append(OperandsMode(change, num_ranks))
@@ -68,8 +71,8 @@ def begin_operands(change: Changing, num_ranks: int = 1) -> None:
 class OperandsMode(TorchFunctionMode):
     """Replaces the operands of each operation by the result of `change`.
 
-    If an operation fails because some tensors have the rows of `num_ranks` ranks and some those of
-    one, it is repeated with the latter repeated for all ranks.
+    An operation may fail because some tensors have the rows of `num_ranks` ranks and others those
+    of one rank. Then it is repeated, with the rows of the latter repeated for all ranks.
     """
 
     def __init__(self, change: Changing, num_ranks: int = 1) -> None:
@@ -83,7 +86,7 @@ class OperandsMode(TorchFunctionMode):
         if hook_calls.is_traced():
             return func(*args, **named)
         name = getattr(func, "__name__", "")
-        is_again = torch._C._current_graph_task_id() != -1  # in a backward pass
+        is_again = torch._C._current_graph_task_id() != -1  # a recomputation in a backward pass
         if is_again or _is_in_place(name) or "out" in named:
             return func(*args, **named)
         if not torch.is_grad_enabled():
@@ -116,7 +119,7 @@ class OperandsMode(TorchFunctionMode):
 def _repeated(leaves: Sequence[Any], num_ranks: int) -> list[Any] | None:
     """Return an operation's arguments with the rows of one rank repeated for all ranks.
 
-    Return None unless some tensors have the rows of one rank, and some those of all.
+    Return None unless some tensors have the rows of one rank, and others those of all ranks.
     """
     lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()} - {1}
     if num_ranks == 1 or not lengths or lengths != {min(lengths), num_ranks * min(lengths)}:
@@ -147,7 +150,7 @@ def _rows(graded: Sequence[Tensor]) -> int:
 
 
 def joined_operands(own: Named, ranks: Sequence[Named]) -> Named | None:
-    """Return the operands of an operation, with those of all `ranks` instead of its `own`.
+    """Return the operands of an operation: those of all `ranks`, joined, instead of its `own`.
 
     Return None if the ranks had a different operation.
     """
@@ -162,9 +165,9 @@ def joined_operands(own: Named, ranks: Sequence[Named]) -> Named | None:
 
 
 def _operand(name: str, own: Tensor, theirs: Sequence[Tensor], rows: int) -> Tensor:
-    """Return the rows of all ranks, or the mean of scalars if the operation is linear in them.
+    """Return the joined rows of all ranks; for scalars in a linear operation, their mean.
 
-    Return `own` if neither fits.
+    Return `own` if neither is possible.
     """
     first = theirs[0]
     if any((one.shape, one.dtype) != (first.shape, own.dtype) for one in theirs):
@@ -184,7 +187,7 @@ def _is_of_rows(tensor: Tensor, rows: int, are_alike: bool) -> bool:
 # --- batches --------------------------------------------------------------------------------------
 
 
-_BYTES_MAX = 2**24  # per rank
+_BYTES_MAX = 2**24  # bytes per rank for operands, and as many for everything else
 _DEPTH_MAX = 4
 _PASS, _BESIDE, _TARGET, _OPERANDS = _KINDS = "pass", "at hand", "target", "operands"
 _LOSSES = (
@@ -193,7 +196,8 @@ _LOSSES = (
 )
 
 
-Entries = dict[str, list[dict[str, Tensor]]]  # by type (one of _KINDS): the tensors of each call
+# Kind of call (one of _KINDS) -> the tensors of each call.
+Entries = dict[str, list[dict[str, Tensor]]]
 
 
 class Keeping:
@@ -201,18 +205,19 @@ class Keeping:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / _file(rank)
-        self._left = {True: _BYTES_MAX, False: _BYTES_MAX}  # for operands, and for the rest
+        # Bytes left for operands (True), and for everything else (False).
+        self._left = {True: _BYTES_MAX, False: _BYTES_MAX}
         self._lacks_inputs = False
 
     def passes(self, inputs: Any) -> None:
-        """Keep the inputs of a starting training pass, unless it began before the record."""
+        """Keep the inputs of a training pass that begins, unless it began before the record."""
         begin_operands(self.operands)
         self._lacks_inputs = not any(inputs)
         if not self._lacks_inputs:
             self._keep_all(inputs)
 
     def passed(self, inputs: Any) -> None:
-        """Keep the inputs of a completed training pass, unless they are kept already."""
+        """Keep the inputs of a completed training pass, unless they were kept when it began."""
         if self._lacks_inputs:
             self._lacks_inputs = False
             self._keep_all(inputs)
@@ -228,10 +233,12 @@ class Keeping:
         return own
 
     def keep(self, what: str, tensors: Named) -> None:
-        """Add the tensors of one call; nothing more is kept once there were too many.
+        """Add the tensors of one call.
 
-        A script continues if the file can't be written. Then the file has too few calls, and is not
-        replayed.
+        Keep nothing more after the file has reached its maximum size.
+
+        The script continues if the file can't be written. Then the file has too few calls, and is
+        not replayed.
         """
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         is_operand = what == _OPERANDS
@@ -252,16 +259,16 @@ class Keeping:
 class Giving:
     """Replaces this worker's batches by those of several ranks.
 
-    They are joined, or replayed `in_turn` if one worker has as many micro-batches as all ranks
-    together.
+    The ranks' batches are joined, or replayed `in_turn` if one worker has as many micro-batches as
+    all ranks together.
     """
 
     def __init__(self, folder: Path, num_ranks: int, *, in_turn: bool) -> None:
         self._in_turn = in_turn
         self._ranks = [_read(folder / _file(rank)) for rank in range(num_ranks)]
         self._places = dict.fromkeys(_KINDS, 0)
-        self.called: Any = ()  # the inputs of the outermost module being called
-        self.depth = 0  # of calls of modules
+        self.called: Any = ()  # the inputs of the outermost module that is being called
+        self.depth = 0  # how many calls of modules are nested now
 
     def operands(self, own: Named) -> Named:
         """Return all ranks' operands of the next operation, while all have the same operations."""
@@ -274,10 +281,10 @@ class Giving:
         return own if theirs is None else theirs
 
     def passed(self, inputs: Any) -> None:
-        """Do nothing: inputs are changed as a pass begins."""
+        """Do nothing: inputs are changed when a pass begins."""
 
     def passes(self, inputs: Any) -> None:
-        """Change the inputs of a training pass, and further tensors of the calling function."""
+        """Change the inputs of a training pass, and other tensors of the model's caller."""
         if not self._in_turn:
             begin_operands(self.operands, len(self._ranks))
         tensors = _numbered(inputs if any(inputs) else self.called)
@@ -286,7 +293,7 @@ class Giving:
         self.keep(_BESIDE, beside)
 
     def keep(self, what: str, tensors: Named) -> None:
-        """Change the tensors of the next call; do nothing if the ranks had no further call.
+        """Change the tensors of the next call of kind `what`, unless the ranks had no more calls.
 
         Raises LookupError if the calls of the ranks don't match.
         """
@@ -318,7 +325,8 @@ def begin_giving(num_ranks: int, *, in_turn: bool) -> None:
         return
     giving = Giving(Path(folder), num_ranks, in_turn=in_turn)
     _CURRENT.append(giving)
-    torch.distributions.Distribution.set_default_validate_args(False)  # it counts the rows
+    # The validation compares the number of rows.
+    torch.distributions.Distribution.set_default_validate_args(False)
     listen()
     module: Any = nn.Module
     module._call_impl = _giving(module._call_impl, giving)
@@ -327,8 +335,8 @@ def begin_giving(num_ranks: int, *, in_turn: bool) -> None:
 def begin(rank: int) -> Keeping | Giving | None:
     """Keep the batches of this rank from here on, if the harness planned that.
 
-    Return the object that must be told of each training pass: one that keeps batches, one that
-    replays those of several ranks, or None.
+    Return the object to call for each training pass: one that keeps batches, one that replays those
+    of several ranks, or None.
     """
     folder = os.environ.get(FOLDER)
     if os.environ.get(BATCHES) != BATCHES_KEPT or not folder:
@@ -342,8 +350,8 @@ def begin(rank: int) -> Keeping | Giving | None:
 def listen() -> None:
     """Replace torch's loss functions if batches are kept or replayed, to handle their targets.
 
-    A script gets a loss function before it calls its model (`cross_entropy(model(x), y)`), so it
-    is replaced before the first pass begins.
+    A script evaluates the name of a loss function before it calls its model
+    (`cross_entropy(model(x), y)`), so the function is replaced before the first pass begins.
     """
     if os.environ.get(BATCHES) and not _LOSSES_HEARD.are_heard:
         _LOSSES_HEARD.are_heard = True
@@ -351,7 +359,7 @@ def listen() -> None:
 
 
 class _Losses:
-    """The state of this process's loss functions: replaced or not."""
+    """Whether this process's loss functions are replaced."""
 
     are_heard = False
 
@@ -377,9 +385,11 @@ def _giving(original: Function, giving: Giving) -> Function:
 def _scored(original: Function, _: _Losses) -> Function:
     @wraps(original)
     def loss(input: Tensor, target: Any, *args: Any, **named: Any) -> Any:  # noqa: A002
-        is_again = torch._C._current_graph_task_id() != -1  # of a checkpoint, in a backward pass
-        # A torch function mode calls the function again. If a script was about to call it when the
-        # record began, the script has the original function, and only that second call is seen.
+        # A checkpoint recomputes the loss in a backward pass.
+        is_again = torch._C._current_graph_task_id() != -1
+        # Within a torch function mode, this function is called twice: by the script, and then by
+        # torch. Only torch's call counts, since a script may have taken the original function
+        # before it was replaced: then the script's own call doesn't come here.
         is_again |= torch._C._len_torch_function_stack() > 0
         if torch.is_grad_enabled() and input.requires_grad and not is_again:
             for current in _CURRENT:
@@ -390,7 +400,7 @@ def _scored(original: Function, _: _Losses) -> Function:
 
 
 def _losses() -> Iterator[Patch]:
-    """Yield patches of torch's loss functions, with which targets are kept or replaced."""
+    """Yield patches of torch's loss functions, which keep or replace the targets."""
     for name in _LOSSES:
         yield Patch(
             module="torch.nn.functional",
@@ -401,9 +411,9 @@ def _losses() -> Iterator[Patch]:
 
 
 def _tensors(values: Any, depth: int = _DEPTH_MAX) -> Iterator[Tensor]:
-    """Yield the tensors among a model's inputs that depend on no parameter and have storage.
+    """Yield the tensors among a model's inputs that depend on no parameter and have memory.
 
-    They may require a gradient, since a penalty may use one.
+    They may require a gradient, since a script may penalise it.
     """
     if isinstance(values, Tensor):
         if type(values) is Tensor and values.grad_fn is None and _has_bytes(values):
@@ -421,7 +431,7 @@ def _numbered(values: Any) -> dict[str, Tensor]:
 
 
 def _beside(inputs: Named) -> dict[str, Tensor]:
-    """Return by name the calling function's tensors with as many rows as `inputs`."""
+    """Return the calling function's tensors, by name, that have as many rows as `inputs`."""
     rows = next((len(tensor) for tensor in inputs.values() if tensor.dim()), 0)
     frame = call_sites.own_frame()
     known = {id(tensor) for tensor in inputs.values()}
@@ -450,7 +460,8 @@ def _joined(theirs: Sequence[Tensor], rows: int) -> Tensor:
 
 
 def _is_near(own: Tensor, theirs: Tensor) -> bool:
-    # The caller keeps its own tensor in this case: tensors derived from inputs share their memory.
+    # If the result is True, the caller doesn't replace its own tensor, since tensors that were
+    # derived from it share its memory.
     if own.shape != theirs.shape or own.dtype != theirs.dtype:
         return False
     return torch.allclose(own, theirs) if own.is_floating_point() else torch.equal(own, theirs)

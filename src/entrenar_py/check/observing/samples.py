@@ -1,6 +1,6 @@
-"""The samples of a micro-batch: those that the script reports, or those that its loader drew.
+"""The samples of a micro-batch, as the script reports them or as its loader draws them.
 
-The batches of a loader are recognised by their memory when a model is given them.
+A batch of a loader is recognised by its memory when it is an input of a model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OTHERS = "with dispatch_batches=True one rank draws the samples of all"
 
 
 class Drawn(NamedTuple):
-    """The samples that a forward pass was given; None if unknown, for the reason `why`."""
+    """The samples of a forward pass; `ids` is None if they are unknown, for the reason `why`."""
 
     ids: Ids | None
     epoch: int
@@ -43,17 +43,18 @@ class Drawn(NamedTuple):
 
 
 class SamplerIteration(Iteration):
-    """One iteration over a sampler; the script fetches the samples itself."""
+    """One iteration over a sampler; the script itself fetches the samples."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__(draws, None)
         self._draws = draws
 
     def item(self, item: Any) -> None:
-        """Record a sample that is drawn, or all samples of a batch."""
+        """Record a drawn sample, or all samples of a drawn batch."""
         if self._draws.is_loaded:
             return
-        # A class of the script may be a loader: its batches may be numbers that are not sample ids.
+        # The source may be a loader of the script's own class: the numbers in its batches need not
+        # be sample ids.
         is_trusted = self._draws.is_sampler or type(item) in (list, tuple, int)
         batch = Batch(self, positions_of(item) if is_trusted else None)
         batch.is_gathered = isinstance(item, Integral)
@@ -61,11 +62,12 @@ class SamplerIteration(Iteration):
 
 
 class Draws:
-    """The samples of a `source`: a DataLoader, or a sampler for one.
+    """The samples that a `source` draws: a DataLoader, or a sampler for one.
 
-    A forward pass was given the batch with which its inputs share memory. If they are copies, it is
-    the batch that was handed out since the last pass, provided that batches are used one by one in
-    their order. If that isn't clear, the samples are unknown. Nothing is recorded before `listen`.
+    The batch of a forward pass is the one that shares memory with the pass's inputs. If the inputs
+    are copies, it is the batch that the loader has yielded since the last pass, provided that
+    batches are used one by one in their order. If that isn't clear, the samples are unknown.
+    Nothing is recorded before `listen`.
 
     `resumed` says that the script continues an earlier run, and may skip batches at its beginning.
     """
@@ -76,7 +78,7 @@ class Draws:
         # accelerate's loaders fetch one batch ahead, and don't skip a batch that they have fetched.
         self._in_order = isinstance(source, InOrder) or self.source.is_accelerate_s
         self.is_sampler = isinstance(loader, Sampler)
-        self.is_loaded = False  # whether a DataLoader fetches what the sampler draws
+        self.is_loaded = False  # whether a DataLoader fetches the samples that the sampler draws
         self._lock = threading.Lock()
         self._pending: deque[Batch] = deque(maxlen=_PENDING_MAX)
         self._of_step: list[Batch] = []  # batches used in the current step
@@ -84,12 +86,12 @@ class Draws:
         self.epochs = Epochs()
         self._was_unsure = False  # whether the current step has a pass with unknown samples
         self._is_resumed = resumed
-        # Whether batches are used one by one as they come; None before one is used.
+        # Whether batches are used one by one as they are yielded; None before the first use.
         self._is_orderly: bool | None = None
         self._hooks: list[LoaderHooks | IterationHooks] = []
 
     def listen(self) -> None:
-        """Record from here on which batches are handed out."""
+        """Record from here on which batches the loader yields."""
         self._hooks.append(LoaderHooks(self._begin_loader))
         if not self.source.has_loader:
             self._hooks.append(IterationHooks(self.source.given, lambda: SamplerIteration(self)))
@@ -100,7 +102,7 @@ class Draws:
             hooks.remove()
         self._hooks.clear()
 
-    # --- what is handed out -----------------------------------------------------------------------
+    # --- batches that the loader yields -----------------------------------------------------------
 
     def _begin_loader(self, loader: Any) -> Iteration | None:
         if not self.source.concerns(loader):
@@ -117,7 +119,10 @@ class Draws:
         """Do nothing at the end of an iteration."""
 
     def add(self, batch: Batch, item: Any) -> None:
-        """Add a batch that was handed out; a sample that was drawn alone extends the last batch."""
+        """Add a batch that was yielded.
+
+        A sample that the sampler drew alone extends the last batch.
+        """
         batch.blocks = blocks_of(item)
         with self._lock:
             if batch.is_gathered and self._pending:
@@ -128,10 +133,10 @@ class Draws:
                 self._pending.clear()  # the unused rest of an earlier epoch
             self._pending.append(batch)
 
-    # --- what is used -----------------------------------------------------------------------------
+    # --- batches that passes use ------------------------------------------------------------------
 
     def use(self, blocks: list[Block]) -> Drawn | None:
-        """Return the samples of a forward pass with inputs in `blocks`; None if none are new.
+        """Return the samples of a forward pass with inputs in `blocks`; None if it has no new ones.
 
         If `blocks` is empty, the inputs are unknown.
         """
@@ -149,12 +154,15 @@ class Draws:
             return Drawn(None if unknown else numbers, epoch, unknown)
 
     def skip(self, blocks: list[Block]) -> None:
-        """Forget the batches of a forward pass that does not train."""
+        """Drop the batches of a forward pass that doesn't train."""
         with self._lock:
             self._keep(lambda batch: not batch.shares(blocks))
 
     def end_step(self) -> None:
-        """Record that an optimizer step is over. A later pass with its batches repeats them."""
+        """Called when an optimizer step is over.
+
+        A pass with the step's batches in a later step is a repetition.
+        """
         with self._lock:
             self._used.extend(self._of_step)
             self._of_step, self._was_unsure = [], False
@@ -170,15 +178,15 @@ class Draws:
         return batches
 
     def _by_memory(self, blocks: list[Block]) -> list[Batch]:
-        """Return and take the batches that share memory with `blocks`."""
+        """Mark the batches that share memory with `blocks` as used, and return them."""
         sharing = [batch for batch in self._pending if batch.shares(blocks)]
-        if len(sharing) > 1:  # all are parts of one tensor, or the pass is given several batches
+        if len(sharing) > 1:  # either all are parts of one tensor, or the pass uses several batches
             sharing = [batch for batch in sharing if batch.shares(blocks, exactly=True)]
         if sharing:
             before = [*self._pending][: self._pending.index(sharing[0])]
             self._take(sharing)
-            # Earlier batches are skipped, unless the script has kept them. Later ones are read
-            # ahead.
+            # Earlier batches were skipped, unless the script still refers to them. Later ones were
+            # fetched ahead.
             self._keep(lambda batch: not (batch in before and (self._in_order or batch.is_gone())))
             self._is_orderly = all(batch in before for batch in self._pending)
         return sharing
@@ -190,15 +198,17 @@ class Draws:
         return AGAIN
 
     def _by_order(self, blocks: list[Block]) -> list[Batch] | str:
-        """Return and take the batch that the pass must have been given, or why that is unknown."""
+        """Use the next batch of the loader and return it, or say why it is unknown which one."""
         if not self._pending:
             return [] if self._of_step or self._was_unsure else NONE
         if self._in_order:
-            latest = self._pending[-1].iteration  # the rest of earlier iterations was dropped
+            # Unused batches of earlier iterations were dropped.
+            latest = self._pending[-1].iteration
             self._keep(lambda batch: batch.iteration is latest)
             return self._take([self._pending[0]])
         newest, skipped = self._pending[-1], [*self._pending][:-1]
-        if self._is_orderly is None:  # perhaps after an evaluation on the same loader
+        # These batches may come from an evaluation with the same loader.
+        if self._is_orderly is None:
             evaluated = all(batch.iteration.is_over for batch in skipped)
             self._is_orderly = evaluated or self._is_resumed
         if self._is_orderly and self._may_skip(skipped, newest) and newest.fits(blocks):
@@ -210,7 +220,8 @@ class Draws:
         return AHEAD
 
     def _may_skip(self, skipped: list[Batch], newest: Batch) -> bool:
-        # The script may leave out the rest of an epoch, and the beginning if it resumes there.
+        # The script may skip the rest of an epoch, or, if it resumes within an epoch, the
+        # beginning.
         resumes = self._is_resumed and self.epochs.latest is None
         return resumes or all(batch.iteration is not newest.iteration for batch in skipped)
 
@@ -221,8 +232,9 @@ class Draws:
 class Told(NamedTuple):
     """The samples of a micro-batch, in order.
 
-    `unknown` is the reason if they are unknown, otherwise "". If a micro-batch has no samples of
-    its own, `num_made` is the number of earlier samples from which it was made; 0 otherwise.
+    `unknown` is the reason if they are unknown, otherwise "". A micro-batch may have no samples of
+    its own, but inputs made from earlier samples; then `num_made` is the number of these, otherwise
+    0.
     """
 
     ids: Ids
@@ -234,9 +246,10 @@ class Told(NamedTuple):
 class Samples:
     """The samples of the forward passes since the last backward pass.
 
-    If a script reports samples, its loader's draws no longer count. Samples reported between the
-    last forward pass and the backward pass may belong to the next micro-batch. They do if the
-    script also reported some before the forward pass, since it has then fetched the next batch.
+    Once the script reports samples, what its loader draws no longer counts. Samples that are
+    reported between the last forward pass and its backward pass may belong to the next micro-batch.
+    They do if the script also reported samples before the forward pass: then it has already fetched
+    the next batch.
     """
 
     def __init__(self, source: Any, dataset: Any = None, *, resumed: bool = False) -> None:
@@ -244,9 +257,9 @@ class Samples:
         drawn = None if self.draws is None else self.draws.source.numbering
         self._whole = None if dataset is None else declared_numbering(dataset, drawn)
         if self.draws is not None:
-            self.draws.listen()  # after all arguments were accepted
+            self.draws.listen()  # only after all arguments were accepted
         self._epoch = 0
-        self._tells = self._tells_epochs = False  # whether the script reports them
+        self._tells = self._tells_epochs = False  # whether the script reports samples, and epochs
         self._replaces = False
         # The samples reported since the last forward pass, and their epoch.
         self._ahead: list[int] | None = None
@@ -255,7 +268,8 @@ class Samples:
         self._drawn: list[Drawn] = []
         self._repeated: Ids = ()
         self._num_passes = 0
-        self._blocks: list[Block] = []  # of the last pass that may not be for training
+        # The memory of the inputs of the last pass that may not train.
+        self._blocks: list[Block] = []
         self._written: dict[str, bool] = {}
 
     def tell(self, ids: Iterable[int], epoch: int | None, *, replacement: bool = False) -> None:
@@ -273,35 +287,38 @@ class Samples:
         self._report()
 
     def aside(self, blocks: list[Block], *, trains: bool) -> None:
-        """Record a pass in evaluation mode, which still `trains` if a backward pass follows."""
+        """Record a pass in evaluation mode.
+
+        It `trains` if it has gradients, so that a backward pass may follow.
+        """
         self._blocks = blocks
         if not trains and self.draws is not None:
             self.draws.skip(blocks)
 
     def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
-        """Receive the inputs of a forward pass; ignored here, since the source reports samples."""
+        """Get the inputs of a forward pass; ignored here, since the source identifies samples."""
 
     def drew(self) -> None:
-        """Learn that random numbers were drawn between two passes; ignored here."""
+        """Called when random numbers were drawn between two passes; ignored here."""
 
     def settle(self) -> None:
-        """Record that a backward pass begins or is over, even if only for parts of the model."""
+        """Called when a backward pass begins or is over, even of only some parts of the model."""
         if not self._num_passes:
             self._draw(self._blocks)
         if self._reported is None:
             self._report()
 
     def repeat(self, ids: Ids) -> None:
-        """Record that the next backward pass uses the samples of the last one, `ids`, again."""
+        """Record that the next backward pass repeats the samples of the last one, `ids`."""
         self._repeated = ids
 
     @property
     def are_new(self) -> bool:
-        """True if there are samples since the last backward pass."""
+        """Whether there are samples since the last backward pass."""
         return bool(self._now().ids)
 
     def take(self) -> Told:
-        """Return the samples of the micro-batch, and reset them."""
+        """Return the samples of the micro-batch, and forget them."""
         now = self._now()
         self._epoch = now.epoch
         self._reported, self._drawn, self._repeated = None, [], ()
@@ -309,7 +326,7 @@ class Samples:
         return now
 
     def end_step(self) -> None:
-        """Record that an optimizer step is over."""
+        """Called when an optimizer step is over."""
         if self.draws is not None:
             self.draws.end_step()
 
@@ -342,7 +359,7 @@ class Samples:
     # --- facts for the record -------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return facts about the data that the source shows, as values for JSON."""
+        """Return facts about the data that can be read from the source, as values for JSON."""
         facts: dict[str, Any] = {}
         if self.draws is not None:
             source = self.draws.source
@@ -360,13 +377,16 @@ class Samples:
         return facts
 
     def selected(self) -> Ids | None:
-        """Return the samples that all ranks together draw in an epoch; None if these are all."""
+        """Return the samples that all ranks together draw in an epoch.
+
+        Return None if that is every sample.
+        """
         if self._whole is not None:
             return self._whole.selected()
         return None if self.draws is None else self.draws.source.selected
 
     def news(self) -> dict[str, bool]:
-        """Return what has become known since the last call, as values for JSON."""
+        """Return what has become known since the last call of this method, as values for JSON."""
         facts = {"drop_last": self.draws is not None and self.draws.epochs.drops_last}
         if self._replaces:
             facts["replacement"] = True

@@ -25,11 +25,11 @@ from entrenar_py.shared import trace
 
 
 class ScriptFacts:
-    """Facts about a script with the line `observe`, or without it if `seen` is given.
+    """Facts about a script with the line `observe`, or, if `seen` is passed, without the line.
 
     If the line has no sampler, samples are identified by the model's inputs, unless the script
-    reports them. `samples` are those of micro-batches, and `header` has what is known at the
-    beginning.
+    reports them. `samples` has the samples of micro-batches, and `header` the facts that are known
+    at the beginning.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ScriptFacts:
             self._loaders.append(LoaderHooks(partial(Iteration, batches)))
         self.samples: Samples = seen
         self.header = self._written = seen.facts()
-        self._has_begun = False  # with the first step
+        self._has_begun = False  # whether the first step has begun
         # Whether torch's wrapper keeps a copy of the model on each rank; None if that isn't needed.
         self._replicas: bool | None = None
         self._ear: Ear | None = None
@@ -71,19 +71,19 @@ class ScriptFacts:
         skipped: Callable[[], object],
         clipped: Callable[[Any, float, float], None],
     ) -> None:
-        """Observe losses, checkpoints, clipping and skipped steps of a script with the line."""
+        """Observe losses, saves, clipping and skipped steps of a script with the line `observe`."""
         self._recording = recording
         if self._is_line:
             self._ear = Ear(micro_batches, skipped=skipped, saved=self.saved, clipped=clipped)
             self._ear.listen()
 
     def saved(self) -> None:
-        """Record that the script saves a file."""
+        """Record the line of the script that saves a file."""
         if not self._sites.is_known("save"):
             self._recording.write(self._sites.event("save", call_sites.here()))
 
     def begin(self, subject: Subject, num_made: Callable[[], int]) -> None:
-        """Record that the first pass of the model begins, when it has its wrappers and schedule.
+        """Called when the first pass of the model begins: wrappers and schedule exist by then.
 
         `num_made` returns the number of steps taken so far.
         """
@@ -97,7 +97,7 @@ class ScriptFacts:
             self._shown["joined"] = True
         checkpoints.watch(
             dict.fromkeys(subject.trained.values()), num_made
-        )  # some share a flat tensor
+        )  # several parameters may share a flat tensor
 
     def schedule_place(self) -> int | None:
         """Return the position of the learning rate's schedule; None if it is unknown."""
@@ -105,7 +105,7 @@ class ScriptFacts:
         return None if place is None else int(place)
 
     def best_metric(self) -> float | None:
-        """Return the best value of the metric that a schedule follows; None if there is none."""
+        """Return the best value of the metric that controls a schedule; None if there is none."""
         best = getattr(self._scheduler, "best", None)
         known = float(best) if isinstance(best, int | float | Tensor) else math.nan
         return known if math.isfinite(known) else None
@@ -116,11 +116,11 @@ class ScriptFacts:
         return {} if place is None else {"schedule": place}
 
     def first_step(self) -> list[trace.Event]:
-        """Return the facts that the first step shows; [] after the first call.
+        """Return the facts that become known in the first step; [] after the first call.
 
-        They are the samples of an epoch, if these are only a part of the data set, and the lines
-        that step and draw. With the first micro-batches it is known whether the script reports its
-        own samples.
+        These are the samples of an epoch, if it has only a part of the data set, and the script's
+        lines that step and draw. Once there are micro-batches, it is known whether the script
+        reports its own samples.
         """
         if self._has_begun:
             return []
@@ -137,7 +137,7 @@ class ScriptFacts:
         return [*selection, *chain.from_iterable(lines)]
 
     def write(self, recording: Recording, micro_batches: MicroBatches, **known: Any) -> None:
-        """Write all known facts, with the caller's facts `known`, if anything is new."""
+        """Write all known facts and the caller's facts `known`, if any of them has changed."""
         facts = {**self.samples.facts(), **self._exchanges.facts(), **known}
         if "samples" in facts and self._replicas is not None:
             facts["replicas"] = self._replicas
@@ -158,7 +158,7 @@ class ScriptFacts:
 
 
 def _shown() -> dict[str, Any]:
-    """Return the lines of the script that may select rows at random, or depend on the epoch."""
+    """Return the script's lines that may select rows at random, or that depend on the epoch."""
     facts: dict[str, Any] = {}
     if selects := script_text.selecting_line():
         own, _ = script_text.texts()

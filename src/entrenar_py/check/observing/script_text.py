@@ -1,14 +1,14 @@
-"""The text of a script, searched for what a run may not reach, or what no hook can observe.
+"""Searches a script's text for what a run may not reach, or what no hook can observe.
 
 `come_later` determines whether lines run only after what the script is doing now. A script may load
-a checkpoint even if it resumes from none: it tests its best weights after training. Such a line
-comes after the statement that trains, in a function that is running, outside the loops around that
-statement. Or it is in a function that is used only in such lines. Anything that can't be classified
-(a callback, or a function that is looked up by a string or never called) may run earlier.
+a checkpoint although it doesn't resume: it tests its best weights after training. Such a line comes
+after the statement that trains, in a running function, outside the loops around that statement. Or
+it is in a function that is used only in such lines. Any other line may run earlier (one in a
+callback, or in a function that is looked up by a string or never called).
 
 `line_again` returns a line that runs in each step: a line in the loop that steps, under no
-condition, or in a function that is called from such a line. A generator qualifies as well, if the
-line is in a loop of the generator.
+condition, or in a function that is called from such a line. The function may also be a generator
+over which that loop runs, if the line is in a loop of the generator.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ _BY_EPOCH = re.compile(  # code that begins, or runs, at some epochs; not a loop
     r"^(?!\s*while\b).*?(\b\w*epoch\w*\s*(?:[<>]=?|[=!]=|%)\s*[\w.]"
     r"|[\w.)\]]\s*(?:[<>]=?|[=!]=)\s*\w*epoch\w*\b)"
 )
-# Code that may put rows into a random order, in any way.
+# Code that may in any way put rows into a random order.
 _SHUFFLES = re.compile(
     r"(randperm|permutation|permuted|shuffl\w*\s*(?:\(|=(?!\s*False))|set_epoch|choices?\s*\("
     r"|multinomial|RandomSampler|DistributedSampler(?!\([^()]*shuffle=False)|\bsample\s*\("
     r"|\brand\s*\(|random\s*\(\s*\))"
 )
 
-# A line doesn't call what it imports: the statement, over several lines in brackets.
+# An import statement, perhaps over several lines in brackets. It contains names of functions, but
+# doesn't call them.
 _IMPORT = re.compile(r"^[ \t]*(?:from\s+\S+\s+)?import\b(?:\s*\([^)]*\)|(?:\\\n|[^\n;])*)", re.M)
 
 
 def texts() -> tuple[dict[str, str], dict[str, str]]:
-    """Return by file the text of the script's modules, and of libraries that call the step.
+    """Return file -> text, for the script's modules, and for libraries that call the step.
 
-    A machine may start every Python with additional modules. So a module belongs to the script only
-    if it is in the folder of the script or in the working directory.
+    A machine may import additional modules whenever Python starts. So a module belongs to the
+    script only if it is in the folder of the script or in the working directory.
     """
     loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     calling = {*_calling()}
@@ -63,9 +64,9 @@ def texts() -> tuple[dict[str, str], dict[str, str]]:
 
 @functools.cache
 def parsed(text: str) -> ast.Module | None:
-    """Return the parsed text; None for a template, or code for a different version of Python."""
+    """Return the parsed text; None for a template, or for code of a different Python version."""
     try:
-        with warnings.catch_warnings():  # Python has shown them already
+        with warnings.catch_warnings():  # Python has already shown these warnings
             warnings.simplefilter("ignore")
             return ast.parse(text)
     except (SyntaxError, ValueError):
@@ -75,10 +76,10 @@ def parsed(text: str) -> ast.Module | None:
 def first(
     pattern: re.Pattern[str], texts: Mapping[str, str], without: frozenset[str] = frozenset()
 ) -> str:
-    """Return the first line that matches, such as `train.py:12`; "" if there is none.
+    """Return the place of the first matching line, such as `train.py:12`; "" if there is none.
 
-    Calls of functions in `without` don't count, except for calls of a base class. Names that are
-    only imported don't count either.
+    Lines in functions named in `without` don't count, except for calls of a base class. Names that
+    are only imported don't count either.
     """
     for file, text in texts.items():
         called = _IMPORT.sub(lambda match: "\n" * match[0].count("\n"), text)
@@ -94,7 +95,8 @@ def first(
 def selecting_line() -> str:
     """Return the first line of the script that may select its rows by random numbers.
 
-    Return "" if there is none, or if the script orders anything at random, which may be its rows.
+    Return "" if there is none, or if the script puts anything into a random order, which may be its
+    rows.
     """
     own, _ = texts()
     return "" if first(_ORDERS, own) else first(SELECTS, own)
@@ -143,13 +145,13 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _Loop = ast.For | ast.While
 _MODULE = "<module>"
-_CHARS_MAX = 2**20  # can be parsed in about a second
-Line = tuple[str, int]  # a file and a number
+_CHARS_MAX = 2**20  # texts of this length are parsed in about a second
+Line = tuple[str, int]  # a file and a line number
 _Within = tuple[str, ast.AST, _Loop]  # the file and the function that contain a loop, and the loop
 
 
 def come_later(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
-    """Return whether lines of a script match, and all of them run only after what runs now."""
+    """Return whether there are matching lines, and all of them run only after what runs now."""
     order, lines = _Order.of(texts), [*_fitting(pattern, texts)]
     return order is not None and bool(lines) and all(order.is_later(*line) for line in lines)
 
@@ -170,8 +172,8 @@ def line_again(pattern: re.Pattern[str], texts: Mapping[str, str]) -> str:
 def are_alike(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
     """Return whether a matching line draws each micro-batch of a step in the same way.
 
-    The loop over the micro-batches must count them, and only synchronisation may depend on the
-    count. The loop must not take its data in turn, as from several tasks.
+    The line must be in a loop over micro-batches that counts them, and the count may only decide
+    about synchronisation. The loop must not take its data in turn, as from several tasks.
     """
     order = _Order.of(texts)
     within = None if order is None else order.loop_of_micro_batches()
@@ -183,17 +185,17 @@ def are_alike(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
 def functions_apart(texts: Mapping[str, str]) -> frozenset[str]:
     """Return the names of functions that are called, but not in a step like the current one.
 
-    They are not running, and neither the loop that steps nor any function called in it calls them.
-    A function that also has another name may be called under that name.
+    They are not running, and are not called in the loop that steps, nor in a function that is
+    called there. A function is left out if it may be called under another name.
     """
     order = _Order.of(texts)
     return frozenset() if order is None else order.apart()
 
 
 def _counts(loop: _Loop) -> bool:
-    """Return whether a loop has one backward pass, and counts with a number that decides nothing.
+    """Return whether a loop has one backward pass, and its counter only decides about syncs.
 
-    The number may only be compared, to decide about synchronisation.
+    The code may compare the counter, but not use it otherwise.
     """
     if isinstance(loop, ast.While) or not isinstance(loop.target, ast.Name):
         return False
@@ -213,9 +215,10 @@ def _counted(scope: ast.AST) -> set[str]:
 
 
 def _counts_by(loop: _Loop, line: int) -> bool:
-    """Return whether a line of a loop depends on what the loop counts or assigns elsewhere.
+    """Return whether a line in `loop` depends on what the loop counts or assigns elsewhere.
 
-    So does a selection by the line's result, if it does: `rows = randint(...)`, `task[rows]`.
+    It does, too, if the line's result selects something that depends on it: `rows = randint(...)`,
+    then `task[rows]`.
     """
     own = [node for node in _all(loop) if getattr(node, "lineno", 0) == line]
     drawn = _names(own, ast.Store)
@@ -242,9 +245,9 @@ def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context] | None = No
 
 
 def _turns(call: ast.AST) -> bool:
-    """Return whether a call takes the next item, or one of several at random.
+    """Return whether a call takes the next item, or one of several items at random.
 
-    A call that takes an item by name (`batch.pop("labels")`) does neither.
+    A call that takes an item by its name (`batch.pop("labels")`) does neither.
     """
     name = _called(call)
     if not name or not isinstance(call, ast.Call):
@@ -284,7 +287,10 @@ def _absolute(file: str) -> str:
 
 @dataclass
 class _Order:
-    """The statements of a script in `trees`, and the current lines of its running functions."""
+    """The statements of a script, and the current lines of its running functions.
+
+    `trees` has file -> parsed text. `running` has (file, function, its first line) -> current line.
+    """
 
     trees: Mapping[str, ast.Module]
     running: Mapping[tuple[str, str, int], int]
@@ -292,7 +298,10 @@ class _Order:
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> _Order | None:
-        """Return the order of the lines that run now; None if a text is too long or not parsed."""
+        """Return the order of the lines that run now.
+
+        Return None if the texts are too long, or one of them can't be parsed.
+        """
         if sum(map(len, texts.values())) > _CHARS_MAX:
             return None
         known = {_absolute(file): parsed(text) for file, text in texts.items()}
@@ -311,7 +320,7 @@ class _Order:
         """Return whether a function is used, and only in lines that run later."""
         name = function.name
         if name in self._known:
-            return True  # used by itself
+            return True  # the function uses itself
         self._known.add(name)
         if name.startswith("__") or any(_is_hidden(name, node) for _, node in self._nodes()):
             return False
@@ -326,10 +335,10 @@ class _Order:
         is_alike: bool = False,
         inside: frozenset[str] = frozenset(),
     ) -> bool:
-        """Return whether a line is seen to run in each iteration of a loop.
+        """Return whether a line certainly runs in each iteration of a loop.
 
         `inside` has the names of the functions between the loop and the line that were already
-        followed. If `is_alike`, the line may also not depend on anything that changes from
+        followed. If `is_alike`, the line must also not depend on anything that changes from
         iteration to iteration.
         """
         file, number = line
@@ -406,7 +415,7 @@ class _Order:
     def loop_of_steps(self) -> _Within | None:
         """Return the innermost loop around what runs now; None if there is none.
 
-        If that loop goes over the micro-batches of a step, the result is the loop around it.
+        If this is a loop over the micro-batches of a step, return the next loop around it.
         """
         around = self._around()
         is_inner = len(around) > 1 and _is_within_a_step(around[0][2])
@@ -427,7 +436,7 @@ class _Order:
                 yield file, scope, now
 
     def _uses(self, function: _Function, *, inside: bool = False) -> Iterator[Line]:
-        """Yield the lines that use a function's name; with `inside`, also those in the function."""
+        """Yield the lines outside a function that use its name; if `inside`, also lines in it."""
         name = function.name
         own = range(function.lineno, 0 if inside else (function.end_lineno or 0) + 1)
         for file, node in self._nodes():
@@ -477,7 +486,8 @@ def _named(scope: ast.Module | _Function) -> tuple[str, int]:
 def _comes_after(scope: ast.AST, line: int, now: int) -> bool:
     """Return whether a line comes after the statement at `now`, and not again before it.
 
-    A handler for an error of that statement doesn't count: another attempt may follow.
+    A line in a handler for errors of this statement doesn't count, since another attempt may
+    follow.
     """
     nodes = [*ast.walk(scope)]
     running = [node for node in nodes if isinstance(node, ast.stmt) and _has(node, now)]

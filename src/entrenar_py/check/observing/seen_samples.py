@@ -1,6 +1,6 @@
-"""The samples of forward passes, identified by what the passes were given.
+"""The samples of forward passes, identified by the inputs of the passes.
 
-`Batches` has what DataLoaders yield, with the indices that were drawn for it.
+`Batches` has the batches that DataLoaders have yielded, with the indices that were drawn for each.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from entrenar_py.check.observing.contents import Row
 from entrenar_py.check.observing.samples import Samples, Told
 from entrenar_py.check.observing.sources import Ids, Source
 
-PENDING_MAX = 8  # batches that were yielded and not used; beyond that the oldest is skipped
+# Batches that were yielded and not used; if there are more, the oldest counts as skipped.
+PENDING_MAX = 8
 
 
 class Batches:
-    """The batches that the process's DataLoaders have yielded and training has not used yet."""
+    """The batches that this process's DataLoaders have yielded, and training has not used yet."""
 
     def __init__(self) -> None:
         self.epochs = Epochs()
         self._first: tuple[Any, ...] | None = None  # the data from which the first loader draws
-        self.varies = False  # whether training used a further loader that draws different samples
+        self.varies = False  # whether training also used a loader that draws other samples
         self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
         self.loader: Any = None  # the loader that training used last
         self._source: Source | None = None
         self._is_ahead = False
-        self.num_events = 0  # batches that were yielded, and iterations that ended
-        self._used_last: tuple[Batch, int] | None = None  # with num_events at that time
+        self.num_events = 0  # number of yielded batches and ended iterations
+        self._used_last: tuple[Batch, int] | None = None  # a batch, and num_events when it was used
         self._newest: Batch | None = None
 
     def over(self) -> None:
-        """Record that an iteration has ended."""
+        """Called when an iteration has ended."""
         self.num_events += 1
 
     def add(self, batch: Batch, item: Any) -> None:
@@ -50,9 +51,9 @@ class Batches:
         self.pending.append(batch)
 
     def use(self, batch: Batch, places: Iterable[int]) -> tuple[int, list[int]]:
-        """Take the samples at `places` for training; return their epoch and ids.
+        """Use the samples at `places` of a batch for training; return their epoch and ids.
 
-        When no sample of the batch is left, the batch is no longer pending. Neither are older
+        When all samples of the batch are used, the batch is no longer pending. Nor are older
         batches of its loader: these were skipped.
         """
         self._used_last = batch, self.num_events
@@ -89,7 +90,7 @@ class Batches:
         return epoch
 
     def set_aside(self, num_rows: int | None, *, trains: bool = False) -> None:
-        """Record that the batch that was yielded last went to a pass that doesn't train.
+        """Record that the batch that was yielded last was used in a pass that doesn't train.
 
         With `trains`, undo this.
         """
@@ -97,7 +98,7 @@ class Batches:
             self.pending[-1].trains = trains
 
     def source(self) -> Source | None:
-        """Return the facts of the loader that training uses; None if there is none."""
+        """Return the facts about the loader that training uses; None if there is none."""
         loader = self.loader
         if loader is None and (batch := self.meant()) is not None:
             loader = batch.iteration.loader
@@ -110,8 +111,8 @@ class Batches:
     def meant(self) -> Batch | None:
         """Return the only batch that a training pass of this thread can use; None if not unique.
 
-        If there are several, the script skips batches or fetches them ahead, perhaps in a thread.
-        From then on only content distinguishes batches.
+        If there are several such batches, the script skips batches or fetches them ahead, perhaps
+        in a thread. From then on batches can only be distinguished by their content.
         """
         fit = [batch for batch in self.pending if batch.trains and batch.ids is not None]
         if self.loader is not None:
@@ -130,22 +131,26 @@ class Batches:
         return self._newest
 
     def in_use(self) -> Batch | None:
-        """Return the batch that was used up last, if the script has received no other one since."""
+        """Return the batch that was used up last, with all its samples.
+
+        None if the script has received another batch since, or ended an iteration.
+        """
         if self._used_last is None:
             return None
         batch, num_events = self._used_last
         return batch if num_events == self.num_events and not batch.left else None
 
     def are_again(self, num_rows: int | None) -> bool:
-        """Return whether this many rows are a further view of the batch that was used last.
+        """Return whether `num_rows` rows may be a second use of the batch that was used last.
 
-        They are if that batch was used up, and the script has received no other one since.
+        They may if the batch has as many rows, all were used, and the script has received no other
+        batch since.
         """
         batch = self.in_use()
         return batch is not None and batch.size == num_rows
 
     def _goes_on(self, loader: Any) -> bool:
-        # Some scripts create a loader for every epoch.
+        # Some scripts create a new loader for every epoch.
         source = self.source()
         return source is not None and Source(loader).drawn_from == source.drawn_from
 
@@ -160,11 +165,11 @@ NO_ROWS = "the model was given nothing that has rows, and no loader has drawn sa
 
 
 class SeenSamples(Samples):
-    """The samples of the forward passes since the last backward pass.
+    """The samples of the forward passes since the last backward pass, without the script's help.
 
-    Ids are the indices that a DataLoader drew, or digests of the rows of the inputs. A row that
-    training was already given in this step is the same sample again, and isn't counted twice. Once
-    a script reports its samples, only these count.
+    Ids are the indices that a DataLoader drew, or digests of the rows of the inputs. A row that was
+    already an input in this step is the same sample again, and isn't counted twice. Once a script
+    reports its samples, only these count.
     """
 
     def __init__(self, batches: Batches, dataset: Any = None) -> None:
@@ -175,23 +180,25 @@ class SeenSamples(Samples):
         self._seen_epoch = 0
         self._unknown = ""
         self._again: Ids = ()
-        self._rows: set[Row] = set()  # content that the model was given in this step
-        self._is_given = False  # whether a forward pass was seen since the last backward pass
-        self._evaluated: Any = None  # the inputs of the last pass, if it may train
-        self._drawn_for: Batch | None = None  # the batch in use when numbers were last drawn
-        self._is_made = False  # whether the inputs of a pass were made from samples in use
+        self._rows: set[Row] = set()  # rows that were inputs of the model in this step
+        self._is_given = False  # whether there was a training pass since the last backward pass
+        # The inputs of the last pass in evaluation mode, if it may train.
+        self._evaluated: Any = None
+        # The batch that was yielded last when numbers were last drawn.
+        self._drawn_for: Batch | None = None
+        self._is_made = False  # whether the inputs of a pass were made from a batch in use
         self._has_ids = False  # whether a micro-batch of this step has ids
 
     # --- the forward passes -----------------------------------------------------------------------
 
     def drew(self) -> None:
-        """Record that random numbers were drawn between two passes: the next may be given noise."""
+        """Called when numbers were drawn between two passes: the next inputs may be noise."""
         self._drawn_for = self._batches.newest_yielded()
 
     def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
-        """Record the inputs of a forward pass of the model.
+        """Identify the samples of a forward pass of the model by its `inputs`.
 
-        A pass in evaluation mode with gradients `may_train`: it does if a backward pass follows.
+        A pass in evaluation mode with gradients `may_train`: it trains if a backward pass follows.
         """
         self._evaluated = None
         if not trains:
@@ -210,12 +217,12 @@ class SeenSamples(Samples):
         if self._batches.are_again(contents.num_rows(inputs)):
             if not (self._ids or is_again):
                 self._unknown = STRANGE
-            return  # otherwise another view of the samples, or made from them
+            return  # otherwise these are the same samples again, or inputs made from them
         meant = self._batches.meant()
         if meant is not None:
             self._by_count(inputs, meant, is_again=is_again)
         elif is_again:
-            return  # a second pass, perhaps at different weights
+            return  # a second pass, perhaps at other weights
         elif self._batches.loader is not None:
             self._unknown = STRANGE
         elif rows is None:
@@ -225,10 +232,10 @@ class SeenSamples(Samples):
             self._kinds.add(CONTENT)
 
     def _are_made(self, inputs: Any) -> bool:
-        """Return whether `inputs` were made from the batch used last, as noise or sampled text are.
+        """Return whether `inputs` were made from the batch in use, such as noise or sampled text.
 
-        They were if not all are its rows, and if random numbers were drawn after the script
-        received it. Sampled text may be equal to the batch if it ended at once.
+        They were if random numbers were drawn after the script received the batch, and not all
+        inputs are rows of the batch. (Sampled text may equal the batch if it ended at once.)
         """
         batch = self._batches.in_use()
         if batch is None or batch is not self._drawn_for:
@@ -239,11 +246,12 @@ class SeenSamples(Samples):
         return rows is not None and not batch.has_all(rows)
 
     def _by_content(self, inputs: Any) -> bool:
-        """Return whether a pending batch has the inputs, and use it; the oldest is tried first.
+        """Find the pending batch that has the inputs, use it, and return whether there is one.
 
-        The largest tensor of the inputs counts, since several batches may have the same labels or
-        masks. If that tensor was changed (a text without its last token), a different tensor counts
-        if only one batch has it.
+        The oldest batch is tried first. Only the largest tensor of the inputs is compared, since
+        several batches may have the same labels or masks. If the script has changed that tensor (to
+        a text without its last token, say), another tensor is compared, provided that only one
+        batch has it.
         """
         tensors = [tensor for tensor in contents.tensors_in(inputs) if tensor.dim() and len(tensor)]
         largest = max((tensor[0].numel() for tensor in tensors), default=0)
@@ -254,7 +262,7 @@ class SeenSamples(Samples):
             for batch, places in self._holding(rows):
                 self._use(self._batches.newest(batch), places)
                 return True
-            # A discriminator may be given a batch in one tensor with what a generator made.
+            # A discriminator's input may be one tensor with a batch and with what a generator made.
             within = [b for b in self._batches.pending if b.ids is not None and b.is_within(rows)]
             if len({batch.ids for batch in within}) == 1:
                 batch = self._batches.newest(within[0])
@@ -275,10 +283,10 @@ class SeenSamples(Samples):
                 yield batch, places
 
     def _by_count(self, inputs: Any, batch: Batch, *, is_again: bool) -> None:
-        """Use the whole of `batch`; if the inputs have fewer rows, samples are unknown.
+        """Use all samples of `batch`; they count as unknown if the inputs have fewer rows.
 
-        The whole batch is right for inputs that were changed on the way (normalised, or in another
-        dtype).
+        All of the batch is right for inputs that the script has changed (normalised, or converted
+        to another dtype).
         """
         counts = [size for tensor in contents.tensors_in(inputs) for size in tensor.shape[:2]]
         if is_again or (counts and batch.size > 1 and max(counts) < len(batch.left)):
@@ -293,9 +301,10 @@ class SeenSamples(Samples):
     # --- called by the recorder of a script with the line ---------------------------------------
 
     def settle(self) -> None:
-        """Record that a backward pass begins or is over, even if only for parts of the model.
+        """Called when a backward pass begins or is over, even of only some parts of the model.
 
-        A backward pass without a forward pass of the model has the batch that `meant` returns.
+        If the model had no forward pass before it, the backward pass has the batch that `meant`
+        returns.
         """
         super().settle()
         if self._evaluated is not None and not self._is_given:
@@ -308,20 +317,20 @@ class SeenSamples(Samples):
             self._use(batch, batch.left)
             self._is_given = True
         elif self._batches.loader is None and not (self._ids or self._rows):
-            self._unknown = NO_ROWS  # otherwise another loss of the rows of this step
+            self._unknown = NO_ROWS  # otherwise this is another loss for the rows of this step
 
     def repeat(self, ids: Ids) -> None:
-        """Record that the next backward pass uses the samples of the last one, `ids`, again."""
+        """Record that the next backward pass repeats the samples of the last one, `ids`."""
         super().repeat(ids)
         self._again = ids
 
     @property
     def are_new(self) -> bool:
-        """True if there are samples since the last backward pass."""
+        """Whether there are samples since the last backward pass."""
         return super().are_new if self._tells else bool(self._ids)
 
     def take(self) -> Told:
-        """Return the samples of the micro-batch, and reset them."""
+        """Return the samples of the micro-batch, and forget them."""
         reported = super().take()
         ids = () if self._unknown else tuple(self._ids) or self._again
         num_made = 0
@@ -335,14 +344,14 @@ class SeenSamples(Samples):
         return reported if self._tells else seen
 
     def end_step(self) -> None:
-        """Record that the optimizer has stepped: the next step may be given the same inputs."""
+        """Called when the optimizer has stepped: the next step may have the same inputs."""
         self._rows.clear()
         self._has_ids = False
 
-    # --- what is said of them in the record -------------------------------------------------------
+    # --- facts for the record ---------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return facts about the data that the loader shows, as values for JSON."""
+        """Return facts about the data that can be read from the loader, as values for JSON."""
         facts = super().facts()
         if self._tells:
             return facts
@@ -362,17 +371,20 @@ class SeenSamples(Samples):
         }
 
     def selected(self) -> Ids | None:
-        """Return the samples that all ranks together draw in an epoch; None if these are all."""
+        """Return the samples that all ranks together draw in an epoch.
+
+        Return None if that is every sample.
+        """
         source = self._batches.source()
         if self._tells or self._whole is not None or source is None:
             return super().selected()
         return source.selected
 
     def news(self) -> dict[str, bool]:
-        """Return what has become known since the last call, as values for JSON.
+        """Return what has become known since the last call of this method, as values for JSON.
 
-        An iteration over a loader is an epoch, unless a sampler of the script decides what is
-        drawn.
+        An iteration over a loader is an epoch, unless a sampler of the script decides which samples
+        are drawn.
         """
         source = self._batches.source()
         if self._tells or source is None:

@@ -1,12 +1,13 @@
 """Sketches of tensors of any size, on any device (`trace.Sketch`).
 
-The projection is a sum over rows of PROJECTIONS elements. Element g of a whole tensor, in C order,
-is element c = g % PROJECTIONS of row r = g // PROJECTIONS. With h = `mixed` of r, it is added to
-number c ^ (mixed(h) % PROJECTIONS) of the projection, with a minus sign if bit c of h is set. So
-each row is permuted and its signs are changed at random, by a function that depends only on the
-place. Then the expected squared length of the projection is that of the tensor.
+The projection is a vector of PROJECTIONS numbers, a sum over rows of PROJECTIONS elements. Element
+g of a whole tensor, in C order, is element c = g % PROJECTIONS of row r = g // PROJECTIONS. With h
+= `mixed` of r, it is added to number c ^ (mixed(h) % PROJECTIONS) of the projection, with a minus
+sign if bit c of h is set. So each row is permuted and its signs are changed at random, by a
+function that depends only on the element's index. Then the expected squared length of the
+projection is that of the tensor.
 
-On a GPU with Triton all tensors are read in one launch (`kernels`).
+On a GPU with Triton, one launch reads all tensors (`kernels`).
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from entrenar_py.check.watch.digest import DigestTable
 from entrenar_py.shared.trace import Sketch, TensorRecord, record_sketch
 from entrenar_py.shared.trace.tensors import PROJECTIONS, SAMPLES
 
-# The dtypes that have sketches -> numpy's names of the dtypes in which samples are kept.
+# Dtypes that have sketches -> numpy's names of the dtypes that their samples are stored in.
 DTYPES = {
     torch.float64: "float64",
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "float32",
 }
-_ROWS = 512  # of a chunk on a GPU: one program of the kernel
+_ROWS = 512  # rows in a chunk on a GPU: one program of the kernel handles a chunk
 _TILE = 64
 _BATCH = 64
 _TABLES_MAX = 8  # digest tables: each is for tensors at fixed addresses, such as weights
-_BLOCK_ROWS = 2**12  # rows that are projected at once on a CPU: 1 MB, which fits into its caches
-_LOW = 0xFFFFFFFF  # the lowest 32 bits
+_BLOCK_ROWS = 2**12  # rows that a CPU projects at once: 1 MB, which fits into its caches
+_LOW = 0xFFFFFFFF  # mask of the lowest 32 bits
 
 
 def sketch(tensor: Tensor, piece: Piece | None = None) -> Sketch:
@@ -50,7 +51,7 @@ def sketch(tensor: Tensor, piece: Piece | None = None) -> Sketch:
     size = tensor.numel() if piece is None else math.prod(piece.whole)
     first = first_of(tensor, piece)
     index = None if first is not None else _index(piece, plain.device)
-    # By permutation: all rows with the same permutation are added up first.
+    # First add up all rows with the same permutation.
     alike = torch.zeros((PROJECTIONS, PROJECTIONS), dtype=torch.float64, device=plain.device)
     square = torch.zeros((), dtype=torch.float64, device=plain.device)
     for rows, part in _rows(plain, first, index):
@@ -67,10 +68,10 @@ def sketch(tensor: Tensor, piece: Piece | None = None) -> Sketch:
 def _rows(
     plain: Tensor, first: int | None, index: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield row numbers, int64 [rows], with their elements, float64 [rows, PROJECTIONS].
+    """Yield row numbers, int64 [rows], and the elements of these rows, float64 [rows, PROJECTIONS].
 
-    Elements of different pieces are 0. A row may be yielded several times, each time with some of
-    its elements.
+    Elements that the piece doesn't have are 0. A row may be yielded several times, each time with
+    some of its elements.
     """
     for begin in range(0, plain.numel(), _BLOCK_ROWS * PROJECTIONS):
         part = plain[begin : begin + _BLOCK_ROWS * PROJECTIONS].double()
@@ -91,7 +92,7 @@ def _rows(
 
 @cache
 def _signs(device: torch.device) -> Tensor:
-    """Return for each byte the signs that its bits mean, lowest bit first, float64 [256, 8]."""
+    """Return byte -> the signs that stand for its bits, lowest bit first, float64 [256, 8]."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return (1.0 - 2.0 * bits).to(device)
 
@@ -107,7 +108,7 @@ def mixed(number: Tensor) -> Tensor:
 
 @cache
 def sample_places(size: int) -> NDArray[np.int64]:
-    """Return the places of the sampled elements: a random one in each of equal parts, in order."""
+    """Return the indices of the sampled elements: a random one in each of equal parts, in order."""
     count = min(SAMPLES, size)
     bounds = np.array([part * size // max(count, 1) for part in range(count + 1)], dtype=np.int64)
     seeds = torch.arange(count) * 0x9E3779B1 + size
@@ -119,7 +120,7 @@ def sample_places(size: int) -> NDArray[np.int64]:
 def _sampled(
     plain: Tensor, size: int, first: int | None, index: Tensor | None
 ) -> NDArray[np.float64]:
-    """Return the sampled elements; 0 for elements of different pieces."""
+    """Return the sampled elements; 0 for elements that the piece doesn't have."""
     places = torch.from_numpy(sample_places(size))
     if index is not None:
         found = (index.cpu()[:, None] == places).nonzero()
@@ -134,9 +135,10 @@ def _sampled(
 
 
 def first_of(tensor: Tensor, piece: Piece | None) -> int | None:
-    """Return the place of the first element in the whole tensor; None without a single range.
+    """Return the index of the piece's first element in the whole tensor.
 
-    The elements form a single range if the tensor is whole, or cut only along its first dimension.
+    None if the elements don't form a single range. They do if the tensor is whole, or cut only
+    along its first dimension.
     """
     if piece is None:
         return 0
@@ -146,7 +148,7 @@ def first_of(tensor: Tensor, piece: Piece | None) -> int | None:
 
 
 def _index(piece: Piece | None, device: torch.device) -> Tensor:
-    """Return the place of each of a piece's elements in the whole tensor, int64, flat."""
+    """Return the index of each of a piece's elements in the whole tensor, int64, flat."""
     assert piece is not None, "a whole tensor is in order"
     index = torch.zeros((), dtype=torch.int64, device=device)
     for offset, length, whole in zip(piece.offset, piece.shape, piece.whole, strict=True):
@@ -167,12 +169,12 @@ class Sketches:
     def records(
         self, named: Mapping[str, Tensor], pieces: Mapping[str, Piece], *, exact: bool
     ) -> dict[str, TensorRecord]:
-        """Return the record of each tensor, which this rank holds whole or as its piece.
+        """Return the record of each tensor; this rank has all of it, or the piece in `pieces`.
 
-        With `exact`, the digest is that of all bits, and otherwise that of the sketch: two
-        gradients that differ by less than the rounding of a float64 sum may then have the same
-        digest. A tensor that isn't floating-point has no sketch, and always has the digest of all
-        bits.
+        With `exact`, the digest is that of all bits, otherwise that of the sketch. In the
+        latter case two gradients may have the same digest although they differ, by less than the
+        rounding of a float64 sum. A tensor that isn't floating-point has no sketch, and always the
+        digest of all bits.
         """
         records: dict[str, TensorRecord] = {}
         on_gpu: dict[str, Tensor] = {}
@@ -211,7 +213,7 @@ class Sketches:
     def _table(self, device: torch.device, tensors: Sequence[Tensor]) -> DigestTable:
         key = (device, *digest.places(tensors))
         table = self._tables.pop(key, None) or DigestTable(tensors)
-        self._tables[key] = table  # the last used table is the last to be deleted
+        self._tables[key] = table  # move to the end, since tables are deleted from the front
         if len(self._tables) > _TABLES_MAX:
             del self._tables[next(iter(self._tables))]
         return table
@@ -229,8 +231,8 @@ def _has_triton() -> bool:
 def _record(tensor: Tensor, piece: Piece | None, *, exact: bool) -> TensorRecord:
     if tensor.dtype not in DTYPES:
         return TensorRecord(digest.digest(tensor))
-    # These are hundreds of small operations. A mode that intercepts each would take a third of a
-    # step, and a mode of the script may put new tensors on a different device.
+    # These are hundreds of small operations. If a mode intercepted each, that would take a third of
+    # a step, and a mode of the script may put new tensors on another device.
     with torch._C.DisableTorchFunction():
         bits = digest.digest(tensor) if exact else None
         return record_sketch(sketch(tensor, piece), DTYPES[tensor.dtype], bits)

@@ -1,8 +1,8 @@
 """Facts about a loader or a sampler: its data set, its samplers, and what they draw.
 
-Samples have their numbers in the data set with which a script began, before it was split. A
-position in a `Subset` (of `random_split`, say) is a different sample if a rank has a different
-subset. So positions are traced back to the original data set.
+A sample's number is its index in the data set with which the script began, before splitting it. A
+position in a `Subset` (of `random_split`, say) would not identify a sample, since ranks may have
+different subsets. So positions are traced back to the original data set.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from torch.utils.data import (
 from entrenar_py.check.observing import call_sites, script_text
 from entrenar_py.shared.errors import UsageError
 
-Ids = tuple[int, ...]  # of samples
+Ids = tuple[int, ...]  # numbers of samples
 
 _SPLITS_MAX = 16
 _SEARCHED_MAX = 2**22  # positions up to which a split data set is searched
 
 
 class Numbering:
-    """The numbers of the samples of `data`, from 0 to `size` - 1; `size` is None if unknown.
+    """Numbers the samples of `data` from 0 to `size` - 1; `size` is None if it is unknown.
 
     Parts of one data set that were joined again (`ConcatDataset`) keep their numbers in that data
     set. Different data sets are numbered one after the other. If a part occurs twice, each position
@@ -49,7 +49,7 @@ class Numbering:
     def __init__(self, data: Any) -> None:
         self._data = data
         self._first: dict[int, int] = {}  # id of an original data set -> its first number
-        self._bottoms: list[Any] = []  # kept, so that no id is used twice
+        self._bottoms: list[Any] = []  # references to these, so that no id is reused
         self.size: int | None = 0
         for bottom in _bottoms(data, _SPLITS_MAX):
             length = length_of(bottom)
@@ -125,11 +125,11 @@ class Numbering:
 
 
 def declared_numbering(dataset: Any, drawn: Numbering | None) -> Numbering:
-    """Return the numbering of a data set that a script declares for an epoch.
+    """Return the numbering of the data set that a script declares as an epoch's samples.
 
-    `dataset` may be a number of samples. `drawn` is the numbering of the data from which the
-    sampler draws, if known. Raises UsageError for a `dataset` without a length or without samples,
-    and for one with samples from a different data set.
+    `dataset` may be a number of samples instead. `drawn` is the numbering of the data from which
+    the sampler draws, if known. Raises UsageError for a `dataset` without a length or without
+    samples, and for one with samples from another data set than the sampler's.
     """
     numbering = Numbering(range(dataset) if type(dataset) is int else dataset)
     if not numbering.size:
@@ -150,8 +150,8 @@ def declared_numbering(dataset: Any, drawn: Numbering | None) -> Numbering:
 def length_of(data: Any) -> int | None:
     """Return the number of samples of a data set, or of a sampler; None if it has no length."""
     if isinstance(data, IterableDataset):
-        return None  # torch warns about the length of a stream
-    with suppress(Exception):  # code of the script, which may have no length
+        return None  # torch would warn about the length of a stream
+    with suppress(Exception):  # the script's code may not define a length
         return len(data)
     return None
 
@@ -175,9 +175,9 @@ def _bottoms(data: Any, depth: int) -> Iterator[Any]:
 
 
 def _inner(data: Any, depth: int = 3) -> Any:
-    """Return the split data set inside a data set that only changes its samples; otherwise None.
+    """Return the split data set inside `data`, if `data` only changes the samples; otherwise None.
 
-    Such a data set holds exactly one other data set, which has the same length.
+    Such a data set has exactly one other data set as an attribute, of the same length.
     """
     attributes = getattr(data, "__dict__", None)
     if isinstance(data, Subset | ConcatDataset | IterableDataset):
@@ -198,9 +198,9 @@ def _inner(data: Any, depth: int = 3) -> Any:
 
 
 _DEPTH_MAX = 8
-_DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True
-# Calls by which a sampler of the script draws samples repeatedly, and those that order each sample
-# once.
+_DISPATCHER = "DataLoaderDispatcher"  # accelerate's loader class with dispatch_batches=True
+# Calls by which a sampler of the script draws samples with replacement, and calls that order the
+# samples, each once.
 _CALL = r"(?:[^()]|\([^()]*\))*"
 _REPLACES = re.compile(
     rf"\bmultinomial\({_CALL}?(?:replacement\s*=\s*True|,\s*True\b)|\bchoices\("
@@ -213,15 +213,15 @@ _THOROUGH = ("torch", "torchdata", "accelerate", "transformers", "lightning", "p
 
 @dataclass(frozen=True)
 class InOrder:
-    """A loader that is read several batches ahead; its batches are used in order."""
+    """Marks a loader that the script reads several batches ahead, but uses in order."""
 
     source: Any
 
 
 class _Weakly:
-    """A weak reference to an object, or a strong one if the object allows no weak one.
+    """A weak reference to an object, or a strong one if the object allows no weak reference.
 
-    The script decides when its loader, and the loader's workers, are gone.
+    The script decides when its loader, and the loader's workers, are freed.
     """
 
     def __init__(self, held: Any) -> None:
@@ -232,18 +232,20 @@ class _Weakly:
 
 
 class Source:
-    """A DataLoader, a batch sampler or a sampler; or an object around a loader.
+    """A DataLoader, a batch sampler or a sampler; or an object that wraps a loader.
 
     - `numbering`: the numbers of the samples of its data set.
     - `selected`: the samples that all ranks together draw in an epoch; None for all samples.
-    - `is_thorough`: all of them are drawn in an epoch; False if a sampler of the script decides.
-    - `is_ordered`: a sampler of the script decides the order, and no line draws it at random.
+    - `is_thorough`: every one of these is drawn in an epoch; False if a sampler of the script
+      decides.
+    - `is_ordered`: a sampler of the script decides the order, and no line of the script makes it
+      random.
     - `splits`: a sampler gives each rank its part of the data set.
     - `drop_last`: an incomplete last batch is dropped.
     - `replacement`: samples are drawn with replacement.
     - `is_accelerate_s`: it is a loader that accelerate has prepared.
-    - `is_dispatched`: one rank iterates it for all (accelerate with `dispatch_batches`), so no rank
-      knows its own samples.
+    - `is_dispatched`: one rank iterates it for all ranks (accelerate with `dispatch_batches`), so
+      no rank knows its own samples.
 
     Raises UsageError for an object that can't be iterated.
     """
@@ -275,12 +277,15 @@ class Source:
 
     @property
     def drawn_from(self) -> tuple[Any, ...]:
-        """The data sets and the selection that are drawn from, for comparison."""
+        """The original data sets and the selected samples.
+
+        Two loaders with equal values draw from the same samples.
+        """
         return self.numbering.bottoms, self.selected
 
     @property
     def given(self) -> Any:
-        """The loader or sampler; None if the script has dropped it."""
+        """The loader or sampler; None if the script has freed it."""
         return self._given.held()
 
     def concerns(self, loader: Any) -> bool:
@@ -297,7 +302,7 @@ def data_set(given: Any) -> Any:
 
 
 def generators(given: Any) -> list[Any]:
-    """Return the generators from which a loader or sampler draws the seed and order of an epoch."""
+    """Return the generators of a loader or sampler, which draw an epoch's seed and order."""
     parts = [part for each in _all_loaders(given) for part in _parts(each, _DEPTH_MAX)]
     return [_attribute(part, "generator") for part in parts]
 
@@ -308,7 +313,7 @@ def _all_loaders(given: Any) -> list[Any]:
 
 
 def positions_of(index: Any) -> Ids | None:
-    """Return the positions of a sample or batch that a sampler drew; None for any other object."""
+    """Return the positions in a sampler's sample or batch; None for any other object."""
     if isinstance(index, np.ndarray | torch.Tensor):
         index = index.tolist() if index.ndim < 2 else None
     if not isinstance(index, list) and type(index) not in (tuple, range):
@@ -327,14 +332,14 @@ def _position(index: Any) -> int | None:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    # The object may compute the attribute in its own way.
+    # the script may define the attribute as a property that raises
     with suppress(Exception):
         return getattr(holder, name, None)
     return None
 
 
 def _loaders(loader: Any) -> Iterator[Any]:
-    """Yield `loader` if it is a DataLoader, otherwise the DataLoaders that it holds."""
+    """Yield `loader` if it is a DataLoader, otherwise the DataLoaders among its attributes."""
     if issubclass(type(loader), DataLoader):
         yield loader
         return
@@ -373,9 +378,9 @@ def _replaces(part: Any) -> bool:
         return said is True
     try:
         text = inspect.getsource(type(part))
-    except (OSError, TypeError):  # a class may have no text
+    except (OSError, TypeError):  # the source of the class may not exist
         return False
-    # If the code also orders samples, a random number may be the seed.
+    # If the code also puts samples in order, its random number may be a seed.
     return bool(_REPLACES.search(text)) and not _ORDERS.search(text)
 
 
@@ -387,7 +392,7 @@ def _are_ordered(samplers: list[Any]) -> bool:
 def _is_written(sampler: Any) -> bool:
     try:
         return call_sites.is_own(inspect.getfile(type(sampler)))
-    except (OSError, TypeError):  # a class may have no text
+    except (OSError, TypeError):  # the source of the class may not exist
         return False
 
 

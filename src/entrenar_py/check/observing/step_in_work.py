@@ -2,7 +2,7 @@
 
 `GradientSources` tracks which backward passes each gradient contains when an optimizer applies it.
 `ReducedGradients` has the gradients that a backward pass has left. `Clips` has the norm to which
-the script clips them, according to its calls. Hooks report when an optimizer steps (`StepHooks`).
+the script clips, according to its calls. `StepHooks` are hooks that report when an optimizer steps.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from entrenar_py.shared import hook_calls, trace
 
 @dataclass
 class _Source:
-    """The sources of a parameter's gradient since it was last seen cleared.
+    """The backward passes in a parameter's gradient since the gradient was last seen cleared.
 
-    `passes` are the backward passes (step, micro-batch) that added to it. `first` is the step in
-    which it was first applied with `digest`, if it was not changed since then; otherwise -1.
+    `passes` are the passes, (step, micro-batch), that added to it. `first` is the step that first
+    applied it with `digest`, if it was not changed since then; otherwise -1.
     """
 
     passes: list[tuple[int, int]] = field(default_factory=list)
@@ -41,17 +41,19 @@ class _Source:
 
 
 class GradientSources:
-    """Tracks gradients by examining them when each backward pass begins.
+    """Tracks which backward passes each gradient contains, by examining it before each pass.
 
     A gradient that is missing or all zeros at that time was cleared. A gradient that was applied
     and still has the same bits was not cleared.
     """
 
     def __init__(self, digest: Callable[[str, Tensor], str]) -> None:
-        self._digest = digest  # returns the digest of a gradient's record, given name and gradient
+        self._digest = digest  # digest(name, gradient) is the digest of the gradient's record
         self._sources: dict[str, _Source] = {}
-        self._given: dict[str, list[int]] = {}  # name -> the step's micro-batches that gave it
-        self._held: dict[str, list[int]] = {}  # name -> those that it held when it was applied
+        # Name -> micro-batches of the step that added to the gradient.
+        self._given: dict[str, list[int]] = {}
+        # Name -> micro-batches of the step that it contained when applied.
+        self._held: dict[str, list[int]] = {}
         self._kept: dict[str, int] = {}
 
     def before_backward(self, gradients: Mapping[str, Tensor | None]) -> None:
@@ -78,7 +80,7 @@ class GradientSources:
     def apply(
         self, step: int, gradients: Mapping[str, Tensor | None], known: trace.Tensors
     ) -> None:
-        """Record that an optimizer is about to apply `gradients` in `step`.
+        """Called when an optimizer is about to apply `gradients` in `step`.
 
         `known` are records of gradients that already exist.
         """
@@ -98,7 +100,7 @@ class GradientSources:
             source.digest, source.is_applied = digest, True
 
     def forget_passes(self) -> None:
-        """Forget the step's backward passes: the coming pass repeats their samples."""
+        """Forget the step's backward passes: the next pass repeats their samples."""
         self._given.clear()
 
     def end_step(self) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
@@ -120,8 +122,9 @@ _EXACT = {"allreduce_hook", "noop_hook"}
 class ReducedGradients:
     """The gradients that the last backward pass left, with changes that the script made in place.
 
-    They are kept after the parameters have dropped them. `was_reduced` is true if the last backward
-    pass was supposed to reduce gradients, and left some (`fully_shard` hides unreduced ones).
+    They are kept even after the script has cleared the parameters' gradients. `was_reduced` is true
+    if the last backward pass should have reduced gradients, and left some (`fully_shard` hides
+    unreduced ones).
     """
 
     def __init__(self) -> None:
@@ -132,13 +135,13 @@ class ReducedGradients:
 
     @property
     def left(self) -> Mapping[str, Tensor]:
-        """The gradients that the last backward pass left, by name; {} if it didn't reduce them."""
+        """Name -> gradient that the last backward pass left; {} if the pass didn't reduce them."""
         return self._kept
 
     def expect(self, called: nn.Module) -> None:
-        """Record, when a forward pass of `called` begins, whether its gradients will be reduced.
+        """Determine, when a pass of `called` begins, whether its gradients will be reduced.
 
-        Under a wrapper's `no_sync` they won't be; the forward pass decides that.
+        Within a wrapper's `no_sync` they won't be; whether the forward pass is within it decides.
         """
         wrapper = _wrapper(called)
         self._reduces = wrapper is None or wrapper.require_backward_grad_sync
@@ -164,10 +167,11 @@ class ReducedGradients:
 def compression(model: nn.Module) -> str:
     """Return the dtype to which gradients are rounded before ranks add them.
 
-    That is `float16`, `bfloat16`, the name of another communication hook of torch, or "" if there
-    is no rounding. It is read from the hook of DistributedDataParallel, or from the policy of a
-    sharded module, which may compute in 16 bits and add in 32. PowerSGD adds the gradients of the
-    first steps without rounding; a hook of the script may call it.
+    The result is `float16`, `bfloat16`, the name of another communication hook of torch, or "" if
+    gradients are not rounded. It is read from the hook of DistributedDataParallel, or from the
+    mixed-precision policy of a sharded module, which may compute in 16 bits and add in 32. A
+    `powerSGD_hook` adds the gradients of the first steps without rounding; it is recognised by its
+    state, since a hook of the script may call it.
     """
     wrapper = _wrapper(model)
     for hook, state in getattr(wrapper, "_comm_hooks", ()):
@@ -182,7 +186,7 @@ def compression(model: nn.Module) -> str:
 
 
 def _wrapper(called: nn.Module) -> DistributedDataParallel | None:
-    # In compiled code, a wrapper that is about to be called is not active yet.
+    # In compiled code, a wrapper that is about to be called is not the active one yet.
     active = DistributedDataParallel._active_ddp_module
     parts = (part for part in called.modules() if isinstance(part, DistributedDataParallel))
     return next(parts, None) if active is None else active
@@ -201,10 +205,10 @@ def _policy_formats(module: nn.Module) -> set[str]:
 
 
 class Clips:
-    """The limit of a script that clips the whole gradient once per step, always to the same norm.
+    """The norm to which a script clips, if it clips the whole gradient once per step.
 
-    For other scripts `limit` is None: they clip parts to separate limits, clip micro-batches, or
-    clip to a norm that depends on the gradients.
+    `limit` is None for other scripts: they clip parts to separate norms, clip micro-batches, or
+    clip to a norm that changes or depends on the gradients.
     """
 
     def __init__(self) -> None:
@@ -215,18 +219,18 @@ class Clips:
     def note(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float
     ) -> None:
-        """Record that the gradients of `parameters` are clipped."""
+        """Called when the gradients of `parameters` are clipped."""
         clipped = [parameters] if isinstance(parameters, Tensor) else parameters
         limit = float(max_norm)
         is_plain = float(norm_type) == 2 and 0 < limit < math.inf and limit == float(f"{limit:.2g}")
         self._calls.append((frozenset(map(id, clipped)), limit if is_plain else None))
 
     def forget(self) -> None:
-        """Forget the calls of a step that is skipped."""
+        """Forget the clipping calls of a step that is skipped."""
         self._calls.clear()
 
     def end_step(self, stepped: Collection[Tensor]) -> None:
-        """Record that a step was taken; `stepped` are its parameters with their gradients."""
+        """Called when a step was taken; `stepped` are its parameters with their gradients."""
         calls, self._calls = self._calls, []
         clipped, limit = calls[0] if len(calls) == 1 else (frozenset[int](), None)
         graded = {id(parameter) for parameter in stepped if parameter.grad is not None}
@@ -246,24 +250,26 @@ class StepInWork:
         self._subject, self._extra = subject, ExtraState(subject, averages)
         self.number = number
         self.stepped: set[int] = set()
-        self._stepped_before: set[int] = set()  # when the current backward pass began
-        self._at_first_pass: dict[str, str] = {}  # the digests of the weights
+        self._stepped_before: set[int] = set()  # `stepped` when the current backward pass began
+        # Name -> digest of the weights at the step's first pass.
+        self._at_first_pass: dict[str, str] = {}
         self.sources = GradientSources(subject.digest)
-        # By name: the last recorded weights, weights that were changed since then, and weights that
-        # one of several optimizers has moved. `_due` are the names that the last optimizer steps.
+        # Name -> last recorded weights, weights that the script has changed since then, and weights
+        # that one of several optimizers has moved. `_due` are the names of the parameters that the
+        # last optimizer steps.
         self._weights: trace.Tensors = {}
         self._edited: dict[str, trace.TensorRecord] = {}
         self._moved: dict[str, trace.TensorRecord] = {}
         self._due: list[str] = []
         self._gradient: dict[str, trace.TensorRecord] = {}
         self._unclipped: trace.Tensors = {}
-        # Weights that were moved along an earlier gradient of the step: their digests by name
-        # (`_uphill`), those that still had this gradient (`_mixed`), and those that the optimizer
-        # stepped from there (`_climbed`).
+        # Weights that were moved along an earlier gradient of the step: name -> digest (`_uphill`),
+        # names of those that still had this gradient (`_mixed`), and names of those that the
+        # optimizer stepped from there (`_climbed`).
         self._uphill: dict[str, str] = {}
         self._mixed: set[str] = set()
         self._climbed: set[str] = set()
-        # L2 norms before clipping and after it, if the script calls `reduced`.
+        # L2 norms before and after clipping, if the script calls `reduced`.
         self._norm: float | None = None
         self._applied_norm: float | None = None
 
@@ -274,7 +280,7 @@ class StepInWork:
         self._norm = tensors.norm(gradients.values())
 
     def before_clipping(self) -> None:
-        """Record the gradients before the script has torch clip them."""
+        """Record the gradients before the script clips them by a torch function."""
         self._unclipped = self._subject.record(self._subject.applied_gradients(), exact=False)
 
     def excuse(self) -> None:
@@ -288,7 +294,7 @@ class StepInWork:
         return replace(start, extra=self._extra.records())
 
     def before_backward(self) -> None:
-        """Record which gradients are cleared when a backward pass begins."""
+        """Called when a backward pass begins: record which gradients are cleared."""
         self._stepped_before = {*self.stepped}
         self.sources.before_backward(self._subject.gradients())
         if not self._at_first_pass:
@@ -297,7 +303,7 @@ class StepInWork:
     def has_moved(self) -> bool:
         """Return whether weights were changed since the step's first backward pass began.
 
-        Models that are recorded without values are not examined, which would take time.
+        False for a model that is recorded without values: examining it would take too long.
         """
         return self._at_first_pass != self._digests()
 
@@ -305,8 +311,9 @@ class StepInWork:
         """Record weights that were moved along `gradients`, which the step's last pass has left.
 
         Sharpness-aware scripts move weights in this way between two passes, and undo it before the
-        step. Scripts that move weights before the step's first pass (by a bound, or by decay) may
-        move only a few elements uphill.
+        step. Scripts that change weights before the step's first pass (to keep a bound, or for
+        weight decay) are excluded, since such a change may only affect a few elements, along the
+        gradient by chance.
         """
         if not self._subject.values:
             return
@@ -342,7 +349,7 @@ class StepInWork:
     def is_over(self, names: Collection[str]) -> bool:
         """Return whether a pass that added to the parameters `names` belongs to the next step.
 
-        It does if all optimizers of these parameters had stepped when it began.
+        It does if all optimizers of these parameters had already stepped when the pass began.
         """
         return bool(names) and self._stepped_names().issuperset(names)
 
@@ -365,7 +372,8 @@ class StepInWork:
         due = [*names]
         edited = self.edited_weights(due)
         self._edited |= edited
-        if tensors.is_torch_s(optimizer):  # a different step may restore weights first
+        # An optimizer of another library may restore weights within its step.
+        if tensors.is_torch_s(optimizer):
             self._climbed |= {n for n, one in edited.items() if one.digest == self._uphill.get(n)}
         if self._norm is None:
             known = self._subject.record({name: gradients[name] for name in due}, exact=False)
@@ -409,27 +417,26 @@ class StepInWork:
         return update
 
     def written_back(self, update: trace.Update) -> trace.Update:
-        """Return the last update with the present weights, which were written back."""
+        """Return the last update with the current weights, which were written back meanwhile."""
         weights = self._subject.record(self._subject.parameters)
         finite = tensors.is_finite(self._subject.own_weights().values())
         self._weights = weights
         return replace(update, weights=weights, finite=finite)
 
     def forget_weights(self) -> None:
-        """Forget the weights: ranks that train independently were just given different ones."""
+        """Forget the weights: ranks that train independently have just replaced them."""
         self._weights = {}
 
     def edited_weights(self, names: Iterable[str]) -> dict[str, trace.TensorRecord]:
         """Return records of the weights that were changed since their last record.
 
-        If any weight is held in pieces and any was changed, return records of all weights in
-        `names`.
+        If any weight was changed, and some are sharded, return records of all weights in `names`.
         """
         if not self._weights:
             return {}
         parameters = self._subject.parameters
         weights = {n: parameters[n] for n in names if n in parameters}
-        # For large models only changed weights are sketched, since a sketch takes longer than a
+        # Sketch only the changed weights of a large model, since a sketch takes longer than a
         # digest.
         now = (
             self._subject.record(weights)
@@ -451,12 +458,12 @@ def look_before_step(
     arguments: tuple[Any, ...],
     named: Mapping[str, Any],
 ) -> Arguments | None:
-    """Call `look` when the gradients of a step exist: now, or after its closure has run.
+    """Call `look` when the gradients of a step exist: now, or after the step's closure has run.
 
-    `arguments` and `named` are the arguments of the optimizer's step. If they have a closure, which
-    computes the gradients within the step, return arguments with a wrapped closure. It calls `look`
-    after the first run of the closure, and `again` after each further run (in LBFGS). Otherwise
-    return None.
+    `arguments` and `named` are the arguments of the optimizer's step. If they include a closure,
+    which computes the gradients within the step, return arguments with a wrapped closure. The
+    wrapped closure calls `look` after its first run, and `again` after each later run (in LBFGS).
+    Otherwise return None.
     """
     optimizer, *given = arguments
     closure = given[0] if given else named.get("closure")
@@ -482,8 +489,8 @@ class StepHooks:
     """Hooks of an optimizer's steps that run after the script's hooks.
 
     A hook of the script may reduce the gradients before a step, or write copies of the weights back
-    after it. If a script compiles its steps, the surrounding code that calls hooks is not compiled,
-    and the steps themselves are.
+    after it. If a script compiles its steps, only the steps themselves are compiled, not the code
+    around them that calls the hooks.
     """
 
     def __init__(
@@ -499,10 +506,10 @@ class StepHooks:
         self._after = self._optimizer.register_step_post_hook(self._ends)
         held = self._optimizer._optimizer_step_post_hooks
         for key in [key for key, hook in held.items() if _watches(hook)]:
-            held[key] = held.pop(key)  # last: it may raise, and the step must be recorded
+            held[key] = held.pop(key)  # the watch's hook is last: it may raise
 
     def come_last(self) -> None:
-        """Set the hooks again if the script has set hooks since. Not allowed within a step."""
+        """Set our hooks again if the script has set hooks meanwhile; not allowed within a step."""
         hooks = (
             self._optimizer._optimizer_step_pre_hooks,
             self._optimizer._optimizer_step_post_hooks,
@@ -521,11 +528,11 @@ class StepHooks:
 
 
 class InnerSteps:
-    """Observes an optimizer inside an observed one that takes its own steps.
+    """Observes an inner optimizer that takes the steps of an observed wrapper.
 
-    Some wrappers never step as a whole: sharpness-aware ones have two methods instead of `step`,
-    and the second method lets the inner optimizer step. `take` is called with the index of the
-    wrapper in `optimizers` and the inner optimizer, before the first step of the latter.
+    The `step` of some wrappers is never called: sharpness-aware ones have two methods instead, and
+    the second one steps the inner optimizer. Before the first step of the inner optimizer, `take`
+    is called with the index of the wrapper in `optimizers`, and with the inner optimizer.
     """
 
     def __init__(
@@ -541,7 +548,7 @@ class InnerSteps:
             for inner in tensors.inner_optimizers(optimizer)
             if tensors.stepped_by(inner) == tensors.stepped_by(optimizer)
         }
-        # A hook for all optimizers, since a hook for one can't be set within its own step.
+        # A hook of all optimizers: an optimizer's own hook can't be set within its step.
         hook = hook_calls.outside(self._step_begins)
         self._hook = register_optimizer_step_pre_hook(hook) if self._outer else None
 
@@ -563,11 +570,11 @@ def _watches(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "watches", False) is True
 
 
-# --- attributes that a `GradScaler` sets on optimizers that unscale by themselves (fused) -----
+# --- attributes that a `GradScaler` sets on optimizers that unscale gradients (fused) -------------
 
 
 def has_overflowed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the coming step will change nothing because the loss scale was too large."""
+    """Return whether the next step will change nothing because the loss scale was too large."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
 

@@ -1,4 +1,7 @@
-"""The observed tensors by name: a model's parameters, its buffers and its optimizers' state."""
+"""The observed tensors: a model's parameters and buffers, and its optimizers' state.
+
+Each has the name of its parameter or buffer in the model.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ class Buffers:
     """The buffers of a model that are recorded.
 
     A buffer that a forward pass changes (such as BatchNorm's running statistics) rightly differs
-    between ranks. It is local: no two ranks' copies of it are compared, unless it is
-    `synchronised`. Changes are detected by comparing values, since writes through `.data` don't
+    between ranks. Such a buffer is local: its copies on different ranks are not compared, unless it
+    is `synchronised`. Changes are detected by comparing values, since writes through `.data` don't
     change a tensor's version. Buffers are looked up by name each time, since a script may replace
     them. If a script calls only parts of the model, it is unknown which buffers are local.
     """
@@ -37,7 +40,8 @@ class Buffers:
         self._before: dict[str, Tensor] = {}
         self._called = False
         self._local: set[str] = set()
-        # Given the names of all buffers, returns those that the script declares synchronised.
+        # Gets the names of all buffers, and returns the names of those that the script declares
+        # synchronised.
         self.synchronised: Callable[[Iterable[str]], Collection[str]] = lambda _: ()
 
     def before_forward(self) -> None:
@@ -51,8 +55,7 @@ class Buffers:
     def after_forward(self) -> list[str] | None:
         """Return the names of buffers that this pass was the first to change.
 
-        The list may be empty after the first pass. After later passes None is returned instead of
-        an empty list.
+        If there are none, return [] after the model's first pass, and None after later passes.
         """
         first, buffers = not self._called, self._all()
         synced = _synchronised(self._model).union(self.synchronised(buffers))
@@ -66,7 +69,7 @@ class Buffers:
         return changed if changed or first else None
 
     def held(self) -> dict[str, Tensor]:
-        """Return by name all buffers, except local ones that are never saved, such as caches."""
+        """Return name -> buffer, without local buffers that are never saved, such as caches."""
         unsaved = self._local & _unsaved(self._model)
         return {name: buffer for name, buffer in self._all().items() if name not in unsaved}
 
@@ -75,7 +78,7 @@ class Buffers:
         return [*self._all()]
 
     def _all(self) -> dict[str, Tensor]:
-        """Return by name the dense buffers that are neither lazy nor quantised."""
+        """Return name -> buffer, of buffers that are dense, and neither lazy nor quantised."""
         return {
             tensors.plain_name(name): buffer
             for name, buffer in self._model.named_buffers()
@@ -95,7 +98,7 @@ def _unsaved(model: nn.Module) -> set[str]:
 
 
 def _same(before: Tensor | None, buffer: Tensor) -> bool:
-    """Return whether a buffer still has its previous values, where NaN equals NaN."""
+    """Return whether a buffer still has its previous values; NaN counts as equal to NaN."""
     now = tensors.local(buffer)
     if before is None or (before.dtype, before.device, before.shape) != (
         *(now.dtype, now.device, now.shape),
@@ -122,11 +125,11 @@ def _synchronised(model: nn.Module) -> set[str]:
 class Subject:
     """A model without wrappers, and its optimizers.
 
-    - `parameters` and, among these, the `trained` ones, by name. A wrapper or a script may replace
-      them during training; `look_up` updates them.
-    - `buffers`: the buffers of the model, with those that depend on this rank's samples.
-    - `layout`: the arrangement of the ranks; None if unknown.
-    - `pieces`: by name, the place of each recorded tensor that this rank holds in part.
+    - `parameters`: name -> parameter; `trained` has the trainable ones among these. A wrapper or a
+      script may replace parameters during training; `look_up` updates both.
+    - `buffers`: the buffers of the model, and which of them depend on this rank's samples.
+    - `layout`: the arrangement of the ranks; None if it is unknown.
+    - `pieces`: name -> piece, for each recorded tensor that this rank has only in part.
     - `values`: tensors are recorded with their values; otherwise as sketches.
     """
 
@@ -147,13 +150,16 @@ class Subject:
         self.pieces: dict[str, Piece] = {}
         self._told: dict[str, Any] = {}
         self._sketches = Sketches()
-        # DeepSpeed's optimizer, which lets an observed one step partitions; None if there is none.
+        # DeepSpeed's optimizer, which makes an observed optimizer step partitions; None if there is
+        # none.
         self.zero = flat_parameters.zero_optimizer(self.model)
         tensors.reshard(self.model)
         self.look_up()
 
     def look_up(self) -> bool:
-        """Look up the parameters by name; return whether they, or the trained ones, have changed.
+        """Look up the parameters by name.
+
+        Return whether they, or which are trainable, have changed.
 
         While whole parameters temporarily replace sharded ones, the known pieces are kept.
         """
@@ -217,13 +223,13 @@ class Subject:
         grad_norm: float | None,
         applied_norm: float | None,
     ) -> trace.Update:
-        """Return the record of this rank's state after `step`, made with `gradient`."""
+        """Return the record of this rank's state after `step`, which has applied `gradient`."""
         rate, rates = self.rates()
         return trace.Update(
             step=step,
             rank=self.rank,
             loss=None,
-            weight=0.0,  # of all ranks: known when their files are assembled
+            weight=0.0,  # known when the files of all ranks are assembled
             learning_rate=rate,
             rates=rates,
             finite=tensors.is_finite(self.own_weights().values()),
@@ -236,11 +242,11 @@ class Subject:
         )
 
     def record(self, named: Mapping[str, Tensor | None], *, exact: bool = True) -> trace.Tensors:
-        """Return records of this rank's part of each tensor, with values or sketches.
+        """Return name -> record of this rank's part of each tensor, with values or a sketch.
 
-        Without `exact`, the digest of a sketched tensor is that of its sketch. A tensor is left out
-        if it is a term of a sum that was not reduced, or if this rank holds a different piece of it
-        from the one in `pieces`. If the rank holds the whole tensor, the piece in `pieces` is
+        Without `exact`, the digest of a sketched tensor is that of its sketch. Tensors are left out
+        if they are terms of a sum that was not reduced, or if this rank has another piece of them
+        than the one in `pieces`. If the rank has the whole tensor, the piece in `pieces` is
         recorded.
         """
         own_parts = self._held(named)
@@ -254,7 +260,7 @@ class Subject:
         return records[name].digest if name in records else ""
 
     def _held(self, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Return this rank's part of each tensor that can be recorded."""
+        """Return name -> this rank's part of the tensor, for tensors that can be recorded."""
         own_parts = {}
         for name, tensor in named.items():
             if tensor is None or tensors.is_partial(tensor):
@@ -270,7 +276,7 @@ class Subject:
         return own_parts
 
     def optimizer_state(self) -> trace.Tensors:
-        """Return records of the optimizers' state, by `parameter/key`."""
+        """Return `parameter/key` -> record, of the optimizers' state."""
         state: dict[str, Tensor | None] = {}
         for optimizer in self.optimizers:
             state |= tensors.optimizer_state(optimizer, self._names)
@@ -280,7 +286,7 @@ class Subject:
         return self._sketches.digests(self._held(state))
 
     def buffer_records(self) -> trace.Tensors:
-        """Return records of this rank's part of the buffers.
+        """Return name -> record of this rank's part of the buffer.
 
         Floating-point buffers have sketches instead of values if they have more than VALUES_MAX
         elements in all. Buffers of integers or bools are left out if they have more than that.
@@ -299,7 +305,7 @@ class Subject:
         return records
 
     def record_placed(self, named: Mapping[str, Tensor]) -> trace.Tensors:
-        """Return records of tensors next to the model, and remember this rank's pieces of them."""
+        """Return records of tensors outside the model, and remember this rank's pieces of them."""
         self._place(named)
         return self.record(named)
 
@@ -309,7 +315,7 @@ class Subject:
         return self._sketches.digests(self._held(named))
 
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
-        """Remember the pieces that this rank holds of tensors other than parameters."""
+        """Remember which pieces this rank has of tensors other than parameters."""
         for name, tensor in named.items():
             part = self._parts.get(name.partition("/")[0])
             if tensor is None:
@@ -322,29 +328,29 @@ class Subject:
                 self.pieces.setdefault(name, piece)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradient of each trained parameter, or None if it has none."""
+        """Return name -> gradient (or None) of each trained parameter."""
         return {
             name: self._parts[name].gradient() if name in self._parts else p.grad
             for name, p in self.trained.items()
         }
 
     def own_weights(self) -> dict[str, Tensor]:
-        """Return this rank's part of each parameter, without a copy."""
+        """Return name -> this rank's part of the parameter, without a copy."""
         return {
             name: self._parts[name].weights() if name in self._parts else tensors.local(p)
             for name, p in self.parameters.items()
         }
 
     def applied_gradients(self) -> dict[str, Tensor | None]:
-        """Return `gradients`, with those of stepped copies instead where copies have gradients."""
+        """Return `gradients`, with those of stepped copies for parameters that have copies."""
         own = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
         return self.gradients() | own
 
     def has_gradients(self) -> bool:
         """Return whether any parameter has a gradient that is not all zeros.
 
-        Always True for DeepSpeed's optimizer: it shows no gradient before the last pass of a step,
-        and clears none.
+        Always True with DeepSpeed's optimizer, because this has no gradients before the last pass
+        of a step, and the script clears none.
         """
         return self.zero is not None or any(
             gradient is not None and tensors.local(gradient).any()
@@ -354,7 +360,7 @@ class Subject:
     def stepped_by(self, index: int, *, alone: bool) -> list[str]:
         """Return the names of the parameters that optimizer `index` steps.
 
-        With `alone`, parameters that no optimizer steps are included.
+        With `alone`, also those that no optimizer steps.
         """
         stepped = [*map(self._tensors_of, self.optimizers)]
         return [
@@ -364,7 +370,7 @@ class Subject:
         ]
 
     def step_by(self, index: int, optimizer: torch.optim.Optimizer) -> None:
-        """Use `optimizer` instead of optimizer `index`: it steps the parameters of the latter."""
+        """Use `optimizer`, which steps the same parameters, instead of optimizer `index`."""
         before = self.optimizers
         self.optimizers = (*before[:index], optimizer, *before[index + 1 :])
 
@@ -375,14 +381,14 @@ class Subject:
 
     @property
     def is_stepped_as_copies(self) -> bool:
-        """True if optimizers step tensors that are not parameters of the model, instead of some."""
+        """Whether optimizers step other tensors instead of some parameters of the model."""
         return self.is_written_back and not self._stepped() <= {*self.parameters.values()}
 
     @property
     def is_written_back(self) -> bool:
-        """True if the script writes some of the model's parameters after the optimizers' steps.
+        """Whether the script writes some of the model's parameters after the optimizers' steps.
 
-        The optimizers hold copies of these parameters, or other ranks step them (ZeRO-1).
+        Then the optimizers step copies of these parameters, or other ranks step them (ZeRO-1).
         """
         return not self._stepped().issuperset(self.trained.values())
 
@@ -390,7 +396,10 @@ class Subject:
         return {parameter for opt in self.optimizers for parameter in self._tensors_of(opt)}
 
     def first_held(self) -> str:
-        """Return the first trained parameter with a piece on this rank that isn't empty."""
+        """Return the first trained parameter that isn't empty in this rank's piece.
+
+        If there is none, return the first trained parameter.
+        """
         mine = (n for n in self.trained if n in self.pieces and 0 not in self.pieces[n].shape)
         return next(mine, next(iter(self.trained)))
 
@@ -399,7 +408,7 @@ class Subject:
         return self._names.get(parameter, ())
 
     def rates(self) -> tuple[float, dict[str, float]]:
-        """Return the first group's learning rate, and by name the rates that differ from it."""
+        """Return the first group's learning rate, and name -> rate where a parameter's differs."""
         groups = self._groups()
         first = tensors.rate_of(groups[0])
         rates = {
@@ -413,7 +422,7 @@ class Subject:
     def rules(self, step: int, constants: Sequence[Mapping[str, Any]]) -> list[trace.Ruled]:
         """Return the rules by which optimizers step.
 
-        `constants` are those of their parameter groups, in order.
+        `constants` are the constants of their parameter groups, in order.
         """
         kinds = [tensors.rule(opt) for opt in self.optimizers for _ in opt.param_groups]
         return [

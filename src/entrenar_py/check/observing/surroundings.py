@@ -1,8 +1,8 @@
-"""Objects that a script has created alongside the optimizer: modules, meshes, schedules.
+"""Objects that a script has created in addition to the optimizer: modules, meshes, schedules.
 
-Objects are searched for once, among all that the garbage collector knows. Torch has no hook that
-reports when they are created, and patched constructors would miss copies. The rank of the process
-is determined here, too.
+They are searched for once, among all objects that the garbage collector tracks. Torch has no hook
+that reports their creation, and patched constructors would miss copies. The rank of the process is
+determined here, too.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def model_of(
 ) -> nn.Module | None:
     """Return the module that `optimizers` train; None if there is none.
 
-    It is `called`, if that module has all their parameters. Otherwise it is a list. The list has
-    the outermost modules with some of the parameters, `called` among them, and the parameters that
-    no module has, except frozen ones, which a checkpoint may have replaced in the module. If
-    several optimizers step the models in a container, the container is no model, because nothing
-    calls it as a whole. If no module has any of the parameters, the optimizers hold copies. Then
-    the result is `instead`, the module that the script calls and that is never stepped.
+    If `called` has all parameters of the optimizers, the result is `called`. Otherwise it is a list
+    of the outermost modules that have some of the parameters, including `called`, and of the
+    parameters that no module has. (Frozen ones among these are left out: a checkpoint may have
+    replaced them in the module.) If several optimizers step the models in a container, the list has
+    these models instead of the container, which is never called as a whole. If no module has any of
+    the parameters, the optimizers step copies; then the result is `instead`, a module that the
+    script calls, but that no optimizer steps.
     """
     parameters = set[Tensor]().union(*map(tensors.stepped_by, optimizers))
     own = [] if called is None else [tensors.unwrapped(called)]
@@ -65,7 +66,7 @@ def model_of(
 
 
 def _called_alone(modules: Iterable[nn.Module], wanted: set[Any]) -> list[nn.Module]:
-    """Return modules; a mere container is replaced by its parts that have `wanted` parameters."""
+    """Return modules, but instead of a mere container its parts that have `wanted` parameters."""
     alone: list[nn.Module] = []
     for module in modules:
         parts = [part for part in module.children() if not wanted.isdisjoint(part.parameters())]
@@ -84,7 +85,7 @@ def have_modules(parameters: Collection[Tensor]) -> bool:
 
 
 class Loose(nn.Module):
-    """The tensors that optimizers step and no module has, by their place in the optimizers."""
+    """The tensors that optimizers step and no module has; names are places in the optimizers."""
 
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], wanted: Collection[Tensor]
@@ -97,11 +98,11 @@ class Loose(nn.Module):
             for index, tensor in enumerate(group)
             if tensor in wanted
         }
-        self._parameters.update(loose)  # set directly: they may be plain tensors
+        self._parameters.update(loose)  # set directly, since tensors need not be of class Parameter
 
 
 def _outermost(parameters: set[Any]) -> list[nn.Module]:
-    """Return the outermost modules that hold any of `parameters`, without torch's wrappers."""
+    """Return the outermost modules that have any of `parameters`, without torch's wrappers."""
     holders = [
         module
         for module in _alive(nn.Module)
@@ -119,7 +120,7 @@ def _outermost(parameters: set[Any]) -> list[nn.Module]:
 def are_replicas(model: nn.Module) -> bool:
     """Return whether torch's wrapper keeps a copy of `model`, or of a part of it, on each rank.
 
-    Then each rank should draw its own samples. True for a single process, too.
+    Then each rank should draw its own samples. Also True for a single process.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
@@ -132,7 +133,7 @@ def are_replicas(model: nn.Module) -> bool:
 
 
 def are_joined(model: nn.Module) -> bool:
-    """Return whether `model` trains within torch's `Join`, where ranks may have fewer batches.
+    """Return whether `model` trains within torch's `Join`, so ranks may have fewer batches.
 
     Then every batch of a rank has the same weight, including a short last batch.
     """
@@ -144,10 +145,10 @@ def are_joined(model: nn.Module) -> bool:
 
 
 def schedule_of(optimizers: Iterable[torch.optim.Optimizer]) -> LRScheduler | None:
-    """Return the schedule of the optimizers' learning rate; None if there are several or none.
+    """Return the schedule of the optimizers' learning rate; None if there is none, or several.
 
-    It may be the schedule of an optimizer inside one of these. A schedule that calls others in turn
-    (a warm-up, then a decay) counts as one.
+    It may be the schedule of an inner optimizer. A schedule that calls others in turn (a warm-up,
+    then a decay) counts as one.
     """
     stepped = [one for opt in optimizers for one in (opt, *tensors.inner_optimizers(opt))]
     alive = [s for s in _alive(LRScheduler) if any(s.optimizer is opt for opt in stepped)]
@@ -164,20 +165,20 @@ def _parts_of(schedule: LRScheduler) -> list[LRScheduler]:
 
 def _alive(kind: type[_Object]) -> list[_Object]:
     things = gc.get_objects()
-    # Each type is asked once: there are a hundred objects of each, and some kinds ask in Python.
+    # Test each type only once: there are about a hundred objects per type, and some metaclasses
+    # test subclasses in Python.
     kinds = {each for each in {*map(type, things)} if issubclass(each, kind)}
     return [thing for thing in things if type(thing) in kinds] if kinds else []
 
 
-# --- the arrangement of the ranks
-# -------------------------------------------------------------------
+# --- the arrangement of the ranks -----------------------------------------------------------------
 
 
 def mesh(world_size: int) -> DeviceMesh | None:
     """Return the script's mesh if it arranges all ranks along axes that `observe` knows.
 
-    If several meshes differ only by axes with a single rank, it is the one with the most axes,
-    provided that all of them are data axes. None if there are several distinct meshes.
+    If several meshes differ only by axes with a single rank, return the one with the most axes,
+    provided that all its axes are data axes. Return None if there are several distinct meshes.
     """
     meshes: dict[Any, DeviceMesh] = {}
     for device_mesh in _alive(DeviceMesh):
@@ -195,7 +196,8 @@ def mesh(world_size: int) -> DeviceMesh | None:
 def declared(axes: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layout | None:
     """Return the layout that a script declares; None if it declares none.
 
-    It has no axes if the script declares only `tied`. Raises UsageError for an invalid layout.
+    If the script declares only `tied`, the layout has no axes. Raises UsageError for an invalid
+    layout.
     """
     ties = layout.require_ties(tied)
     if axes is None:
@@ -213,9 +215,9 @@ def declared(axes: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layou
 def read_off(model: nn.Module, world_size: int) -> Layout | None:
     """Return the layout that the meshes of the model's parameters show; None without meshes.
 
-    A mesh of one axis with an unknown name, or without a name, shows nothing if all ranks keep
-    whole copies, since they may or may not share samples. A mesh of this rank alone shows nothing
-    either. Raises UsageError if the meshes don't show how all ranks are arranged.
+    A mesh of one axis, with an unknown name or no name, shows nothing if all ranks keep whole
+    copies: they may or may not share samples. Nor does a mesh of this rank alone. Raises UsageError
+    if the meshes don't show how all ranks are arranged.
     """
     placed = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     meshes = {parameter.device_mesh: name for name, parameter in placed.items()}
@@ -223,7 +225,7 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
     shown, sharded = None, flat_parameters.is_fully_sharded(model)
     for mesh, name in meshes.items():
         root = mesh._get_root_mesh()
-        # A mesh that a script unflattens has a name that means nothing, such as "world".
+        # The name of a mesh that a script has unflattened, such as "world", has no meaning here.
         whole = root if layout.knows(root.mesh_dim_names) else mesh
         if whole.size() == 1 < world_size:
             continue
@@ -256,11 +258,11 @@ def _mesh_axes(mesh: DeviceMesh, where: str) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
-# --- the place of this process --------------------------------------------------------------------
+# --- the rank of this process ---------------------------------------------------------------------
 
 
 def place() -> tuple[int, int]:
-    """Return rank and world size, as the launcher set them or from the process group.
+    """Return rank and world size, as the launcher set them, or from the process group.
 
     Ranks that a script spawns itself (`torch.multiprocessing.spawn`) may have no environment
     variables.
@@ -272,11 +274,12 @@ def place() -> tuple[int, int]:
 
 
 def keep_groups() -> None:
-    """Keep the process groups that exist until the process has ended.
+    """Keep the current process groups until the process has ended.
 
-    When a script releases a group, the group waits for its thread. That thread may be about to
-    release a tensor of the last collective, and then waits for Python's lock, which the script's
-    thread holds: a deadlock (gloo, torch 2.11 and 2.13). So the groups are never destroyed.
+    When a script releases the last reference to a group, the group waits for its own thread. This
+    thread may be about to release a tensor of the last collective, and then waits for Python's
+    global lock, which the script's thread has: a deadlock (gloo, torch 2.11 and 2.13). So the
+    groups are never destroyed.
     """
     if dist.is_available() and dist.is_initialized():
         for group in dist.distributed_c10d._world.pg_map:

@@ -1,7 +1,7 @@
-"""torch tensors as a trace keeps them, and facts about a model and its optimizers.
+"""torch tensors as a trace stores them, and facts about a model and its optimizers.
 
-For a DTensor, this rank's part is used. No collective is called: ranks may have diverged, which the
-checks are meant to detect.
+Of a DTensor, this rank's part is used. No collective is called: ranks may have diverged, which is
+what the checks should detect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DECLARE = 'declare the axes and their sizes, row-major: observe(..., layout={"dp
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, without a copy, as real numbers.
 
-    A sparse tensor is copied into a dense one.
+    A sparse tensor is converted to a dense one, which is a copy.
     """
     if not isinstance(tensor, DTensor):
         return in_numbers(tensor.detach())
@@ -42,7 +42,7 @@ def local(tensor: Tensor) -> Tensor:
 def copied(tensor: Tensor) -> Tensor:
     """Return a copy of `tensor` with its own memory and the same placement.
 
-    `DTensor.clone` is not used: it reduces a term of a sum, which is a collective.
+    `DTensor.clone` is not used: it reduces a partial sum, which is a collective.
     """
     if not isinstance(tensor, DTensor):
         return tensor.clone()
@@ -60,7 +60,7 @@ def copied(tensor: Tensor) -> Tensor:
 def in_numbers(tensor: Tensor) -> Tensor:
     """Return a dense tensor of real numbers; complex numbers become pairs.
 
-    A tensor that is dense and real is returned as it is.
+    A tensor that is already dense and real is returned as it is.
     """
     if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
         tensor = tensor.to_dense()
@@ -75,7 +75,7 @@ def is_partial(tensor: Tensor) -> bool:
 
 
 def piece_of(tensor: Tensor) -> Piece | None:
-    """Return the part of `tensor` that this rank holds; None if it holds all of it."""
+    """Return the place of this rank's part in `tensor`; None if the rank has all of it."""
     if not isinstance(tensor, DTensor):
         return None
     mesh, whole = tensor.device_mesh, tuple(tensor.shape)
@@ -87,12 +87,13 @@ def piece_of(tensor: Tensor) -> Piece | None:
     ranks = tuple(mesh.mesh[tuple(sharing)].flatten().tolist())
     if len(ranks) < 2:
         return None
-    offset = tuple(min(at, size) for at, size in zip(offset, whole, strict=True))  # an empty piece
+    # The offset of an empty piece may be beyond the end.
+    offset = tuple(min(at, size) for at, size in zip(offset, whole, strict=True))
     return Piece(offset=offset, shape=tuple(shape), whole=whole, ranks=ranks)
 
 
 def reshard(model: nn.Module) -> None:
-    """Shard parameters again that `fully_shard` holds whole, as it does after an evaluation.
+    """Shard parameters again that `fully_shard` has left whole, as after an evaluation.
 
     The next pass makes the parameters whole again.
     """
@@ -101,7 +102,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-# The names of modules inside wrappers: torch.compile, checkpoint_wrapper, and FSDP.
+# Attribute names of the modules inside wrappers: torch.compile, checkpoint_wrapper, and FSDP.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _CONSTANTS = {*CONSTANTS, "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"}
 _NUMBERS = {"lr", "initial_lr", "weight_decay"}
@@ -111,13 +112,14 @@ _TORCH_S = {
     for kind in vars(torch.optim).values()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 } - {torch.optim.Optimizer}
-_WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)  # of layers or weights
+# Modules with a dropout of layers or of attention weights.
+_WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)
 _WHOLE_MAX = 2**63
-VALUES_MAX = 2**16  # number of elements of a model up to which values are kept, not sketches
+VALUES_MAX = 2**16  # a model with more elements is recorded as sketches instead of values
 
 
 def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:
-    """Return the record of a tensor of any shape, on any device, with its values if `values`.
+    """Return the record of a tensor of any shape, on any device; if `values`, with its values.
 
     bfloat16, which numpy doesn't have, is stored as float32, which represents it exactly.
     """
@@ -140,8 +142,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer inside a wrapper that only passes calls on, such as accelerate's.
 
-    Such a wrapper has no hooks. An optimizer that steps itself and holds another one is returned as
-    it is.
+    Such a wrapper has no hooks. An optimizer that steps itself is returned as it is, even if it
+    contains another one.
     """
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inside = inner_optimizers(optimizer)
@@ -152,7 +154,7 @@ def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that are attributes of `optimizer`, or in a list that is one."""
+    """Return the optimizers that are attributes of `optimizer`, or items of a list attribute."""
     held = getattr(optimizer, "__dict__", {}).values()
     alone = [value for value in held if isinstance(value, torch.optim.Optimizer)]
     return [*alone, *_listed_optimizers(optimizer)]
@@ -169,10 +171,10 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> set[Tensor]:
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that take the steps of `optimizer`: itself, or those that it lists.
+    """Return the optimizers that take the steps of `optimizer`: itself, or those in its list.
 
-    Listed optimizers count if they hold exactly its parameters, in their own groups. Then they have
-    the state, and the learning rates that schedules change.
+    The listed optimizers count if they have exactly its parameters, in groups of their own. Then
+    they have the state, and the learning rates that schedules change.
     """
     optimizer = unwrapped_optimizer(optimizer)
     listed = _listed_optimizers(optimizer)
@@ -190,7 +192,7 @@ def _listed_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opt
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, Sequence[str]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `parameter/key` and value of the optimizer's state, for parameters in `names`.
+    """Yield (`parameter/key`, value) of the optimizer's state, for parameters in `names`.
 
     For a `ZeroRedundancyOptimizer` it is the state of the rank's own inner optimizer.
     """
@@ -207,10 +209,10 @@ def optimizer_state(
 def stepped_copies(
     trained: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """Return the copies of parameters that an optimizer steps (a float32 master), by name.
+    """Return parameter name -> the copy that an optimizer steps instead (such as a float32 master).
 
-    Copies are recognised by their order and their shapes, which are those of the parameters. The
-    result is {} if the optimizers step no such copies.
+    The copies are recognised because their order and shapes are those of the parameters. The result
+    is {} if the optimizers step no such copies.
     """
     stepped = [parameter for group in groups for parameter in group["params"]]
     named = dict(zip(trained, stepped, strict=False))
@@ -220,20 +222,20 @@ def stepped_copies(
 
 
 def is_finite(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether this rank's parts of `tensors` have no NaN and no infinity."""
+    """Return whether this rank's parts of `tensors` contain no NaN and no infinity."""
     own_parts = [local(tensor) for tensor in tensors if tensor is not None]
     by_kind: dict[Any, list[Tensor]] = {}
     for tensor in own_parts:
         if tensor.is_cuda and tensor.numel() and tensor.is_floating_point():
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    # One kernel for many tensors, and one result to wait for.
+    # This launches one kernel for many tensors, and waits for the GPU once.
     largest = [torch.stack(torch._foreach_norm(many, math.inf)) for many in by_kind.values()]
     rest = (tensor for tensor in own_parts if not (tensor.is_cuda and tensor.is_floating_point()))
     return all(map(digest.is_finite, (*largest, *rest)))
 
 
 def norm(tensors: Iterable[Tensor | None]) -> float:
-    """Return the L2 norm of this rank's parts of `tensors`, added in float64.
+    """Return the L2 norm of this rank's parts of `tensors`, summed in float64.
 
     It is 0 if there are no tensors, and NaN if any element is not finite.
     """
@@ -251,7 +253,7 @@ def plain_name(name: str) -> str:
 def rate_of(group: Mapping[str, Any]) -> float:
     """Return the learning rate of a parameter group; 0 if it has none that is a number.
 
-    Some optimizers keep it elsewhere, or determine it themselves.
+    Some optimizers keep their rate elsewhere, or determine it themselves.
     """
     return _number(group.get("lr"))
 
@@ -262,7 +264,7 @@ def _number(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, or a list of numbers and Nones, for JSON; None for anything else."""
+    """Return a number, or a list of numbers and Nones, for JSON; None for any other value."""
     if isinstance(value, tuple | list):
         numbers = [_plain(item) for item in value]
         return None if any(isinstance(number, list) for number in numbers) else numbers
@@ -304,8 +306,9 @@ def constants(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any
 def rule(optimizer: torch.optim.Optimizer) -> tuple[str, bool]:
     """Return the name of an optimizer's torch.optim class, and whether it is a subclass of that.
 
-    The name is "" for any other optimizer. That counts as a subclass if the script defines it, and
-    not a library. A `ZeroRedundancyOptimizer` counts as the optimizer inside it.
+    If no class of torch.optim is among the optimizer's classes, the name is "", and the second
+    value says whether the script defines its class, and not a library. A
+    `ZeroRedundancyOptimizer` counts as the optimizer inside it.
     """
     inner = getattr(optimizer, "optim", None)
     stepping = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
@@ -333,7 +336,7 @@ def _dropout(module: torch.nn.Module) -> float:
 
 
 def _has_short_betas(optimizer: torch.optim.Optimizer) -> bool:
-    # Fused and capturable kernels use constants in float32.
+    # Fused and capturable kernels compute with constants in float32.
     return any(
         bool(group.get("fused") or group.get("capturable"))
         and any(parameter.device.type != "cpu" for parameter in group["params"])

@@ -1,8 +1,9 @@
-"""Pass a micro-batch through a model again, with some tokens replaced, and measure the change.
+"""Passes a micro-batch through a model again, with some tokens replaced, to measure the change.
 
 All ranks make the same number of passes, since a pass may communicate. A token is replaced by the
-next token of the micro-batch, so the model gets only tokens that it may get. Outputs are the scores
-that the model returns, or the last tensor with a row of numbers for each token.
+next token of the micro-batch, so the model gets only tokens that it also gets in training. The
+compared outputs are the scores that the model returns, otherwise the last tensor of the pass with a
+row of numbers for each token.
 
 Such a pass has no lasting effect on the script (`undisturbed`). It preserves the states of all
 generators, the buffers, and the attributes of modules: counters, caches, and losses that a forward
@@ -35,7 +36,7 @@ _OWN = "entrenar_py"
 
 @contextmanager
 def undisturbed(model: nn.Module, generators: Generators) -> Iterator[Callable[[], None]]:
-    """Yield a function that restores the generators; at the end restore all state.
+    """Yield a function that restores the generators; at the end, restore all state.
 
     Modules that the script compiles run uncompiled.
     """
@@ -57,7 +58,7 @@ def undisturbed(model: nn.Module, generators: Generators) -> Iterator[Callable[[
 
 
 def _eager() -> AbstractContextManager[Any]:
-    # Nothing is compiled before dynamo is imported, which takes seconds.
+    # Importing dynamo takes seconds, and as long as it isn't imported, nothing is compiled.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -67,8 +68,8 @@ def _eager() -> AbstractContextManager[Any]:
 def own_hook(model: nn.Module) -> str:
     """Return the name of a module in `model` with a hook of the script; "" if there is none.
 
-    Such a hook may count passes, or keep what it sees. Hooks of `model` itself are not called by
-    its `forward`.
+    Such a hook may count passes, or store its arguments. Hooks of `model` itself don't matter,
+    since only its `forward` method is called.
     """
     for name, module in model.named_modules():
         if module is model:
@@ -95,7 +96,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 class _Module:
-    """The attributes of a module, and the contents of its containers."""
+    """The attributes of a module, and the contents of its containers, to be restored."""
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = vars(module)
@@ -131,9 +132,9 @@ _TF32 = 2.0**-10
 
 
 class Table(NamedTuple):
-    """The first embedding of a model that gets an argument: its place, and its padding token.
+    """The first embedding of a model that looks up an argument of the model.
 
-    `place` is that of the argument. `padding_id` is None if the embedding has no padding token.
+    `place` is the place of this argument. `padding_id` is the embedding's padding token, or None.
     """
 
     place: int
@@ -141,14 +142,17 @@ class Table(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """Numbers for each token, float [rows, positions, n], and the loss; each may be None."""
+    """A pass's numbers for each token, float [rows, positions, n], and its loss.
+
+    Each may be None.
+    """
 
     scores: Tensor | None
     loss: float | None
 
 
 class _Calls(TorchFunctionMode):
-    """Records the inputs of embeddings in a pass, or its last tensor with a row for each token."""
+    """Records what embeddings look up in a pass, or the pass's last tensor with a row per token."""
 
     def __init__(self, ids: Tensor | None = None) -> None:
         super().__init__()
@@ -178,10 +182,10 @@ def _is_of(output: Tensor, ids: Tensor) -> bool:
 class Probe:
     """Passes `arguments` through `model`; `start` restores the generators before each pass.
 
-    `autocast` is the context of the script's own pass, with the dtype `autocast_dtype`. If several
-    `ranks` train, there are two passes: in each, the ranks of one parity keep their tokens, and
-    those of the other get replaced ones. `parity` is this rank's. Tokens in `special` are never
-    replaced.
+    `autocast` returns the context of the script's own pass, with the dtype `autocast_dtype`. If
+    several `ranks` train, the noise takes two passes: in the first one even ranks keep their tokens
+    and odd ranks replace theirs, in the second one the other way round. `parity` is that of this
+    rank. Tokens in `special` are never replaced.
     """
 
     model: nn.Module
@@ -194,10 +198,10 @@ class Probe:
     special: Collection[int]
 
     def table(self) -> Table | None:
-        """Return the first embedding that gets an argument; None if there is none.
+        """Return the first embedding that looks up an argument; None if there is none.
 
-        A decoder's tokens may follow those of an encoder. Then only the argument's name shows which
-        are the decoder's.
+        If a model embeds the tokens of an encoder before those of a decoder, only the arguments'
+        names show which are the decoder's.
         """
         calls = _Calls()
         self._run(calls)
@@ -215,7 +219,7 @@ class Probe:
         """Yield what changes if later tokens, padding, and earlier documents are replaced.
 
         Positions are along `dimension` of the token ids. The outputs that must not change are those
-        at targets that are `counted`, bool in the shape of the ids.
+        at positions that are `counted`, bool in the shape of the ids.
         """
         before = self._pass(rows.ids, place)
         noise = self._noise(rows.ids, place, before)
@@ -241,9 +245,9 @@ class Probe:
             )
 
     def _noise(self, ids: Tensor, place: int, before: _Output) -> float:
-        """Return how much outputs change if this rank keeps its tokens and others replace theirs.
+        """Return how much outputs change if only the other ranks replace their tokens.
 
-        In a single process the pass is simply repeated.
+        In a single process the same pass is simply repeated.
         """
         noise = 0.0
         for parity in range(min(2, self.ranks)):
@@ -256,8 +260,8 @@ class Probe:
     def _of_other_rows(self, ids: Tensor, place: int, dimension: int, before: _Output) -> float:
         """Return how much the last row's outputs change if the tokens of all other rows change.
 
-        Experts with a limited number of tokens only take from the last row what fits after the
-        rest.
+        They rightly change in a model with experts of limited capacity: an expert takes as many
+        tokens of the last row as the other rows leave room for.
         """
         at = 1 - dimension
         last, others = ids.shape[at] - 1, _next(ids, self.special).clone()
@@ -269,7 +273,7 @@ class Probe:
 
     def _replaced(self, rows: Rows, wanted: Tensor) -> Tensor:
         other = _next(rows.ids, self.special)
-        if rows.padding.any():  # padding tokens are not among the tokens taken in turn
+        if rows.padding.any():  # the replacement of a padding token must not be a padding token
             tokens = torch.unique(rows.ids[~rows.padding])
             turn = torch.arange(rows.ids.numel(), device=rows.ids.device) % len(tokens)
             other = torch.where(rows.padding, tokens[turn].view_as(other), other)
@@ -303,7 +307,10 @@ class Probe:
 
 
 class _Trial(NamedTuple):
-    """The tokens to replace (`wanted`) and the outputs that must stay, bool in the ids' shape."""
+    """A replacement of the tokens in `wanted`, after which the outputs in `stays` must not change.
+
+    Both are bool, in the shape of the ids.
+    """
 
     replaced: str
     wanted: Tensor
@@ -312,7 +319,7 @@ class _Trial(NamedTuple):
 
 
 def _trials(rows: Rows, dimension: int, counted: Tensor) -> Iterator[_Trial]:
-    """Yield trials; their number is the same for any micro-batch."""
+    """Yield the trials; their number is the same for any micro-batch."""
     ids, nothing = rows.ids, torch.zeros_like(rows.padding)
     numbers = torch.arange(ids.shape[dimension], device=ids.device)
     numbers = numbers.view(1, -1) if dimension else numbers.view(-1, 1)
@@ -333,14 +340,14 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _cuts(length: int) -> tuple[int, int]:
-    """Return two odd positions within a row: the borders of block masks are elsewhere."""
+    """Return two odd positions within a row, since block masks have their borders elsewhere."""
     return min(length - 1, length // 3 | 1), min(length - 1, 2 * length // 3 | 1)
 
 
 def _next(ids: Tensor, special: Collection[int]) -> Tensor:
-    """Return `ids` with each token replaced by the next larger one of them, the last by the first.
+    """Return `ids` with each token replaced by the next larger one among them.
 
-    `special` tokens are kept.
+    The largest token is replaced by the smallest one. `special` tokens are kept.
     """
     tokens = torch.unique(ids)
     usual = tokens[~torch.isin(tokens, torch.tensor([*special] or [-1], device=ids.device))]

@@ -1,12 +1,13 @@
-"""The token ids that a model is given, and the cross-entropies that a script computes over them.
+"""The token ids in a model's arguments, and the cross-entropies that a script computes over them.
 
 Arguments are recognised by their names in the model's `forward` and by their values: a padding mask
 has zeros, positions start again at 0 where a document begins, and cumulated lengths start at 0 and
 end at the number of tokens.
 
-torch has no hooks for functions, so two functions are replaced if a contract requires it. A
-replacement returns what the original returns. The weight of a token's loss is the derivative of the
-value at which the backward pass began, which a hook of the loss receives.
+Since torch has no hooks for functions, two functions are replaced if a contract requires it. The
+replacement returns what the original returns. The weight of a token's loss is the derivative, with
+respect to it, of the value at which the backward pass began; a hook of the loss receives this
+derivative.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _TOKEN_NAMES = ("input_ids", "ids", "idx", "tokens", "token_ids", "input", "inpu
 class Arguments:
     """A copy of the arguments of a forward pass; its tensors can be exchanged.
 
-    Only integer tensors are copied, unless the model will be called with it `again`.
+    Only integer tensors are copied, unless the copy will be used for passes (`again`).
     """
 
     def __init__(
@@ -56,19 +57,19 @@ class Arguments:
         names = {id(leaf): name for name, leaf in _named(model, args, kwargs)}
         self._leaves = [_copied(leaf, again=again) for leaf in leaves]
         self._names = [names.get(id(leaf), "") for leaf in leaves]
-        # A cache of keys and values continues from pass to pass.
+        # The state of a cache of keys and values continues from pass to pass.
         self.has_cache = any("Cache" in type(leaf).__name__ for leaf in leaves)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors with the names of their arguments; "" if a name is unknown."""
+        """Yield (argument name, tensor); the name is "" if it is unknown."""
         for name, leaf in self._named_leaves():
             if isinstance(leaf, Tensor):
                 yield name, leaf
 
     def place_of(self, looked_up: Tensor) -> int | None:
-        """Return the place of the argument with the token ids that an embedding looks up.
+        """Return the place of the argument with the token ids `looked_up` in an embedding.
 
-        The model may have shifted them by one. Arguments with positions or types of tokens don't
+        The model may have shifted the ids by one. Arguments with positions or types of tokens don't
         count. None if there is no such argument.
         """
         by_shift = {
@@ -82,9 +83,9 @@ class Arguments:
         return by_shift.get(0, by_shift.get(1))
 
     def of_decoder(self, places: Sequence[int]) -> int | None:
-        """Return the place of a decoder's tokens, or the only place that may have tokens.
+        """Return the place of a decoder's tokens, otherwise the only place that may have tokens.
 
-        None if there are several.
+        None if several places may.
         """
         named = {at: self._names[at] for at in places}
         decoders = [at for at, name in named.items() if any(word in name for word in _OF_DECODER)]
@@ -112,7 +113,7 @@ class Arguments:
     def again(
         self, place: int | None = None, ids: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return copies of the arguments; `ids`, if given, replace the token ids at `place`."""
+        """Return copies of the arguments; `ids`, if passed, replace the token ids at `place`."""
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         if place is not None and ids is not None:
             leaves[place] = ids.to(leaves[place].dtype).reshape(leaves[place].shape)
@@ -123,7 +124,10 @@ class Arguments:
 def _named(
     model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each leaf of the arguments with the name of its parameter or of its key."""
+    """Yield (name, leaf) for each leaf of the arguments.
+
+    The name is that of the leaf's parameter or of its key.
+    """
     try:
         bound = inspect.signature(_inner(model).forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):
@@ -162,9 +166,10 @@ def _is_whole(tensor: Tensor) -> bool:
 class Rows:
     """The token ids of a micro-batch, [rows, positions].
 
-    `padding` is true at padding tokens, and `is_masked` if an argument shows them. `documents` has
-    the numbers of the documents within rows. It is None if no argument shows that a row has
-    several. `shown` is the name of the argument that shows them, or "".
+    `padding` is true at padding tokens, and `is_masked` says whether an argument is a mask of them.
+    `documents` has the number of each token's document within its row; None if no argument shows
+    that a row has several documents. `shown` is the name of the argument that shows the documents,
+    or "".
     """
 
     ids: Tensor
@@ -197,7 +202,7 @@ def rows_of(arguments: Arguments, place: int, padding_id: int | None) -> Rows | 
         (m for name, argument in others if (m := _masked(name, argument, ids)) is not None), None
     )
     padding = masked
-    if padding is None:  # no token is -1
+    if padding is None:  # -1 is no token, so then there is no padding
         padding = _outer(ids == (-1 if padding_id is None else padding_id))
     documents, shown = None, ""
     for name, argument in others:
@@ -223,7 +228,7 @@ def _outer(same: Tensor) -> Tensor:
 def _masked(name: str, mask: Tensor, ids: Tensor) -> Tensor | None:
     """Return where an argument masks padding, bool like `ids`; None if it is no such mask.
 
-    A mask may be true at the padding, or at all remaining tokens. Padding is recognised because it
+    A mask may be true at the padding, or at all other tokens. The padding is recognised because it
     is always the same token.
     """
     name = name.lower()
@@ -242,14 +247,14 @@ def _is_one(tokens: Tensor) -> bool:
 
 
 def _documents(name: str, given: Tensor, ids: Tensor, padding: Tensor) -> Tensor | None:
-    """Return each token's document number within its row; None unless `given` shows several."""
+    """Return each token's document number in its row; None unless `given` shows several."""
     begins = _begins(name.lower(), given, ids)
     if begins is None:
         return None
     begins = begins & ~padding
     begins[:, 0] = True
     numbers = begins.long().cumsum(1) - 1
-    lasting = begins[:, :-1] & ~begins[:, 1:]  # documents of more than one token
+    lasting = begins[:, :-1] & ~begins[:, 1:]  # where a document of more than one token begins
     several = (lasting & (numbers[:, :-1] > 0)).any()
     return numbers if bool(several) else None
 
@@ -286,9 +291,9 @@ def _begins(name: str, argument: Tensor, ids: Tensor) -> Tensor | None:
 def _are_periodic(again: Tensor) -> bool:
     """Return whether positions restart at equal distances, identically in all rows.
 
-    Then they are places in a period (a bar of music, a day), since documents have different
-    lengths. A single row of two documents is excluded, since these may have equal lengths by
-    chance.
+    Then they are positions within a period (a bar of music, a day), and not within documents, since
+    the lengths of documents differ. False for a single row of two documents: these may have equal
+    lengths by chance.
     """
     places = (again[0].nonzero().flatten() + 1).tolist()
     is_cut = bool(places) and again.shape[1] + 1 - places[-1] <= places[0]
@@ -310,13 +315,13 @@ def _of_lengths(ends: Tensor, num_tokens: int) -> Tensor | None:
 def _of_block_mask(mask: Tensor, rows: int) -> Tensor | None:
     """Return where a token doesn't see the previous one, according to a mask of all pairs.
 
-    None if the mask doesn't fit the rows.
+    None if the shape of the mask doesn't match the rows.
     """
     if mask.dim() == 4:
         mask = mask[:, 0]
     sees = mask > -1 if mask.is_floating_point() else mask.bool()
     own = sees.diagonal(dim1=-2, dim2=-1)
-    if not bool(own.any()):  # the mask is true where nothing is seen
+    if not bool(own.any()):  # the mask is true where a token doesn't see another one
         sees, own = ~sees, ~own
     if len(sees) not in (1, rows) or not bool(own.all()):
         return None
@@ -328,14 +333,14 @@ def _of_block_mask(mask: Tensor, rows: int) -> Tensor | None:
 # --- losses over tokens ---------------------------------------------------------------------------
 
 
-SHIFTS = 3  # a target is compared with the tokens at its place and at the next two places
+SHIFTS = 3  # a target is compared with the tokens at its own and at the next two positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A cross-entropy of `targets` with a `reduction`; `counted` says which of them count.
+    """A cross-entropy over `targets`; `counted` says which targets are not ignored.
 
-    `slopes` are the gradients of the loss. `is_weighted` says that classes have weights,
+    `slopes` are the gradients of the loss. `is_weighted` says that classes have weights, and
     `is_trained` that the loss may have gradients.
     """
 
@@ -348,9 +353,9 @@ class Loss:
     slopes: list[Tensor] = field(default_factory=list)
 
     def shares(self) -> tuple[float, float] | None:
-        """Return the smallest and largest weight of a counted token; None without a backward pass.
+        """Return the smallest and the largest weight of a counted token.
 
-        Both are NaN if classes have weights.
+        None without a backward pass. Both are NaN if classes have weights.
         """
         count = int(self.counted.sum())
         if not self.slopes or not count:
@@ -369,16 +374,16 @@ Heard = Callable[[Loss], None]
 
 
 class _Ears:
-    """All listeners of this process, combined into one."""
+    """Reports each loss to all listeners of this process."""
 
     def __init__(self) -> None:
         self.all: list[Heard] = []
         self.was_applied = False
 
     def scored(self, loss: Any, arguments: dict[str, Any]) -> None:
-        """Record a cross-entropy, unless it is recomputed, or computed only for display.
+        """Report a cross-entropy, unless it is recomputed, or computed only for display.
 
-        An activation checkpoint recomputes it within the backward pass.
+        An activation checkpoint recomputes the loss within the backward pass.
         """
         again = torch._C._current_graph_task_id() != -1
         is_shown = torch.is_grad_enabled() and not getattr(loss, "requires_grad", False)
@@ -395,7 +400,7 @@ _EARS = _Ears()
 
 
 def listen(heard: Heard) -> Callable[[], None]:
-    """Have `heard` called with each loss; return the function that stops this."""
+    """Call `heard` for each loss from now on; return the function that stops this."""
     if not _EARS.was_applied:
         _EARS.was_applied = True
         torch_calls.apply(TABLE, _EARS)
@@ -428,7 +433,7 @@ TABLE = tuple(
 
 
 def _loss(loss: Tensor, arguments: dict[str, Any]) -> Loss | None:
-    """Return the loss of a call with these `arguments`, None if its targets aren't classes."""
+    """Return the loss of a call with these `arguments`; None if its targets aren't classes."""
     targets = arguments["target"]
     if targets.is_floating_point() or type(targets) is not Tensor:
         return None
@@ -448,14 +453,14 @@ def _loss(loss: Tensor, arguments: dict[str, Any]) -> Loss | None:
     )
 
 
-# --- what the targets are -------------------------------------------------------------------------
+# --- meaning of the targets -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """The positions that a loss counts; `counted` is bool in the shape of the ids.
 
-    `dimension` is the dimension of the ids along which the positions are.
+    `dimension` is the dimension of the ids along which positions run.
     """
 
     dimension: int
@@ -463,10 +468,9 @@ class Place:
 
 
 def scored_event(loss: Loss, rows: Rows, **place: int) -> tuple[trace.Scored, Place] | None:
-    """Return the record of a loss over the tokens of `rows`, and its positions.
+    """Return the record of a loss over the tokens of `rows`, and the positions that it counts.
 
-    Return None for a loss without a backward pass, and for a loss over anything else than these
-    tokens.
+    None for a loss without a backward pass, and for a loss over anything else than these tokens.
     """
     shares = loss.shares()
     grids = [*_grids(loss, rows.ids)]
@@ -500,10 +504,10 @@ _Grid = tuple[Tensor, Tensor, Tensor, int]
 
 
 def _grids(loss: Loss, ids: Tensor) -> Iterator[_Grid]:
-    """Yield targets and counted ones, [rows, positions], with the ids and dimension, per layout.
+    """Yield (targets, counted, ids, dimension) for each way to arrange the targets like the ids.
 
-    The last position may be missing, or the last two. Positions may be the second dimension or the
-    first.
+    The three tensors are [rows, positions]. The targets may lack the last position, or the last
+    two. `dimension` is the dimension of positions in the script's own arrangement.
     """
     for dimension in (1, 0):
         length, rows = ids.shape[dimension], ids.shape[1 - dimension]
@@ -519,7 +523,7 @@ def _grids(loss: Loss, ids: Tensor) -> Iterator[_Grid]:
 def _matches(
     targets: Tensor, counted: Tensor, ids: Tensor, dimension: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Return how many counted targets are known at each shift, and how many equal its token."""
+    """Return how many counted targets are comparable, and how many match at each shift."""
     width = min(targets.shape[1], ids.shape[1] - SHIFTS + 1)
     if width < 1:
         return 0, ()
@@ -532,14 +536,14 @@ def _matches(
 
 
 def _padded(targets: Tensor, counted: Tensor, rows: Rows) -> int:
-    # The first padding token may be intended, as the end of the text.
+    # Leave out the first padding token, which may be intended as the end of the text.
     width = min(targets.shape[1], rows.ids.shape[1] - 1)
     both = rows.padding[:, :width] & rows.padding[:, 1 : width + 1]
     return int((counted[:, :width] & both).sum())
 
 
 def _crossing(targets: Tensor, counted: Tensor, rows: Rows) -> tuple[int, int]:
-    """Return the number of targets that begin the next document, and how many are distinct."""
+    """Return how many targets begin the next document, and how many distinct tokens these are."""
     if rows.documents is None:
         return 0, 0
     width = min(targets.shape[1], rows.ids.shape[1] - 1)

@@ -1,10 +1,10 @@
-"""The functions of torch that are replaced while a script is observed, each with its reason.
+"""The functions of torch that are replaced while a script is observed, each with a reason.
 
-A row exists only where torch has no hook. A replacement calls the original with its own arguments
-and returns the result; it only informs a listener. With the line `observe`, the rows of LINE_TABLE
-are replaced when the script first reaches the line. Without the line, all rows of TABLE are
-replaced when their modules are imported, and `auto/follower.py` listens.
-`tests/check/observing/test_torch_calls.py` tests each row with the installed torch.
+The tables have a function only if torch has no hook for it. Its replacement calls the original with
+the same arguments and returns the result; it only reports to a listener. With the line `observe`,
+the functions in LINE_TABLE are replaced when the script first reaches the line. Without the line,
+all functions in TABLE are replaced when their modules are imported, and `auto/follower.py` listens.
+`tests/check/observing/test_torch_calls.py` tests each of them with the installed torch.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ class Listener(Protocol):
     """Receives a script's calls of torch."""
 
     def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
-        """Learn that a backward pass begins at `tensors`; it may begin inside another pass.
+        """Called when a backward pass begins at `tensors`, perhaps inside another pass.
 
-        `is_plain` is true if the script gives no gradient for them.
+        `is_plain` is true if the script passes no gradient for these tensors.
         """
 
     def backward_ended(self) -> None:
-        """Learn that the pass that began last has ended, perhaps with an exception."""
+        """Called when the pass that began last has ended, perhaps with an exception."""
 
     def scaled(self, scale: float, losses: Any) -> None:
-        """Learn that a `GradScaler` multiplies `losses` by `scale`."""
+        """Called when a `GradScaler` multiplies `losses` by `scale`."""
 
     def skipped(self) -> None:
-        """Learn that a `GradScaler` skipped a step on all ranks."""
+        """Called when a `GradScaler` skipped a step on all ranks."""
 
     def saved(self) -> None:
-        """Learn that the script saves a file."""
+        """Called when the script saves a file."""
 
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
-        """Learn that the gradients of `parameters` are about to be clipped by their norm."""
+        """Called when the gradients of `parameters` are about to be clipped by their norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """A function to replace: `wrap` wraps `name` of `owner`.
+    """The replacement of the function `name` of `owner` by the result of `wrap`.
 
-    `owner` is a class in `module`, or "" for the module itself. An `optional` module may never be
-    imported in a process.
+    `owner` is a class in `module`, or "" for the module itself. A module that is `optional` may
+    never be imported in a process.
     """
 
     module: str
@@ -78,9 +78,9 @@ class Patch:
 
 
 def apply(patches: Iterable[Patch], listener: Any) -> None:
-    """Replace the functions of `patches`; their modules are imported if necessary.
+    """Replace the functions of `patches`; import their modules if necessary.
 
-    A patch with an optional module is skipped if that module isn't imported yet.
+    A patch of an optional module is skipped if that module isn't imported yet.
     """
     for patch in patches:
         if patch.optional and patch.module not in sys.modules:
@@ -107,7 +107,7 @@ class Ear:
     ) -> None:
         self._passes, self.skipped, self.saved, self.clipped = passes, skipped, saved, clipped
         self._losses = Losses()
-        self._depth = 0  # backward passes that have begun: one may run inside another
+        self._depth = 0  # backward passes in progress: one may run inside another
 
     def listen(self) -> None:
         """Start to listen."""
@@ -120,24 +120,24 @@ class Ear:
             EARS.all.remove(self)
 
     def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
-        """Report the loss of a backward pass; passes inside it belong to it."""
+        """Report the loss of a backward pass, unless it runs inside another pass."""
         self._depth += 1
         if self._depth == 1:
             self._passes.backward_begins(self._losses.begun(tensors, is_plain=is_plain))
 
     def backward_ended(self) -> None:
-        """Report that the outermost pass has ended."""
+        """Report that the outermost backward pass has ended."""
         self._depth = max(0, self._depth - 1)
         if not self._depth:
             self._passes.backward_ended()
 
     def scaled(self, scale: float, losses: Any) -> None:
-        """Record that a scaler multiplies `losses` by `scale`."""
+        """Called when a scaler multiplies `losses` by `scale`."""
         self._losses.scaled(scale, losses)
 
 
 class _Ears:
-    """All listeners of this process, combined into one."""
+    """Passes each call on to all listeners of this process."""
 
     def __init__(self) -> None:
         self.all: list[Ear] = []
@@ -156,7 +156,7 @@ EARS = _Ears()
 
 
 def heard() -> tuple[Patch, ...]:
-    """Return the rows of TABLE to replace for observers of lines; in later calls none."""
+    """Return LINE_TABLE in the first call, () in later calls, since functions are replaced once."""
     rows = () if EARS.was_applied else LINE_TABLE
     EARS.was_applied = True
     return rows
@@ -243,7 +243,7 @@ def _clipped(original: Function, listener: Listener) -> Function:
 def _clipped_in_pieces(original: Function, listener: Listener) -> Function:
     @wraps(original)
     def clip(self: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        # Whole copies are clipped by the function that is patched above.
+        # Otherwise FSDP calls the function that is patched above.
         if any(handle.uses_sharded_strategy for handle in self._all_handles):
             listener.clipped([*self.parameters()], max_norm, norm_type)
         return original(self, max_norm, norm_type)
@@ -313,7 +313,7 @@ LINE_TABLE = (
         for module, names in (
             ("numpy", ("save", "savez", "savez_compressed")),
             ("pickle", ("dump",)),
-            ("safetensors.torch", ("serialize_file",)),  # of save_file and save_model
+            ("safetensors.torch", ("serialize_file",)),  # save_file and save_model call it
             ("torch.distributed.checkpoint", ("save", "async_save")),
             ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save")),
         )
@@ -325,7 +325,7 @@ LINE_TABLE = (
 def _uncompiled(original: Function, wrapped: Function) -> Function:
     """Return a function that calls `wrapped`, or `original` in compiled code.
 
-    Dynamo compiles neither this function nor `wrapped` separately.
+    Dynamo doesn't compile this function or `wrapped` on their own.
     """
 
     @wraps(original)
@@ -399,7 +399,10 @@ TABLE = (
 
 
 def install_for_line(awaited: dict[str, Callable[[], None]]) -> None:
-    """Set the patches for a line's observer, before the script imports the patched functions."""
+    """Set the patches for a line's observer, before the script imports the patched functions.
+
+    `awaited` gets functions to call when a module is imported.
+    """
     _await(heard(), EARS, awaited)
     _await((patch for patch in TABLE if patch.wrap is _loading), None, awaited)
 
@@ -407,21 +410,21 @@ def install_for_line(awaited: dict[str, Callable[[], None]]) -> None:
 def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
     """Set torch's global hooks, those of loaders, and the patches of TABLE.
 
-    A module that isn't imported yet is patched when it is imported: `awaited` receives functions to
-    call at that time.
+    A module that isn't imported yet is patched when it is imported: `awaited` gets functions to
+    call then.
     """
     hook_calls.leave_steps()
     register_optimizer_step_pre_hook(follower.before_step)
     register_optimizer_step_post_hook(follower.step_ended)
     if follower.settings.every is not None:
-        return  # the watch needs only steps
+        return  # the watch only needs steps
     follower.look_at_calls(True)
     LoaderHooks(follower.iterated)
     _await(TABLE, follower, awaited)
 
 
 def _await(table: Iterable[Patch], listener: Any, awaited: dict[str, Callable[[], None]]) -> None:
-    """Replace the functions of `table`, each once its module is imported."""
+    """Replace the functions of `table`, each as soon as its module is imported."""
     by_module: dict[str, list[Patch]] = {}
     for patch in table:
         by_module.setdefault(patch.module, []).append(patch)

@@ -1,7 +1,7 @@
 """The command line of `entrenar-check` as data: its options, and which of them may be combined.
 
-The module imports nothing heavy, so that `--help` is instant. If the command line gives no value
-for an option, the key of that name in a project's configuration applies, parsed by the same option.
+The module imports nothing heavy, so that `--help` is instant. If an option is missing, the key of
+the same name in the project's configuration applies, parsed as the option is.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 FILES = ("json", "junit", "sarif", "html")  # options that write a report to a file
 _OUTPUTS = (*FILES, "trace_dir")
-_CONTRACT_NAME = "{contract}"  # in the path of an output: replaced by the contract's name
+_CONTRACT_NAME = "{contract}"  # is replaced by the contract's name in the path of an output
 
 
 def per_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
@@ -220,7 +220,8 @@ def require_distinct(options: argparse.Namespace) -> None:
 
 def _require_apart(options: argparse.Namespace) -> None:
     """Raise UsageError if one contract's report would overwrite another's."""
-    if len(options.contract) < 2 or options.mode == "validate":  # it writes one report for all
+    # Validation writes one report for all.
+    if len(options.contract) < 2 or options.mode == "validate":
         return
     stems = [_stem(contract) for contract in options.contract]
     for name in _OUTPUTS:
@@ -259,7 +260,7 @@ _SELECTION = ("only", "exclude", "severity")
 _REPORT = (*FILES, "github", "allow_inconclusive", "quiet", "verbose")
 _VARIATION = ("system", "world_size", "backend", "seed")
 
-# Mode, which replaces the search for counterexamples -> its options; all others are refused.
+# Mode -> its options; all others are refused. A mode replaces the search for counterexamples.
 # Without a mode, every option is allowed except those in ALONE.
 MODES: dict[str, tuple[str, ...]] = {
     "list": (*_CONTRACT, *_CONFIGURED, *_SELECTION),
@@ -278,7 +279,7 @@ MODES: dict[str, tuple[str, ...]] = {
 def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
     """Raise UsageError if an option that was typed has no effect with the other options.
 
-    `mode` describes `options.mode` in messages if something other than an option set it.
+    Messages call the mode `mode`; "" means the option that set `options.mode`.
     """
     for action in build()._actions:
         name, option = action.dest, action.option_strings[0]
@@ -301,8 +302,8 @@ def _described(mode: str) -> str:
 def read(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options as typed, without checking whether they may be combined.
 
-    `mode` is a name in MODES, or None. `typed` holds the names of the options that were typed.
-    Raises UsageError for an unknown option and for an invalid value.
+    `mode` is a key of MODES, or None. `typed` has the names of the options that were typed. Raises
+    UsageError for an unknown option and for an invalid value.
     """
     cli = build()
     own_arguments, command = split(arguments, cli)
@@ -369,7 +370,7 @@ def _misplaced(arguments: Sequence[str], at: int, prog: str) -> str:
 
 
 SUMMARY = "GITHUB_STEP_SUMMARY"  # set in a GitHub workflow; without it `github` has no effect
-# The option that chooses a trainer of this package, instead of the configuration's command.
+# This option chooses a trainer of this package instead of the configuration's command.
 _CHOOSES = "system"
 
 
@@ -377,11 +378,11 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
     """Return `typed` with the configuration's values for options that were not typed.
 
     - `project` is set to the configuration, or None.
-    - `used` is set to its keys that have an effect in this call.
-    - `overruled` is set to its keys that the command line replaced.
+    - `used` is set to the configuration's keys that have an effect in this call.
+    - `overruled` is set to the configuration's keys that the command line replaced.
 
-    A command without a contract is checked by both contracts for scripts. Raises ContractError for
-    an invalid configuration, and UsageError for options that can't be combined.
+    If there is a command and no contract is named, both contracts for scripts are used. Raises
+    ContractError for an invalid configuration, and UsageError for options that can't be combined.
     """
     typed.project, typed.used, typed.overruled = None, (), ()
     path = _path(typed)
@@ -403,7 +404,10 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
 
 
 def _take_command(typed: argparse.Namespace) -> str:
-    """Use the configuration's command if no mode was typed; return its name in messages, or ""."""
+    """Use the configuration's command unless a mode was typed.
+
+    Return its name for messages, or "".
+    """
     project = typed.project
     if not project.command or typed.mode is not None or _CHOOSES in typed.typed:
         return ""
@@ -416,7 +420,7 @@ def _take_command(typed: argparse.Namespace) -> str:
 
 
 def located(error: UsageError, options: argparse.Namespace) -> EntrenarError:
-    """Return `error`, with its place in the configuration if the wrong value is from there."""
+    """Return `error`. If the wrong value is from the configuration, add the value's place."""
     if error.field.replace("_", "-") not in options.used:
         return error
     return ContractError([f"{options.project.places[error.field]}: error: {error}"])
@@ -460,7 +464,7 @@ def _lay_below(typed: argparse.Namespace) -> None:
 
 
 def _has_effect(name: str, mode: str | None) -> bool:
-    if mode == "validate" and name in FILES:  # the configured files are for a run's reports
+    if mode == "validate" and name in FILES:  # the configured files are for the reports of runs
         return False
     if name == "github" and not os.environ.get(SUMMARY):
         return False

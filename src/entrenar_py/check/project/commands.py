@@ -1,7 +1,8 @@
 """Facts about a command, read from its words and its script's text without running anything.
 
-The launchers that start a command's workers are known by name: torchrun, accelerate, mpirun, srun
-and others. Options that a library adds to a script, or with names built at run time, are not found.
+The launchers that start a command's workers are recognised by name: torchrun, accelerate, mpirun,
+srun and others. A script's options are not found if a library adds them, or if their names are
+built at run time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MACHINES = ("--nnodes", "--num_machines", "--num-machines", "--nodes")
 _MPI = ("-n", "-np", "--np")
 # Beginnings of options with which torchrun's ranks meet at a place that the user chose.
 _MEETING = ("--standalone", "--rdzv", "--master", "--nnodes", "--node")
-# Launcher -> its options for the number of workers. If none is given, the first option is added.
+# Launcher -> its options for the number of workers. If none is present, the first is added.
 _OPTIONS = {
     "torchrun": _TORCH,
     "torch.distributed.run": _TORCH,
@@ -64,9 +65,10 @@ class Launch:
 
 
 def of(typed: Sequence[str]) -> Launch:
-    """Return the launch of a typed command: {world_size} replaces its launcher's number of workers.
+    """Return the launch of a typed command, with {world_size} as its launcher's number of workers.
 
-    If the launcher has no such option, the option is added. A text for a shell is left as it is.
+    If the command lacks the option for this number, it is added. A text for a shell is left as it
+    is.
     """
     command, changes = split(typed), []
     if sets_variable(command):
@@ -123,8 +125,8 @@ def starts_one(command: Sequence[str]) -> bool:
 def usual_variables(command: Sequence[str]) -> dict[str, str]:
     """Return the variables that the launcher sets for several workers, but not for one alone.
 
-    With them, one worker alone computes with the same number of threads as each of several workers.
-    Otherwise they would split long sums into different numbers of parts.
+    With these variables, one worker computes with the same number of threads as each of several
+    workers. Otherwise it would split long sums into a different number of parts.
     """
     return {"OMP_NUM_THREADS": "1"} if is_torchs(command) else {}
 
@@ -141,7 +143,7 @@ def require_one_machine(command: Sequence[str]) -> None:
     end, _ = script(command, Path())
     known = launcher(command, end)
     if known is None or is_for_shell(command) or known[1] not in (_TORCH, _ACCELERATE):
-        return  # mpirun, srun and others start all workers themselves
+        return  # mpirun, srun and others start the workers of all machines
     least = (num_nodes(command, end) or "").partition(":")[0]
     if least.isdecimal() and int(least) > 1:
         raise UsageError(
@@ -175,9 +177,9 @@ def is_for_shell(command: Sequence[str]) -> bool:
 
 
 def script(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
-    """Return the index of the script or module, and its file.
+    """Return the index of the script or module in the command, and the path of its file.
 
-    If the command has none, the index is `len(command)`. The file is None if it is not known.
+    If the command has none, the index is `len(command)`. The path is None if it is not known.
     """
     for at, word in enumerate(command):
         if word.endswith(".py"):
@@ -211,7 +213,7 @@ def replace(
     start: int = 0,
     end: int | None = None,
 ) -> str | None:
-    """Replace the first value of any of `options` with `text`; return the old value, or None."""
+    """Replace the first value of any of `options` with `text`. Return the old value, or None."""
     for at in range(start, len(command) if end is None else end):
         name, equals, value = command[at].partition("=")
         short = re.fullmatch(r"(-[a-z])(\d+)", command[at])  # -n2
@@ -228,23 +230,23 @@ def replace(
 
 
 def num_nodes(command: Sequence[str], end: int) -> str | None:
-    """Return the launcher's number of machines as written, or None if it is one."""
+    """Return the launcher's number of machines as written; None if it is one."""
     told = replace(list(command), _MACHINES, "", end=end)
     return None if told in (None, "1", "1:1") else told
 
 
 BYTES_MAX = 2**22
-_OBSERVES = ("observe", "ObserveCallback")  # of entrenar_py, and of its integrations
+_OBSERVES = ("observe", "ObserveCallback")  # functions of entrenar_py and of its integrations
 
 _SAVES = ("save", "save_checkpoint", "save_state")
 _LOADS = ("load", "load_checkpoint", "load_state", "load_state_dict")
-# Names that show that a script notices a value that is not finite: functions, arguments, classes.
+# Names that show that a script notices values that are not finite: functions, arguments, classes.
 _FINITE = ("isfinite", "isnan", "isinf", "error_if_nonfinite", "GradScaler", "TerminateOnNaN")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """Facts about a script.
+    """Facts about a script, read from its text.
 
     - `options`: the long options that it declares to argparse or click.
     - `is_observed`: whether it calls `entrenar_py.observe`.
@@ -283,7 +285,7 @@ def read_script(path: Path) -> Script | None:
 def without_a_test_for_nan(path: Path) -> str:
     """Return what a script that never tests for NaN must expect and can add; "" if it may test.
 
-    A script that can't be read may test.
+    A script that can't be read counts as one that may test.
     """
     script = read_script(path)
     if script is None or script.minds_nan:
@@ -306,7 +308,7 @@ def _declared_options(calls: list[ast.Call]) -> Iterator[str]:
         if _name(call.func) in ("add_argument", "option"):
             for argument in call.args:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                    for name in argument.value.split("/"):  # click: --shout/--no-shout
+                    for name in argument.value.split("/"):  # click writes --shout/--no-shout
                         if name.startswith("--") and len(name) > 2:
                             yield name
 

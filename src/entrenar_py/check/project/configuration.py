@@ -24,7 +24,7 @@ from entrenar_py.shared.config.problems import Position, Problems
 from entrenar_py.shared.errors import ContractError, UsageError
 from entrenar_py.shared.untrusted import escaping
 
-# Form -> a description of its values.
+# Form of a key -> a description of its values.
 HOLDS: Mapping[str, str] = {
     "text": "text",
     "texts": "text, or list of texts",
@@ -44,7 +44,7 @@ HOLDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Key:
-    """A key: `form` names a row of HOLDS, `usual` is the default, and `means` its meaning."""
+    """A key: `form` is a row of HOLDS, `usual` is the default in words, `means` is its meaning."""
 
     form: str
     usual: str
@@ -158,7 +158,7 @@ class Exclusion:
     place: Position
 
     def is_void(self, today: datetime.date) -> bool:
-        """Return whether the exclusion's end date has passed."""
+        """Return whether the last day of the exclusion is over."""
         return self.until is not None and self.until < today
 
 
@@ -173,7 +173,7 @@ class Acceptance:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The table at key path `path` of `file`; `places` has the line and column of all its keys."""
+    """The table at key path `path` of `file`. `places` has the line and column of all its keys."""
 
     file: str
     path: toml_file.KeyPath
@@ -181,7 +181,7 @@ class Table:
     problems: Problems
 
     def at(self, *path: str | int) -> Position:
-        """Return the place of `path` in the table, or else of the nearest key that contains it."""
+        """Return the place of `path` in the table; if it has none, of the nearest key around it."""
         whole = (*self.path, *path)
         while whole and whole not in self.places:
             whole = whole[:-1]
@@ -202,13 +202,13 @@ class Table:
 
 
 def shown(value: Any) -> str:
-    """Return a value of the configuration in the form used in messages."""
+    """Return a value of the configuration as text for messages."""
     text = repr(value) if isinstance(value, str) else str(value)
     return escaping.shortened(text, chars_max=80)
 
 
 def read_command(table: Table, key: str, value: Any) -> tuple[str, ...]:
-    """Return the words of a command; a text is split as in a shell."""
+    """Return the words of a command. A single text is split as in a shell."""
     words: list[Any] = value if isinstance(value, list) else []
     try:
         words = shlex.split(value) if isinstance(value, str) else words
@@ -222,7 +222,7 @@ def read_command(table: Table, key: str, value: Any) -> tuple[str, ...]:
 
 
 def read_knobs(table: Table, key: str, value: Any) -> dict[str, dict[str, str]]:
-    """Return, by knob and value, the text that stands for the value in the command.
+    """Return knob -> value -> the text that stands for the value in the command.
 
     Whether these knobs exist is checked later, together with the command.
     """
@@ -270,7 +270,7 @@ def read_exclusions(table: Table, key: str, value: Any) -> tuple[Exclusion, ...]
 
 
 def read_acceptances(table: Table, key: str, value: Any) -> tuple[Acceptance, ...]:
-    """Return the acceptances in a table from clauses to reasons."""
+    """Return the acceptances in a table that maps clauses to reasons."""
     if not isinstance(value, dict):
         form = f'{key} = {{F-DP-003 = "why"}}'
         table.error(f"{key} = {shown(value)}: give a table of reasons by clause: {form}", key)
@@ -286,7 +286,7 @@ def read_acceptances(table: Table, key: str, value: Any) -> tuple[Acceptance, ..
 
 
 def _require_end(table: Table, entry: Mapping[str, Any], *path: str | int) -> None:
-    """Require an end date for an exclusion, but none for a clause that can never apply."""
+    """Record an error for a missing end date, or for one on a clause that can never apply."""
     until, kind = entry.get("until"), entry.get("kind", KINDS[0])
     if kind not in KINDS:
         hint = table.problems.hint(str(kind), KINDS)
@@ -304,9 +304,9 @@ def _require_end(table: Table, entry: Mapping[str, Any], *path: str | int) -> No
 
 
 def _tables(table: Table, key: str, value: Any, first: str) -> list[dict[str, Any] | None]:
-    """Return the entries of a list of tables. An entry of another type is reported, and is None.
+    """Return the entries of a list of tables. For an entry of another type, report it; add None.
 
-    `first` is the first key of an entry, with an example of its value.
+    `first` is the first key of an entry, with an example of its value, for the message.
     """
     form = f'{{{first}, reason = "why", until = DATE}}'
     if not isinstance(value, list):
@@ -318,7 +318,7 @@ def _tables(table: Table, key: str, value: Any, first: str) -> list[dict[str, An
     return [entry if isinstance(entry, dict) else None for entry in value]
 
 
-# Form -> the reader of keys without an option. Each of these keys has a field of Project.
+# Form of a key without an option -> its reader. Each of these keys has a field of Project.
 _PARTS: Mapping[str, Callable[[Table, str, Any], Any]] = {
     "command": read_command,
     "knobs": read_knobs,
@@ -330,10 +330,10 @@ _PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """A configuration, as read from a file in `folder`; `command` is empty if it has none.
+    """A configuration, as read from a file in `folder`. `command` is empty if it has none.
 
-    `values` are keyed by the names of parsed options (`world_size`). Paths in them are relative to
-    the current folder. `places` has the place of each value.
+    The keys of `values` are the names of parsed options (`world_size`). Paths in `values` are
+    relative to the current folder. `places` has the place of each value.
     """
 
     place: Position
@@ -387,7 +387,10 @@ def _undecodable(file: str, text: str, message: str) -> str:
 
 
 def _project(table: Table, keys: Mapping[str, Any], folder: Path) -> Project:
-    """Read every key; a key with a wrong value is reported as a problem and left out."""
+    """Return the project with the values of all keys.
+
+    A wrong value is reported, and its key left out.
+    """
     table.require_known(keys, KEYS)
     options = {action.dest: action for action in command_line.build()._actions}
     values: dict[str, Any] = {}
@@ -413,7 +416,7 @@ def _dest(name: str) -> str:
 
 
 def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -> None:
-    """Report keys that have no effect because there is a command, or because there is none."""
+    """Record errors for keys that have no effect with a command, or without one."""
     for name in keys:
         form = KEYS[name].form if name in KEYS else "command"
         if form == "knobs" and "command" not in keys:
@@ -429,7 +432,7 @@ def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -
 def _value(
     table: Table, name: str, raw: Any, folder: Path, options: Mapping[str, argparse.Action]
 ) -> Any:
-    """Return `raw` as its option would parse it. If it is wrong, report that and return None."""
+    """Return the value of option `name` for `raw`. If it is wrong, report that and return None."""
     form = KEYS[name].form
     words = _words(raw, form)
     if words is None:
@@ -487,8 +490,8 @@ def _contract(folder: Path, name: str) -> str:
 class Standing:
     """The clauses that are tested (`selected`), and the clauses that are left out.
 
-    - `notes`: by id, a text on each clause that is tested although the configuration excludes it.
-    - `accepted`: by id, why the falsification of a clause is accepted, and the place of that.
+    - `notes`: clause id -> a text, if the clause is tested although the configuration excludes it.
+    - `accepted`: clause id -> why its falsification is accepted, and the place of that.
     """
 
     selected: tuple[Invariant, ...]
@@ -506,7 +509,7 @@ def apply(
     named: Collection[str] = (),
     today: datetime.date | None = None,
 ) -> Standing:
-    """Apply `exclusions` and `acceptances` to the clauses that were selected.
+    """Return which of the selected clauses are tested, left out or accepted.
 
     Clauses that are `named` on the command line are tested even if they are excluded. `today` is
     this machine's date by default.
@@ -555,7 +558,7 @@ def apply(
 def require_known(
     exclusions: Sequence[Exclusion], ids: Collection[str], acceptances: Sequence[Acceptance] = ()
 ) -> None:
-    """Raise ContractError for an unknown clause, and for a clause that has two entries."""
+    """Raise ContractError for a clause that is unknown or has two entries."""
     problems = Problems()
     seen: dict[str, Exclusion | Acceptance] = {}
     entries: list[Exclusion | Acceptance] = [*exclusions, *acceptances]

@@ -1,4 +1,4 @@
-"""`entrenar-check init`: write a configuration, and report what was guessed and must be checked.
+"""`entrenar-check init`: writes a configuration, and reports what was guessed and must be checked.
 
 A training command gets placeholders, so that it can be checked; each change is reported. Nothing is
 run. Options that may change the training (micro-batches, clipping) are only reported.
@@ -35,7 +35,7 @@ _PLACES = {
     ),
     "seed": ("seed", "random_seed", "manual_seed"),
 }
-# The same for knobs. They are only suggested: a name can't promise that the training is the same.
+# Knob -> such names. Knobs are only suggested: a name can't promise that the training is the same.
 _KNOBS = {
     "accumulation": (
         *("accumulation", "grad_accum", "gradient_accumulation_steps", "accum_steps"),
@@ -52,7 +52,8 @@ _EPOCHS = ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "n_epochs")
 class Guess:
     """The `command` with its placeholders, and the `folder` in which it will run.
 
-    `taken` are the guesses that were made. `look` are questions that only the author can answer.
+    `taken` has texts on the guesses that were made. `look` has questions that only the author can
+    answer.
     """
 
     command: list[str]
@@ -194,7 +195,7 @@ def _tell_of_knobs(draft: Guess, script: Script) -> None:
 
 
 def _given(command: Sequence[str]) -> list[str]:
-    """Return the options after the script in the command; it may read some without argparse."""
+    """Return the options after the script in the command, since a script may not use argparse."""
     words = command[commands.script(command, Path())[0] + 1 :]
     return list(dict.fromkeys(word.partition("=")[0] for word in words if word[:2] == "--"))
 
@@ -256,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _file(folder: Path) -> tuple[Path, str | None]:
-    """Return the path to write to, and its text so far (None if there is no such file).
+    """Return the path to write to, and the present text of that file (None if there is none).
 
     Raises UsageError if the folder is already configured.
     """
@@ -279,7 +280,7 @@ def _file(folder: Path) -> tuple[Path, str | None]:
 
 
 def _lines(guess: Guess | None, chosen: Sequence[str]) -> list[str]:
-    """Return the lines of the keys, with a comment where a reader needs one."""
+    """Return the lines of the keys to write, with a comment where a reader needs one."""
     lines = [
         f"# Written by `{PROG} {NAME}`; all keys: docs/configuration.md of entrenar-py.",
         f"contract = {_toml(list(chosen) if len(chosen) > 1 else chosen[0])}",
@@ -312,7 +313,7 @@ def _toml(value: str | list[str]) -> str:
 
 
 def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
-    """Append `lines` to the file, with its own line ends; its content is not changed."""
+    """Append `lines` to the file, with the file's own line ends. The present text stays."""
     end = "\r\n" if before and "\r\n" in before else "\n"
     text = end.join("\n".join(lines).split("\n")) + end
     if before:

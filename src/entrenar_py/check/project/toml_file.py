@@ -1,8 +1,8 @@
 """The file of a project's configuration, read with the place of each key.
 
 The file is searched from the current folder upwards to the project's root. `tomllib` doesn't report
-places, so a scanner of this module finds them. The module imports nothing heavy, so that a call
-without a configuration costs only a few system calls.
+the places of keys, so a scanner in this module finds them. The module imports nothing heavy, so
+that a call without a configuration costs only a few system calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from entrenar_py.shared.untrusted import files
 OWN, SHARED = "entrenar-check.toml", "pyproject.toml"
 TABLE = "entrenar-check"
 BYTES_MAX = 2**20
-ROOT_MARKS = (".git", ".hg", ".svn", ".jj")  # a folder with one of these is a project's root
+# A folder that contains one of these is a project's root.
+ROOT_MARKS = (".git", ".hg", ".svn", ".jj")
 
 
 def find(start: Path) -> Path | None:
@@ -67,15 +68,15 @@ def parse(text: str) -> dict[str, Any]:
         raise
     except RecursionError:
         raise ValueError("nested too deeply (at line 1, column 1)") from None
-    except ValueError:  # Python limits the number of digits
+    except ValueError:  # Python limits the number of digits of an int
         raise ValueError("a number has too many digits (at line 1, column 1)") from None
 
 
 def _counts(path: Path) -> bool:
     """Return whether `path` configures this command.
 
-    A pyproject.toml that can't be read is ignored. If it is not valid TOML but contains this
-    command's name, it counts, so that reading it reports the error. For the same reason an
+    A pyproject.toml that can't be read doesn't count. One that is not valid TOML counts if it
+    contains this command's name, so that reading it reports the error. For the same reason an
     entrenar-check.toml counts even if it is a pipe, a folder or a link to itself.
     """
     try:
@@ -122,7 +123,7 @@ _STRINGS = (
 
 
 def scan(text: str) -> Mapping[KeyPath, Place]:
-    """Return, by key path, the line and column of each key and of each element of an array."""
+    """Return key path -> (line, column), for each key and for each element of an array."""
     return _Scan(text).places
 
 
@@ -131,7 +132,8 @@ class _Scan:
         self.places: dict[KeyPath, Place] = {}
         self._text, self._at = text, 0
         self._lines = [0, *(found.end() for found in re.finditer("\n", text))]
-        self._counts: dict[KeyPath, int] = {}  # tables in an array of tables so far
+        # Path of an array of tables -> its number of tables so far.
+        self._counts: dict[KeyPath, int] = {}
         table: KeyPath = ()
         while self._skip(_BLANK) < len(text):
             if text[self._at] == "[":
@@ -168,7 +170,7 @@ class _Scan:
             last = number == len(keys) - 1
             if last and many:
                 self._counts[path] = self._counts.get(path, 0) + 1
-            if path in self._counts:  # the following keys are in the latest of its tables
+            if path in self._counts:  # the following keys are in the latest of these tables
                 path = (*path, self._counts[path] - 1)
                 self._mark(path, at)
         self._at += 2 if many else 1
@@ -179,7 +181,7 @@ class _Scan:
         for key, at in self._keys():
             path = (*path, key)
             self._mark(path, at)
-        self._at += 1  # =
+        self._at += 1  # the character =
         self._skip(_SPACE)
         self._value(path)
 

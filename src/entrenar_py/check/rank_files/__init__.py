@@ -1,1 +1,1 @@
-"""The files in which ranks record a run: written by `observing`, read without torch."""
+"""The files in which ranks record a run: written by `observing`, read here without torch."""

@@ -1,11 +1,11 @@
-"""Layouts of ranks that declare none, derived from a comparison with the run on one worker.
+"""Layouts of ranks that declare none, derived by comparing them with the run on one worker.
 
 `placement` finds where a rank's tensors lie in the tensors of one worker. This module turns the
-result into what a script with DTensors declares: a layout, and the pieces of each rank. So both
-cases are read in the same way.
+result into what a script with DTensors declares: a layout, and the pieces of each rank. The files
+of both kinds of scripts are then read in the same way.
 
-Ranks may share the work on a batch in three ways: they draw the same samples, they are given parts
-of the rows that one worker is given, or they are given the results of different ranks.
+Ranks may share the work on a batch in three ways: they draw the same samples, they get parts of one
+worker's rows, or they get the results of other ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from entrenar_py.check.rank_files.placement import Indices, Placed
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import Event, Noticed, Shard, Start
 
-Places = Mapping[int, Mapping[str, Placed]]  # rank -> name of a tensor on the rank -> where it lies
+# Rank -> name of its tensor -> place in the whole model.
+Places = Mapping[int, Mapping[str, Placed]]
 
 _PARTS_UNKNOWN = "ranks are given parts of rows, and no row is known as a whole"
 
@@ -36,8 +37,8 @@ class Arranged(Layout):
     """The arrangement that follows from the tensors and samples of ranks.
 
     `groups` has a number for each rank: ranks with the same number compute on the same samples. All
-    ranks together hold the model, once or in several copies. `is_partial` is true if the ranks of a
-    group are given parts of each sample.
+    ranks together have the model, once or in several copies. `is_partial` is true if the ranks of a
+    group get parts of each sample.
     """
 
     groups: tuple[int, ...]
@@ -48,17 +49,17 @@ class Arranged(Layout):
         return (self.groups[rank],)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the rank as a stage of its own: what it shares is a copy or a term of a sum."""
+        """Return the rank as a stage of its own: what ranks share is a copy or a term of a sum."""
         return {"pp": rank}
 
     def replica(self, rank: int) -> tuple[int, ...]:
-        """Return the same value for all ranks: tensors that a rank lacks are held by others."""
+        """Return one value for all ranks, since other ranks have the tensors that a rank lacks."""
         return ()
 
     def has(self, names: Iterable[str]) -> bool:
         """Return whether ranks compute on parts of samples, if `names` are the axes PARTIAL.
 
-        False for any different axes.
+        Return False for other axes.
         """
         return self.is_partial and names == PARTIAL
 
@@ -67,7 +68,7 @@ class Arranged(Layout):
 class Scattered(Piece):
     """The elements at `indices` of a flat tensor, in the order in which a rank has them.
 
-    Any further elements of the rank's tensor are padding.
+    Any other elements of the rank's tensor are padding.
     """
 
     indices: Indices
@@ -84,13 +85,13 @@ class Scattered(Piece):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """How the ranks of a run share the model. It is needed to read their files.
+    """How the ranks of a run share the model, as needed to read their files.
 
-    `places` and `pieces` are by rank; a piece has the name of the whole tensor. `idle` are the
-    ranks that draw no samples and are given the results of different ranks. `shapes` are those of
-    whole tensors. `rows` are the samples of one worker, if ranks are given parts of them. `buffers`
-    maps by rank the names of its buffers to names in the whole model. `local` names the buffers
-    that have different initial values on different ranks.
+    `places` and `pieces` have ranks as keys; pieces have the names of whole tensors. `idle` are the
+    ranks that draw no samples and get the results of other ranks. `shapes` are those of whole
+    tensors. `rows` are the samples of one worker, if ranks get parts of them. `buffers` maps each
+    rank to the names of its buffers and their names in the whole model. `local` names the buffers
+    with different initial values on different ranks.
     """
 
     layout: Layout
@@ -116,7 +117,7 @@ class Arrangement:
     def alone(self) -> Arrangement | None:
         """Return the arrangement for the run on one worker; None if that run is read as it is.
 
-        Where ranks are stages of a pipeline, both runs count all micro-batches of a step as one.
+        If ranks are stages of a pipeline, all micro-batches of a step count as one, in both runs.
         """
         return Arrangement(layout=Layout(axes={"pp": 1})) if "pp" in self.layout.axes else None
 
@@ -146,9 +147,9 @@ class Arrangement:
 def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement | None:
     """Return how `ranks` share the model, derived from the run on one worker, `alone`.
 
-    Return None if ranks hold DTensors, if all hold the whole model, or if the place of a tensor
-    isn't clear. A declared layout says which ranks share samples. It suffices by itself, and None
-    is returned, if every rank holds whole tensors under the names that one worker has.
+    Return None if ranks have DTensors, if all have the whole model, or if the place of a tensor
+    isn't clear. A declared layout says which ranks share samples. If in addition every rank has
+    whole tensors under the names that one worker has, nothing else is needed, and None is returned.
     """
     starts = {rank.rank: start for rank in reversed(ranks) if (start := _first(rank)) is not None}
     whole = next((start for rank in alone if (start := _first(rank)) is not None), None)
@@ -258,7 +259,7 @@ def _pieces(places: Places, whole: Start, groups: Sequence[int]) -> dict[int, di
 def _holders(
     rank: int, place: Placed, places: Places, groups: Sequence[int], size: int
 ) -> tuple[int, ...]:
-    """Return the ranks that together hold a copy of a tensor: `rank` and the nearest ones to it."""
+    """Return the ranks that together have a copy of a tensor: `rank` and the nearest ones to it."""
     known = np.zeros(size, bool)
     holders = []
     for other in sorted(
@@ -316,18 +317,18 @@ def _noticed(event: Noticed, named: Mapping[str, str]) -> Noticed:
 # --- samples that ranks share ---------------------------------------------------------------------
 
 
-_NEAR = 1e-6  # relative: norms are recorded with nine digits
+_NEAR = 1e-6  # relative, as norms are recorded with nine digits
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples that a rank draws in a step, in order; `contents` is () if unknown."""
+    """The samples that a rank draws in a step, in order. `contents` is () if unknown."""
 
     ids: tuple[int, ...]
     contents: tuple[tuple[float, ...], ...]
 
 
-Batches = Mapping[int, Batch]  # by step
+Batches = Mapping[int, Batch]  # step -> batch
 
 
 def batches_of(rank: RankTrace) -> Batches:
@@ -346,10 +347,10 @@ def batches_of(rank: RankTrace) -> Batches:
 
 
 def drawn_batches(ranks: Sequence[RankTrace], alone_rows: Batches) -> dict[int, Batches]:
-    """Return the batches of each rank that draws samples itself, compared with one worker's.
+    """Return rank -> its batches, for ranks that draw samples themselves.
 
-    A rank that is given the results of a different rank has rows, too, but none of the rows of one
-    worker.
+    A rank that gets the results of another rank also has rows, but none of the rows of one worker,
+    which `alone_rows` has.
     """
     are_rows = any(rank.header.get("samples") == "content" for rank in ranks)
     by_rank = {rank.rank: batches_of(rank) for rank in ranks if not rank.life}
@@ -367,8 +368,8 @@ def _are_others(batches: Batches, one: Batches) -> bool:
 def groups_of(drawn_by: Mapping[int, Batches], world_size: int) -> tuple[int, ...] | None:
     """Return a number for each rank, equal for ranks that draw the same samples in each step.
 
-    A rank that draws none works on the samples of the rest. Return None if no rank draws any, or if
-    one draws none while the rest draw different samples.
+    A rank that draws no samples works on those of the others. Return None if no rank draws any, or
+    if a rank draws none while the others draw different samples.
     """
     numbers: dict[frozenset[tuple[int, tuple[int, ...]]], int] = {}
     known = {}
@@ -419,7 +420,7 @@ def _is_sum(with_whole_rows: Sequence[float], parts: Sequence[Sequence[float]]) 
 
 
 def with_whole_rows(rank: RankTrace, alone_rows: Batches) -> RankTrace:
-    """Return the record of a rank that has parts of rows, with whole rows of one worker instead."""
+    """Return the record of a rank that gets parts of rows, with one worker's whole rows instead."""
     before: dict[int, int] = defaultdict(int)
     events: list[Event] = []
     for event in rank.events:

@@ -1,7 +1,7 @@
-"""Assembly of the files of a run's ranks: the events of one run, as a trace has them.
+"""Assembly of the files of a run's ranks to the events of one run, as a trace has them.
 
-`ordered` makes events comparable between ranks, and `numbered` adds facts that a rank alone doesn't
-know. Before that, `load` finds the step from which a restarted rank continues (`recognised`), and
+`ordered` makes events comparable between ranks, and `numbered` adds facts that no single rank
+knows. Before that, `load` finds the step from which a restarted rank continues (`recognised`), and
 drops sample ids if they don't mean the same on all ranks (`agreed`).
 """
 
@@ -52,9 +52,9 @@ _IN_ORDER = (
 
 
 def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
-    """Read the files of all ranks in `folder`; a rank has one file for each start.
+    """Read the files of all ranks in `folder`. A rank has one file for each start.
 
-    Returns the records that could be read, and descriptions of what is wrong with the files. If a
+    Return the records that could be read, and descriptions of what is wrong with the files. If a
     rank resumed without saying at which step, the step is derived from its weights.
     """
     ranks, problems = [], []
@@ -69,7 +69,7 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
 
 def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
     """Yield a problem for each process that called `observe` again, from an earlier step."""
-    ends: dict[tuple[int, int], int] = {}  # (rank, process) -> steps
+    ends: dict[tuple[int, int], int] = {}  # (rank, process) -> number of steps
     for life in sorted(ranks, key=lambda life: life.life):
         place = life.rank, int(life.header.get("pid", 0))
         begun = min((event.step for event in life.events if isinstance(event, Start)), default=0)
@@ -84,12 +84,12 @@ def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
 
 
 def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
-    """Return the events of all ranks, one life after the next, and step by step in each life.
+    """Return the events of all ranks, one life after the other, and step by step in each life.
 
-    Within a step, starts come first, and updates after shards. A rank that died in a step has no
-    update of that step. Tensors that ranks hold in pieces are made whole, and micro-batches that
-    ranks share become one event. If a buffer depends on any rank's own samples, it is local on all
-    ranks.
+    A life is the time between two starts. Within a step, starts come first, and updates after
+    shards. A rank that died in a step has no update of that step. Tensors that ranks have in pieces
+    are made whole, and micro-batches that ranks share become one event. If a buffer depends on any
+    rank's own samples, it is local on all ranks.
     """
 
     def place(event: Event) -> tuple[int, int]:
@@ -130,11 +130,11 @@ def _integers_that_differ(ranks: Sequence[RankTrace]) -> Set[str]:
 
 
 def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
-    """Yield the events of a rank, with what can't be compared between ranks moved to `local`.
+    """Yield the events of a rank, with buffers that can't be compared between ranks in `local`.
 
-    The `local` buffers are moved, or all buffers if `local` is None. A local buffer that no update
-    has is left out. A parameter that is frozen at first but has a gradient later isn't recorded as
-    frozen, since the script unfreezes it.
+    These are the buffers named in `local`, or all buffers if `local` is None. A local buffer that
+    no update has is left out. A parameter that is frozen at first but has a gradient later isn't
+    recorded as frozen, since the script unfreezes it.
     """
     updates = [event for event in rank.events if isinstance(event, Update)]
     trained = {
@@ -173,7 +173,7 @@ def _is_dummy(shard: Shard) -> bool:
 
 
 def places(ranks: Sequence[RankTrace]) -> dict[int, int]:
-    """Return for each rank the index of the part of a batch that it draws, from 0.
+    """Return rank -> index, from 0, of the part of a batch that the rank draws.
 
     Ranks that draw the same samples have the same index.
     """
@@ -193,7 +193,7 @@ def numbered(
     reporting: Set[int] = frozenset(),
     steps_per_epoch: int | None = None,
 ) -> list[Event]:
-    """Return `events` with facts that a rank alone doesn't know.
+    """Return `events` with facts that no single rank knows.
 
     Shards get numbers that are unique among all ranks, derived from the `places` of the ranks that
     draw them. Updates get the weight of all shards of their step. A rank that is started again
@@ -231,7 +231,7 @@ def numbered(
 
 
 def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
-    """Return for each rank how many bytes of parameters it holds at its start.
+    """Return for each rank how many bytes of parameters it has at its start.
 
     Ranks are left out if they have no layout, if the layout doesn't spread parameters, if they have
     no start, or if the size of a tensor is unknown.
@@ -264,9 +264,10 @@ def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
 class LastLives:
     """The last life of each rank (`ranks`), and facts about the lives of all ranks.
 
-    Over all lives, `num_steps` has the number of steps of each rank, and `struck` the types of the
-    planted faults. In the last lives, `problem` is the first error that ended one ("" if none did),
-    and `closed` has the ranks that reached the end of training without an error.
+    - `num_steps`: the number of steps of each rank, in all its lives.
+    - `struck`: the kinds of the planted faults, in all lives.
+    - `problem`: the first error that ended a last life; "" if none did.
+    - `closed`: the ranks that reached the end of training without an error, in their last life.
     """
 
     def __init__(self, ranks: Sequence[RankTrace], events: Iterable[Event]) -> None:
@@ -287,7 +288,7 @@ class LastLives:
 
     @property
     def met_a_planted_value(self) -> bool:
-        """True if a NaN or infinity was planted: then training may stop on purpose."""
+        """True if a NaN or infinity was planted, so that training may stop on purpose."""
         return any(kind.startswith("non_finite") for kind in self.struck)
 
     def all_made_the_same(self, world_size: int) -> bool:
@@ -306,13 +307,13 @@ def recognised(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     """Return `ranks`, with corrected steps for those that resumed without saying at which step.
 
     A later life of a rank may begin at step 0 with weights that the rank had only after step k.
-    Then the life begins at step k + 1. This is also so if only some weights are those after step k,
-    and the rest are initial weights or those of different tensors: the checks decide what went
-    wrong. If the rank never had these weights, they are compared with those of rank 0, which
+    Then the life begins at step k + 1. It also begins there if only some weights are those after
+    step k, and the others are initial weights or those of other tensors: the checks decide what
+    went wrong. If the rank never had these weights, they are compared with those of rank 0, which
     scripts often save for all ranks. All ranks of a life that show a step must show the same one,
     and the remaining ranks are moved with them. Nothing is changed if no rank shows a step, because
-    then the script started over. Nothing is changed either if the process is that of an earlier
-    life, because then it called `observe` twice.
+    the script then started over. Nothing is changed either if the process is that of an earlier
+    life, because it then called `observe` twice.
     """
     memories: dict[int, _Memory] = defaultdict(_Memory)
     known: dict[tuple[int, int], RankTrace] = {}
@@ -342,14 +343,15 @@ def _step_before(lives: Sequence[RankTrace], memories: Mapping[int, _Memory]) ->
 class _Memory:
     """The weights that a rank had in its lives so far: the initial ones, and those after steps.
 
-    Only trainable weights count: an average within the model moves after a step was recorded.
+    Only trainable weights count, because an average within the model moves after a step was
+    recorded.
     """
 
     def __init__(self) -> None:
         self._trained: tuple[str, ...] = ()
         self._first: tuple[str, ...] | None = None
         self._steps: dict[tuple[str, ...], set[int]] = defaultdict(set)
-        self._weights: dict[int, Mapping[str, str]] = {}  # by step, the digests of tensors
+        self._weights: dict[int, Mapping[str, str]] = {}  # step -> digests of tensors
         self._first_weights: Mapping[str, str] = {}
         self._processes: set[int] = set()
 
@@ -371,10 +373,11 @@ class _Memory:
         return {step + 1 for step in made}
 
     def _in_part(self, weights: Mapping[str, str]) -> Set[int]:
-        """Return the steps that left `weights` in part; none if the rest is unexplained.
+        """Return the steps after which some of `weights` had their values.
 
-        At least one tensor must have a value that no different step left. Each remaining tensor
-        must have its initial value, or the value of any tensor after the step.
+        At least one tensor must have a value that it had after no other step. Each other tensor
+        must have its initial value, or the value of any tensor after the step. Return no steps if a
+        tensor has none of these values.
         """
         steps = set()
         for step, after in self._weights.items():

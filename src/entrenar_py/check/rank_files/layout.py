@@ -1,6 +1,6 @@
-"""The axes along which a run's ranks are arranged, and the part of a tensor that a rank holds.
+"""The axes along which a run's ranks are arranged, and the part of a tensor that a rank has.
 
-A rank declares both while it runs. This module reads them from its file, without torch.
+A rank declares both while it runs. This module reads them from the rank's file, without torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from entrenar_py.shared.errors import UsageError, did_you_mean
 
-# Each rank along the DATA axes draws its own samples. Along the MODEL axes all draw the same.
+# Each rank along the DATA axes draws its own samples. Along the MODEL axes all ranks draw the same
+# samples.
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
 MODEL = ("tp", "sp", "pp", "cp", "ep")
-# Further names that scripts give to these axes.
+# Other names that scripts give to these axes.
 ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("data", "ddp"), "dp"),
     **dict.fromkeys(("replicate", "replica", "dp_rep", "dp_replica"), "dp_replicate"),
@@ -28,12 +29,12 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("context", "context_parallel"), "cp"),
     **dict.fromkeys(("expert", "expert_parallel"), "ep"),
 }
-# Ranks along these axes hold different parameters. Along all remaining axes each rank has every
+# Ranks along these axes have different parameters. Along all other axes each rank has every
 # parameter, or a piece of it.
 STAGES = ("pp", "ep")
 # Along these axes a rank computes on a part of each sample, so its gradient is a term of a sum.
 PARTIAL = ("sp", "cp")
-# The ranks along these axes together hold one copy of the parameters.
+# The ranks along these axes together have one copy of the parameters.
 SHARING = ("tp", "dp_shard", "fsdp")
 
 
@@ -42,9 +43,9 @@ class Layout:
     """The arrangement of a run's ranks.
 
     `axes` maps names to sizes, row-major as in `torch.distributed.init_device_mesh`. Each item of
-    `tied` has the names under which ranks hold one tensor. `owned` names tensors that only some
-    ranks hold, and that they update for the samples of all ranks: no micro-batch has its own
-    gradient for them.
+    `tied` has the names under which ranks hold one tensor. `owned` names the tensors that only some
+    ranks have, and that these update for the samples of all ranks, so that no micro-batch has its
+    own gradient for them.
     """
 
     axes: Mapping[str, int]
@@ -76,7 +77,7 @@ class Layout:
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the position of `rank` along all axes except STAGES.
 
-        Ranks at the same position together hold all parameters.
+        Ranks at the same position together have all parameters.
         """
         return tuple(place for axis, place in self.coordinates(rank).items() if axis not in STAGES)
 
@@ -100,12 +101,15 @@ class Layout:
 
 
 def plain(world_size: int) -> Layout:
-    """Return the layout of ranks that declare none: each draws its own samples."""
+    """Return the layout of ranks that declare none, so that each draws its own samples."""
     return Layout(axes={"dp": world_size})
 
 
 def knows(names: Iterable[str] | None) -> bool:
-    """Return whether `names` are distinct axes along which ranks can be arranged; False if None."""
+    """Return whether `names` are distinct axes along which ranks can be arranged.
+
+    False for None.
+    """
     axes = [ALIASES.get(name, name) for name in names or ()]
     return names is not None and {*axes} <= {*DATA, *MODEL} and len({*axes}) == len(axes)
 
@@ -116,7 +120,7 @@ def are_data(names: Iterable[str]) -> bool:
 
 
 def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, int]:
-    """Return `axes` as sizes by name, with names in ALIASES replaced by the usual ones.
+    """Return name -> size of the axes, with names in ALIASES replaced by the usual ones.
 
     Raises UsageError, with a message that begins with `where`, if they can't be the axes of
     `world_size` ranks.
@@ -166,10 +170,10 @@ def require_ties(tied: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The block of a tensor that a rank holds.
+    """The block of a tensor that a rank has.
 
-    The block has `shape` and begins at `offset` in the whole tensor, which has shape `whole`. The
-    ranks in `ranks` together hold one copy of the whole tensor.
+    The block has `shape` and begins at `offset` in the whole tensor, which has the shape `whole`.
+    The ranks in `ranks` together have one copy of the whole tensor.
     """
 
     offset: tuple[int, ...]

@@ -1,10 +1,11 @@
 """Notes to the harness from the processes of a run: problems of `--auto`, and checkpoints.
 
-If this package is missing, `check/observing/auto/startup/sitecustomize.py` writes the problems.
+If this package is missing in the command's Python, `check/observing/auto/startup/sitecustomize.py`
+writes the problems.
 
 Each process writes its notes on checkpoints to its own file. So do processes that a rank has
-started, since a checkpoint may be written in the background. The first line says what the process
-looks for. Each further line is about a file that can hold the weights.
+started, since a checkpoint may be written in the background. The first line of a file says what the
+process looks for. Each later line is about a file that can contain the weights.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 
 from entrenar_py.shared.untrusted import files, json_text
 
-ASKED = "auto.asked"  # exists if the command was launched to be observed without the line `observe`
+ASKED = "auto.asked"  # exists if the command is to be observed without the line `observe`
 LOADED = "auto.loaded"  # exists if any Python of the command ran the start-up module
 PROBLEMS = "auto-*.note.txt"
 _PROBLEMS_BYTES_MAX = 2**16
 
 
 def write_problem(folder: Path, text: str) -> None:
-    """Add a line for the harness to read. Nothing is written if the folder is gone."""
+    """Write a line for the harness to read, unless the folder no longer exists."""
     with (
         suppress(OSError),
         (folder / PROBLEMS.replace("*", str(os.getpid()))).open("a", encoding="utf-8") as file,
@@ -37,7 +38,7 @@ def write_problem(folder: Path, text: str) -> None:
 def why_nothing(folder: Path) -> str:
     """Return why a run that should be observed without the line `observe` left no record.
 
-    Returns "" for any different run.
+    Return "" for any other run.
     """
     if not (folder / ASKED).exists():
         return ""
@@ -56,7 +57,7 @@ def why_nothing(folder: Path) -> str:
 
 
 def problems(folder: Path) -> list[str]:
-    """Return the lines that the processes wrote, without duplicates."""
+    """Return the lines that the processes wrote with `write_problem`, without duplicates."""
     lines: dict[str, None] = {}
     for path in sorted(folder.glob(PROBLEMS)):
         with suppress(OSError):
@@ -69,7 +70,7 @@ def problems(folder: Path) -> list[str]:
 
 
 SAVES = "saves-*.jsonl"
-LEAST_SHARE = 8  # a file that holds weights has at least one part in this many of their bytes
+LEAST_SHARE = 8  # a file with the weights has at least one part in this many of their bytes
 _BYTES_MAX = 2**20
 _FILES_MAX = 4000
 # First bytes of files as torch, numpy, pickle and h5py write them.
@@ -79,21 +80,23 @@ _HDF = b"\x89HDF"
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The files that the processes of a run saved, as far as this was observed.
+    """What the processes of a run saved and loaded, as far as this was observed.
 
-    - `is_known`: the processes noted what they saved; otherwise the remaining fields say nothing.
+    - `is_known`: whether the processes noted what they saved; otherwise the other fields mean
+      nothing.
     - `after`: the numbers of steps that had been taken when weights were saved.
-    - `behind`: the largest number of steps by which saved weights may be older than that.
-    - `left`: a file that can hold the weights was left.
-    - `unreached`: the first line of the script that would save something; "" if there is none.
-    - `library`: such a line of the library that trains; "" if there is none.
-    - `loads`: a line of the script may load the weights.
-    - `loads_late`: all such lines run only after the script has trained.
+    - `behind`: how many steps saved weights may be older than that, at most.
+    - `left`: whether a file that can contain the weights was left.
+    - `unreached`: the first line of the script that would save something, but was not reached; or
+      "".
+    - `library`: such a line of the library that trains; or "".
+    - `loads`: whether a line of the script may load the weights.
+    - `loads_late`: whether all such lines run only after the script has trained.
     - `option`: an option of the script that seems to resume it, such as `--resume PATH`, or "".
     - `read_back`: the first line that loaded a file with the weights of a step, in a process that
       trained afterwards, or "".
-    - `read_only`: the same for a process that didn't train.
-    - `restarts`: the launcher may start workers again.
+    - `read_only`: such a line in a process that didn't train, or "".
+    - `restarts`: whether the launcher may start workers again.
     """
 
     is_known: bool = False
@@ -130,7 +133,7 @@ class Saved:
 
 
 def write_save(folder: Path, **said: Any) -> None:
-    """Add a line for the harness to read. Nothing is written if the folder is gone."""
+    """Write a line on a save for the harness to read, unless the folder no longer exists."""
     path = folder / SAVES.replace("*", str(os.getpid()))
     with suppress(OSError), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(said) + "\n")
@@ -162,9 +165,9 @@ def saved(folder: Path) -> Saved:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint, to be given to a script that is started again.
+    """Return the newest checkpoint, to be passed to a script that is started again.
 
-    The result is the file that has more than the weights, or the only file. If there are several
+    The result is the only file with more than the weights, or the only file. If there are several
     files, it is their folder, to which several ranks may have written. Return None if it isn't
     clear.
     """
@@ -191,9 +194,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _read(by_process: list[list[dict[str, Any]]], *, trains: bool) -> str:
-    """Return the first line that loads weights of a step, "" if there is none.
+    """Return the first line that loaded weights of a step, "" if there is none.
 
-    If `trains`, only processes that train count, otherwise only processes that don't train.
+    If `trains`, only processes that train count, otherwise only processes that don't.
     """
     saved = {note.get("file") for own in by_process for note in own if note.get("after")} - {None}
     return next(

@@ -1,7 +1,7 @@
-"""An observed run as the files of its ranks show it: scenario, traits and trace.
+"""An observed run, derived from the files of its ranks: its scenario, traits and trace.
 
-`load` reads a run if only its files are left. No process observed the end of such a run, so only
-the files show how it ended.
+`load` reads a run that was stored earlier. No process observed the end of such a run, so only the
+files show how it ended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SYSTEM = OBSERVED
 _CONTENT = ("content", "unknown")
 # The places where a script may draw the random numbers that select rows.
 _SELECTING = ("batch", "loss", "gradient", "between")
-# Optimizers of torch.optim with rules that checks know -> the name of the rule in a scenario.
+# Optimizer of torch.optim with a rule that checks know -> the name of the rule in a scenario.
 _KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
 
@@ -60,7 +60,7 @@ def scenario_of(
     updates = [event for event in events if isinstance(event, Update)]
     by_place = {(update.step, update.rank): update for update in updates}
     dropped = [s for s in shards if _is_dropped(s, by_place.get((s.step, s.rank)))]
-    # If each step has such passes, they are part of it: an inner loop, not a skipped batch.
+    # If each step has dropped passes, they are part of it: an inner loop, not a skipped batch.
     skipped = [] if {s.step for s in dropped} == {s.step for s in shards} else dropped
     samples_by_step: Counter[int] = Counter()
     for sign, counted in ((1, shards), (-1, skipped)):
@@ -125,7 +125,7 @@ def trace_of(
     traits: Traits,
     ending: tuple[str, str],
 ) -> Trace:
-    """Return the trace of a run; `ending` is its final status and the reason."""
+    """Return the trace of a run. `ending` is its final status and the reason."""
     status, reason = ending
     batches = scenario.num_samples / scenario.batch_size
     samples = population(ranks, events)
@@ -192,12 +192,12 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
 
 
 def _selecting_line(ranks: Sequence[RankTrace], events: Sequence[Event]) -> str:
-    """Return the line that selects rows by random numbers, if each rank draws some in each step.
+    """Return the line that selects rows at random, if each rank draws such numbers in each step.
 
     The numbers are drawn outside the passes of the model, in which masks are drawn. Numbers drawn
     before the first pass are not always recorded, and neither are those of a generator that lives
-    for only one step. In the last case the line is in the loop that steps. The result is "" if
-    there is no such line.
+    for only one step. In the last case the line is in the loop that takes the steps. The result is
+    "" if there is no such line.
     """
     lines = [str(rank.header.get("selects", "")) for rank in ranks]
     if not lines or not all(lines):
@@ -334,7 +334,7 @@ def _disturbed(scenario: Scenario, events: Sequence[Event]) -> Scenario:
     faults = tuple(dict.fromkeys(Fault.from_dict(fault) for fault in injected))
     begun = {event.step for event in events if isinstance(event, Start)}
     stops = sorted(step for step in begun if 0 < step < scenario.num_steps)
-    # If a fault killed or halted all ranks, none completed its step, though the run was meant to.
+    # If a fault killed or halted all ranks, none completed its step, though the run should have.
     num_steps = max([scenario.num_steps, *((fault.step or 0) + 1 for fault in faults)])
     return scenario.with_(faults=faults, num_steps=num_steps, stops=() if faults else tuple(stops))
 

@@ -1,8 +1,8 @@
 """Places of a rank's tensors in those of the whole model, derived from their initial values.
 
-A script that cuts a model by hand, into plain tensors, declares nothing. With the same seed, the
-run on one worker begins with whole tensors and ranks begin with pieces of them, so the numbers are
-the same.
+A script that itself cuts a model into plain tensors declares nothing. With the same seed, the run
+on one worker begins with whole tensors and ranks begin with pieces of them, so the numbers are the
+same.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class Whole:
 
     @property
     def is_constant(self) -> bool:
-        """True if all elements are known and equal: then values don't show where a piece lies."""
+        """True if all elements are known and equal, so that values don't show a piece's place."""
         return self.values is not None and is_constant(self.values)
 
 
 def of(starts: Mapping[int, Start], whole: Start) -> dict[int, dict[str, Placed]]:
     """Return rank -> tensor name -> its place in `whole`, for tensors with a known place.
 
-    A tensor has no place if its values differ from all those of the whole model. There is one
-    exception: tensors that have the same values on all ranks. A script that draws the initial
-    values of pieces gets different numbers for later tensors than one worker does.
+    A tensor has no place if its values differ from all those of the whole model. The exception is a
+    tensor that has the same values on all ranks: a script that draws the initial values of pieces
+    gets different numbers for later tensors than one worker does.
     """
     wholes = {
         name: Whole(name, record, record.values(), _shape(whole, name))
@@ -87,7 +87,7 @@ def _are_copies(name: str, shape: Shape, starts: Collection[Start]) -> bool:
 
 
 def _of_rank(start: Start, wholes: Mapping[str, Whole]) -> dict[str, Placed]:
-    """Return the places of a rank's tensors, first of those with distinct values.
+    """Return tensor name -> place for a rank; tensors with distinct values are placed first.
 
     Tensors with equal elements are placed afterwards, by their neighbours.
     """
@@ -113,7 +113,7 @@ def _of_rank(start: Start, wholes: Mapping[str, Whole]) -> dict[str, Placed]:
 
 
 def of_buffers(start: Start, places: Mapping[str, Placed]) -> dict[str, str]:
-    """Return by buffer name on the rank its name in the whole model, derived from its module's."""
+    """Return buffer name on the rank -> its name in the whole model, derived from its module's."""
     modules = _modules(places)
     named = {}
     for name in start.buffers:
@@ -164,7 +164,7 @@ def _within(whole: Whole, record: TensorRecord, values: Values, shape: Shape) ->
 
 
 def _dimensions(shape: Shape, whole: Shape) -> Iterator[tuple[int, Shape]]:
-    """Yield the dimensions along which a piece may have been cut, and the piece's shape for each.
+    """Yield (dimension, shape of the piece) for each dimension along which a piece may be cut.
 
     `shape` is that of the piece. It may lack the first dimension, as the shape of one of a stack of
     layers does. If the shapes are equal, the slices may still be in a different order.
@@ -259,7 +259,7 @@ def _by_neighbours(
 
 
 def _module(name: str, modules: Mapping[str, str]) -> str:
-    """Return the name of a module in the whole model, moved in the same way as its neighbours."""
+    """Return the name in the whole model of module `name`, moved as its neighbours are."""
     if name in modules:
         return modules[name]
     for own, other in modules.items():

@@ -1,10 +1,9 @@
 """The file in which one rank of a user's trainer records a run.
 
 The file has JSON lines: a header, then one event per line. Lines between the events say how the
-ranks are arranged, which pieces of tensors this rank holds, which buffers depend on its own
-samples, and whether the optimizer's constants or the compression of gradients have changed. The
-last line says that training ended. Each line is written immediately, so it remains if the process
-dies.
+ranks are arranged, which pieces of tensors this rank has, which buffers depend on its own samples,
+and whether the optimizer's constants or the compression of gradients have changed. The last line
+says that training ended. Each line is written immediately, so it remains if the process dies.
 
 `RankFile` writes the file, and `load` reads it. A file may come from anywhere: every line is
 untrusted, and the code that judges a run relies on the types checked here.
@@ -77,7 +76,7 @@ def _are_groups(value: Any) -> bool:
 def _is_group(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    # These must be numbers, since they are used in arithmetic; the rest are only compared.
+    # These must be numbers, since they are used in arithmetic. Other values are only compared.
     numbers = [value[name] for name in ("lr", "initial_lr") if name in value]
     decay = value.get("weight_decay")
     numbers += [] if decay is None else [decay]
@@ -116,7 +115,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "dropout": (False, _is_probability, "a number from 0 to 1"),
     **dict.fromkeys(_FLAGS, (False, _is_flag, "true or false")),
 }
-# The keys that a later line may set, since the script doesn't declare them at the start.
+# The keys that a later line may set, since they are unknown when the script declares the others.
 OF_THE_DATA = (
     *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples", "replicas"),
     *("losses", "clips", "alone", "selects", "selects_in_steps", "one_source", "by_epoch"),
@@ -151,7 +150,7 @@ def require_header(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 SUFFIX = ".rank.jsonl"
-STACK_SUFFIX = ".stack.txt"  # holds the rank's stack, written on SIGUSR1
+STACK_SUFFIX = ".stack.txt"  # the file with the rank's stack, written on SIGUSR1
 
 
 def line(kind: str, **fields: Any) -> str:
@@ -178,17 +177,17 @@ class RankFile:
         self._write(trace.dump_events(events).decode())
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Write a line between events; `_NOTES` lists the kinds of these lines."""
+        """Write a line that isn't an event. `_NOTES` lists the kinds of these lines."""
         self._write(line(kind, **fields))
 
     def close(self, problem: str = "") -> None:
-        """Write that training is over, with the error `problem` unless it is "". Close the file."""
+        """Write that training is over, with the error `problem` ("" if none); close the file."""
         self.note("closed", problem=problem)
         self._file.close()
 
     def _write(self, text: str) -> None:
         if self._file.closed:
-            return  # training is over: later reports of the script don't belong to it
+            return  # later reports of the script don't belong to the training
         rest = memoryview(text.encode())
         while rest.nbytes:
             rest = rest[self._file.write(rest) :]
@@ -234,24 +233,24 @@ _CLOSED_WELL = line("closed", problem="").encode()
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """The record of one rank in one `life`; the first life is 0.
+    """The record of one rank in one `life` (from one start to the next), counted from 0.
 
     - `header`: how the rank was launched and what it declared.
     - `events`: the events, in the order in which they were written.
-    - `ended`: training reached its end; `problem` is the error that ended it, "" if there was none.
+    - `ended`: whether training reached its end. `problem` is the error that ended it, or "".
     - `layout`: how the ranks are arranged; None if the file doesn't say.
-    - `pieces`: by name, the rank's part of each tensor that it doesn't hold whole.
+    - `pieces`: tensor name -> the rank's piece of it, for tensors that the rank doesn't have whole.
     - `local`: the buffers that depend on the rank's own samples; None if unknown.
-    - `changed`: the optimizer's constants, except learning rates, have changed since the header.
+    - `changed`: whether the optimizer's constants, except learning rates, changed after the header.
     - `compression`: the dtype in which gradients were sent, "" if they were not compressed;
       `compressed_from` is the first compressed step.
     - `outer`: the rule of the outer step, with which ranks that step alone are averaged: `rule`,
       for known rules also `lr` and `momentum`, and `inner_steps`, the steps of a round, if
       declared.
-    - `drops_last`: the script has skipped a last, short batch of its loader.
-    - `replaces`: the script says that it draws with replacement.
+    - `drops_last`: whether the script skipped a last, short batch of its loader.
+    - `replaces`: whether the script says that it draws with replacement.
     - `epochs`: whether the script reports epochs with its samples; None if a loader shows them.
-    - `is_limited`: the harness, not the script, ended the rank after its last step.
+    - `is_limited`: whether the harness, not the script, ended the rank after its last step.
     """
 
     life: int
@@ -279,10 +278,10 @@ class RankTrace:
 
 
 def load(path: Path) -> RankTrace:
-    """Read the file of one rank, with one line in memory at a time.
+    """Return the record in the file of one rank, read with one line in memory at a time.
 
     An incomplete last line, cut off when its writer died, is left out. Raises TraceError, with the
-    line number, for a line that no rank writes. Also raises it for a file larger than
+    line number, for a line that no rank writes. Also raises TraceError for a file larger than
     FILE_BYTES_MAX, and for more than EVENTS_MAX events.
     """
     life = life_of(path)
@@ -309,7 +308,8 @@ def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
             rank = RankTrace(life=life, header=header, events=(), ended=False, problem="")
             continue
         try:
-            if rank.ended and record.get("kind") != trace.Drawn.kind:  # by a loader's worker
+            # Written by a loader's worker.
+            if rank.ended and record.get("kind") != trace.Drawn.kind:
                 raise TraceError("a line after the end of training; give the file as written")
             if rank.ended:
                 continue
@@ -366,7 +366,7 @@ def _with_layout(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
 
 
 def _with_outer(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
-    """Return `rank` with the rule of the outer step; a rule that changes becomes `other`."""
+    """Return `rank` with the rule of the outer step. A rule that changes becomes `other`."""
     rule = {
         name: record[name] for name in ("rule", "lr", "momentum", "inner_steps") if name in record
     }
@@ -393,7 +393,7 @@ def _of_the_data(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in OF_THE_DATA if name in record}
 
 
-# Type of a line that isn't an event -> the function that adds its content to the record.
+# Kind of a line that isn't an event -> the function that adds its content to the record.
 _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
     "closed": lambda rank, record: replace(
         rank, ended=True, problem=str(record.get("problem", ""))
@@ -418,7 +418,7 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
 
 
 def life_of(path: Path) -> int:
-    """Return the number, from 0, of the rank's life that the file at `path` records.
+    """Return the number, from 0, of the life that the file at `path` records.
 
     Raises TraceError if the file's name is not in the form in which ranks name their files.
     """
@@ -434,7 +434,7 @@ def life_of(path: Path) -> int:
 def is_closed(path: Path) -> bool:
     """Return whether the rank has recorded that training ended without an error.
 
-    Reads only the end of the file. Returns False if it can't be read.
+    Only the end of the file is read. Return False if it can't be read.
     """
     try:
         with files.open_file(path) as file:

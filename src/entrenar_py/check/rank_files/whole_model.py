@@ -1,7 +1,7 @@
-"""The events of one life of all ranks, each with the tensors of the whole model.
+"""The events of one life of all ranks (from one start to the next), with whole tensors.
 
-Ranks may hold a model in pieces or in stages, or share micro-batches. A `Layout` says which. The
-tensors that one rank would see as a whole are assembled from the pieces of all ranks that hold
+Ranks may have a model in pieces or in stages, or share micro-batches. A `Layout` says which. The
+tensors that one rank would see as a whole are assembled from the pieces of all ranks that have
 them.
 """
 
@@ -45,7 +45,7 @@ def layout_of(ranks: Sequence[RankTrace]) -> Layout | None:
 
 
 def of_life(life: Sequence[RankTrace]) -> list[Event]:
-    """Return the events of `life`, which has the records of one start of all ranks, in no order."""
+    """Return the events of `life`, the records of one start of all ranks, in no order."""
     events = [event for rank in life for event in rank.events]
     layout = layout_of(life)
     if layout is None:
@@ -113,7 +113,7 @@ def _whole_update(rank: int, updates: Mapping[int, Update], ranks: Ranks, layout
     }
     parts["rates"] = {name: rate for name, rate in rates.items() if rate != own.learning_rate}
     parts["kept"] = {layout.first_name(name): first for name, first in own.kept.items()}
-    # Micro-batches are joined, or shared with different ranks.
+    # Micro-batches are joined, or shared with other ranks.
     parts["summed"] = {name: () for name in layout.owned if name in parts["gradient"]}
     if own.grad_norm is not None:
         parts |= _norms([own, *updates.values()], norm(parts["gradient"]))
@@ -218,15 +218,15 @@ def _draws(shards: Iterable[Shard]) -> str | None:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-Held = Mapping[int, Tensors]  # rank -> its tensors of one type, such as weights after a step
+Held = Mapping[int, Tensors]  # rank -> its tensors of one kind, such as weights after a step
 Ranks = Mapping[int, RankTrace]
 
 
 def seen_by(rank: int, by_rank: Held, ranks: Ranks, layout: Layout) -> Tensors:
     """Return the tensors of the whole model as `rank` has them.
 
-    These are the rank's own tensors, made whole, and tensors that only ranks of different stages
-    hold. A tensor with a missing piece is left out.
+    These are the rank's own tensors, made whole, and tensors that only ranks of other stages have.
+    A tensor with a missing piece is left out.
     """
     tensors: dict[str, TensorRecord] = {}
     replica = layout.replica(rank)
@@ -261,9 +261,9 @@ def _of_empty_pieces(rank: int, by_rank: Held, ranks: Ranks) -> dict[str, Tensor
 def gradient(group: Sequence[int], by_rank: Held, ranks: Ranks, layout: Layout) -> Tensors:
     """Return the gradient of one micro-batch that the ranks of `group` computed together.
 
-    Ranks of the same stage hold copies, and the first is used. Ranks of different stages hold
+    Ranks of the same stage have copies, and the first is used. Ranks of different stages have
     terms, which are added, or identical copies. If ranks compute on parts of samples, the result is
-    empty: a term can't be distinguished from a copy.
+    empty, since a term can't be distinguished from a copy.
     """
     if layout.has(PARTIAL):
         return {}
@@ -289,7 +289,7 @@ def made_whole(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
 def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
     """Return `tensors` with each tied tensor under the first name of its tie.
 
-    If several tensors of a tie are recorded, the rest keep their own names.
+    If several tensors of a tie are recorded, the others keep their own names.
     """
     named: dict[str, TensorRecord] = {}
     for name, record in tensors.items():
@@ -299,7 +299,7 @@ def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
 
 
 def total(terms: Iterable[Tensors]) -> dict[str, TensorRecord]:
-    """Return the sums by name, without tensors that have unknown values or different sizes."""
+    """Return name -> sum of the terms, without tensors of unknown values or different sizes."""
     sums = {name: _sum(records) for name, records in _gathered(terms).items()}
     return {name: record for name, record in sums.items() if record is not None}
 
@@ -354,7 +354,7 @@ def _whole(name: str, rank: int, by_rank: Held, ranks: Ranks) -> TensorRecord | 
             return None
         parts.append((part.place, part.arranged(values)))
     if sum(values.size for _, values in parts) < math.prod(piece.whole):
-        return None  # before memory is allocated: a file may give any size
+        return None  # before memory is allocated, since a file may claim any size
     own = by_rank[rank][name].values()
     whole = np.zeros(piece.whole, np.float32 if own is None else own.dtype)
     known = np.zeros(piece.whole, bool)

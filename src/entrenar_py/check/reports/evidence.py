@@ -1,4 +1,4 @@
-"""The evidence behind an entry as labelled text, with its place and level, for all formats."""
+"""The evidence behind an entry of a report: labelled text, place and level, for all formats."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def one_line(text: str) -> str:
 
 
 def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
-    """Return (label, text) pairs: where an entry broke, possible causes, and where to look.
+    """Return (label, text) pairs on an entry: where it broke, possible causes, and where to look.
 
     Each text is one printable line. The labels, in this order and only if they apply, are
 
     - `accepted`: why the falsification is accepted,
     - `at`, `expected`, `got`: the place and both values,
-    - `could mean`: a guess, one for each falsification test,
-    - `contract`: the place of the clause,
-    - `bound`: by which binding, and why,
-    - `scenario`, or `run` for a user's command.
+    - `could mean`: a possible cause, one for each falsification test of the contract,
+    - `contract`: the place of the clause in its file,
+    - `bound`: which binding connects clause and check, and why,
+    - `scenario`, or for a user's command `run`: the run that broke.
     """
     position = entry.invariant.position
     counterexample = entry.finding.counterexample
@@ -83,7 +83,7 @@ def briefly(report: Report, entry: Entry) -> list[tuple[str, str]]:
 def findings(pairs: Iterable[tuple[Report, Entry]]) -> Iterator[list[tuple[Report, Entry]]]:
     """Yield the entries that did not hold, in lists of entries with the same finding.
 
-    Several clauses may see the same fact: the same values at the same place.
+    Several clauses may find the same fact: the same values at the same place.
     """
     groups: dict[Hashable, list[tuple[Report, Entry]]] = {}
     for report, entry in pairs:
@@ -102,12 +102,12 @@ def _fact(entry: Entry) -> Hashable:
 
 
 def _run(record: Mapping[str, Any]) -> tuple[str, str]:
-    # The remaining fields of a command's scenario (sizes, learning rate) were read from its ranks.
+    # The other fields of a command's scenario (sizes, learning rate) were read from its ranks.
     if record.get("system") != OBSERVED:
         return "scenario", describe_scenario(record)
     try:
         return "run", run_names.of(Scenario.from_dict(record))
-    except UsageError:  # written by a different release
+    except UsageError:  # a record of another release
         return "run", ""
 
 
@@ -134,7 +134,7 @@ def script_line(report: Report, entry: Entry) -> str:
 
 
 def place(report: Report, entry: Entry) -> Position:
-    """Return the line that an entry points to: the script's line if known, else the contract's.
+    """Return the line that an entry points to: in the script if known, else in the contract.
 
     The script's line is the one that saves a checkpoint if a resumed run broke, the one that draws
     samples if these are wrong, the one that calls `backward` if averaged gradients are, and
@@ -163,7 +163,7 @@ def detail_lines(report: Report, entry: Entry) -> list[str]:
 
 
 def bound(clause: Invariant) -> str:
-    """Return which binding connects a clause to which check, and why; "" without a binding."""
+    """Return which binding connects the clause to which check, and why; "" without a binding."""
     binding = clause.binding
     if binding is None:
         return ""
@@ -184,15 +184,18 @@ def gate(report: Report) -> str:
 
 
 def note_lines(entry: Entry) -> list[str]:
-    """Return `note ID: text` for each note of an entry, with any verdict.
+    """Return `note ID: text` for each note of an entry, whatever its verdict.
 
-    For a clause that held, the notes include its binding, which `describe` shows for other clauses.
+    For a clause that held, its binding is one of the notes; `describe` shows it for other clauses.
     """
     return [one_line(f"note {entry.invariant.id}: {note}") for note in _notes(entry)]
 
 
 def all_notes(reports: Sequence[Report]) -> list[str]:
-    """Return `note ID, ID: text` for each note of a run; clauses with equal notes share a line."""
+    """Return `note ID, ID: text` for each note in the reports.
+
+    Clauses with equal notes share a line.
+    """
     clauses: dict[str, list[str]] = {}
     for report in reports:
         for entry in report.ranked:
@@ -207,9 +210,9 @@ def _notes(entry: Entry) -> tuple[str, ...]:
 
 
 def alike(entries: Sequence[Entry], *, whole: bool = True) -> dict[str, list[Entry]]:
-    """Return reason -> the inconclusive entries that compared nothing, if several share the reason.
+    """Return reason -> inconclusive entries without comparisons, for reasons that several share.
 
-    Some reasons begin with the clause's place. It is removed, since it would make all reasons
+    If a reason begins with the clause's place, that is removed, since it would make all reasons
     different. Unless `whole`, all inconclusive entries are returned: the runs at the end of a
     reason don't distinguish it, and a reason that refers to a clause in the result follows it.
     """
@@ -231,7 +234,7 @@ def alike(entries: Sequence[Entry], *, whole: bool = True) -> dict[str, list[Ent
 def describe_scenario(record: Mapping[str, Any]) -> str:
     """Return the record of a scenario (`Scenario.to_dict`) as `name=value, ...`.
 
-    Shows the fields that every scenario must give, and those that differ from their defaults.
+    The fields without a default are shown, and those that differ from their defaults.
     """
     usual = Scenario(system="", workload="linear", world_size=1, seed=0).to_dict()
     required = ("system", "workload", "world_size", "seed")
@@ -241,7 +244,7 @@ def describe_scenario(record: Mapping[str, Any]) -> str:
 
 
 def below(path: str, root: Path) -> str | None:
-    """Return `path` relative to the folder `root` with forward slashes, None if it isn't in it."""
+    """Return `path` relative to the folder `root`, with forward slashes; None if it isn't in it."""
     file, folder = Path(path).resolve(), root.resolve()
     return file.relative_to(folder).as_posix() if file.is_relative_to(folder) else None
 
@@ -249,7 +252,7 @@ def below(path: str, root: Path) -> str | None:
 def level(entry: Entry, *, allow_inconclusive: bool) -> str | None:
     """Return `error` for a falsified entry, `warning` for an inconclusive one, None for a held one.
 
-    An accepted falsification, and an inconclusive entry if these are allowed, is a `note`.
+    An accepted falsification is a `note`. So is an inconclusive entry if `allow_inconclusive`.
     """
     if entry.verdict is Verdict.FALSIFIED:
         return "note" if entry.is_accepted else "error"
@@ -259,7 +262,7 @@ def level(entry: Entry, *, allow_inconclusive: bool) -> str | None:
 
 
 def flatten(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) pairs of `environment`, with lists and mappings on one line."""
+    """Return (name, text) pairs of `environment`, with each list or mapping on one line."""
     return [(one_line(str(name)), one_line(_value(value))) for name, value in environment.items()]
 
 

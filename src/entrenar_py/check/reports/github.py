@@ -1,7 +1,7 @@
 """The report for GitHub's runners: annotations at the script's lines, and a step summary.
 
 Annotations are workflow commands on standard output. The summary is Markdown, appended to the file
-that the runner names. Text from a contract is escaped: it is never a command or Markdown.
+that the runner names. Text from a contract is escaped, so that none of it is a command or Markdown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict
 
-SUMMARY = "GITHUB_STEP_SUMMARY"  # a variable of runners: the file for the step summary
+SUMMARY = "GITHUB_STEP_SUMMARY"  # a variable of runners: the path of the summary file
 
 _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 _MARKS = {
@@ -30,7 +30,10 @@ _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # Markdown allows a backslash b
 
 
 def summary_path(environment: Mapping[str, str]) -> Path:
-    """Return the file for the step summary. Raises UsageError outside a step of a workflow."""
+    """Return the path of the file for the step summary.
+
+    Raises UsageError outside a workflow's step.
+    """
     if not environment.get(SUMMARY):
         raise UsageError(
             f"--github: the variable {SUMMARY} is not set, so this is not a step of a GitHub "
@@ -45,7 +48,7 @@ def summary_path(environment: Mapping[str, str]) -> Path:
 def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterator[str]:
     """Yield annotations: entries that did not hold, worst first; missing results; an open gate.
 
-    A runner shows ten of each level. A place outside the checkout `root` is left out.
+    A runner shows only ten of each level. A place outside the checkout `root` is left out.
     """
     for entry in report.ranked:
         level = evidence.level(entry, allow_inconclusive=allow_inconclusive)
@@ -64,7 +67,7 @@ def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterato
 
 
 def command(level: str, text: str, *, title: str, at: Position | None, root: Path) -> str:
-    """Return one annotation: `level` is error, warning or note; `text` is printable lines."""
+    """Return one annotation. `level` is error, warning or note; `text` is printable lines."""
     path = None if at is None else evidence.below(at.file, root)
     facts: dict[str, object] = {}
     if at is not None and path is not None:
@@ -75,7 +78,7 @@ def command(level: str, text: str, *, title: str, at: Position | None, root: Pat
 
 
 def summary(report: Report, *, allow_inconclusive: bool) -> str:
-    """Return the summary in Markdown, with a line end."""
+    """Return the step summary in Markdown, with a line end."""
     contract = report.contract
     heading = f"{contract.name} {contract.version}, system {report.system}, seed {report.seed}"
     lines = [f"### {markdown(heading)}", ""]

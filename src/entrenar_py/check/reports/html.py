@@ -1,8 +1,8 @@
-"""The report as one self-contained HTML page, to print or mail: no scripts, no requests.
+"""The report as one self-contained HTML page, to print or mail.
 
 Text from a contract is escaped, and the page's own policy forbids scripts and requests. Runs that
 reported losses are drawn, counterexamples first: the loss at each step, and the distance from the
-run with one worker. `Curves` keeps only these values of judged runs, not whole traces.
+run with one worker. `Curves` keeps only these numbers of judged runs, not whole traces.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _FREE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One run: its losses, and its distances from the run with one worker.
+    """The curves of one run: its losses, and its distances from the run with one worker.
 
-    - `training`: curves with an equal text may be drawn together.
+    - `training`: a text that is equal for curves that may be drawn together.
     - `distances`: for each step, the largest absolute difference of any weight on any rank
       (`of_weights`), or of the loss if the traces kept no values. It is empty if the run was not
       compared with a run on one worker.
@@ -56,7 +56,7 @@ class Curve:
 
 
 class Curves:
-    """A collection of the curves of all training runs that are judged."""
+    """Collects the curves of all training runs that are judged."""
 
     def __init__(self) -> None:
         self._found: dict[Scenario, Curve] = {}
@@ -67,7 +67,7 @@ class Curves:
         return tuple(self._found.values())
 
     def see(self, traces: Sequence[Trace]) -> None:
-        """Keep the curves of the judged run, `traces[0]`, and of the runs it was compared with."""
+        """Add the curves of the judged run, `traces[0]`, and of the runs it was compared with."""
         for trace in traces:
             key = trace.scenario
             curve = self._found.get(key) or _curve(trace)
@@ -136,7 +136,7 @@ def _loss_distances(alone: Trace, trace: Trace) -> Points:
 
 
 def _largest(expected: Tensors, got: Tensors) -> float | None:
-    """Return the largest absolute difference of an element, or None if values can't be compared."""
+    """Return the largest absolute difference of two elements; None if values can't be compared."""
     largest = 0.0
     for name in expected.keys() | got.keys():
         left, right = expected.get(name), got.get(name)
@@ -161,7 +161,7 @@ LINES_MAX = 6
 
 
 def section(report: Report) -> Iterator[str]:
-    """Yield the section on losses and distances as HTML; nothing if no run was recorded."""
+    """Yield the HTML of the section on losses and distances; nothing if there are no curves."""
     groups = _groups(report)
     if not groups:
         return
@@ -352,7 +352,7 @@ def _evidence(report: Report, entry: Entry) -> Iterator[str]:
 
 
 def _planted(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield as HTML a table of planted bugs, each with the clause that it must break."""
+    """Yield the HTML of a table of planted bugs, each with the clauses that it must break."""
     try:
         known = mutants.catalogue()
     except UsageError:  # the package was installed without the planted bugs

@@ -1,4 +1,4 @@
-"""The report as JSON: schema `entrenar-check-report/1`, docs/report-schema-v1.json.
+"""The report as JSON, by the schema `entrenar-check-report/1` (docs/report-schema-v1.json).
 
 A change that could break readers gets a new schema number and a new schema file.
 """
@@ -21,7 +21,7 @@ _UNSHOWN = ("invariant", "vacuous", "applies")
 
 
 def dump(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
-    """Return the report as plain data that strict JSON can hold.
+    """Return the report as a dict that strict JSON can hold.
 
     Numbers that are not finite, and values of the environment without a JSON type, become text.
     """
@@ -95,7 +95,10 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
 
 
 def _binding(clause: Invariant) -> dict[str, Any] | None:
-    """Return the statement that the clause was made from and the binding's place, or None."""
+    """Return the place of the clause's binding, and the statement it was made from.
+
+    Return None if the clause has no binding.
+    """
     binding = clause.binding
     if binding is None:
         return None
@@ -115,7 +118,7 @@ def _picked(record: object, *names: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as data for strict JSON; NaN, Inf and values of other types become text."""
+    """Return `value` as data for strict JSON. NaN, Inf and values of other types become text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):

@@ -1,12 +1,12 @@
 """The report as JUnit XML, for CI viewers: one suite per contract, one test case per invariant.
 
-A falsified clause is a `<failure>`, or `<skipped>` if that is accepted. An inconclusive clause is
-an `<error>`: viewers show a suite with skipped cases in green, and a check that compared nothing
-must never look green. Only with `--allow-inconclusive` it is `<skipped>`.
+A falsified clause is a `<failure>`, or `<skipped>` if the failure is accepted. An inconclusive
+clause is an `<error>`, and only with `--allow-inconclusive` is it `<skipped>`: viewers show a suite
+with skipped cases in green, and a check that compared nothing must never look green.
 
-The file has no failures and no errors exactly when the exit code is 0. So an interrupted run, a run
-that selected nothing, and an undecided gate each add a test case with an error. A clause that the
-configuration excludes, with a reason and a last day, is `<skipped>`.
+The file has no failures and no errors exactly if the exit code is 0. So an interrupted run, a run
+without a selected clause, and an undecided gate each add a test case with an error. A clause that
+the configuration excludes, with a reason and a last day, is `<skipped>`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from entrenar_py.shared.verdict import Verdict
 
 
 def render(report: Report, *, allow_inconclusive: bool) -> str:
-    """Return the XML document with its declaration; all text is escaped for XML 1.0."""
+    """Return the XML document with its declaration. All text is escaped for XML 1.0."""
     suite = Element("testsuite", name=escaping.exact(report.contract.name))
     _add_properties(suite, report)
     inconclusive = "skipped" if allow_inconclusive else "error"
@@ -77,7 +77,10 @@ def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
 def _case(
     suite: Element, report: Report, clause: Invariant, elapsed_s: float, at: Position
 ) -> Element:
-    """Add and return a test case without a result for `clause`, at the line `at`."""
+    """Add a test case for `clause` to `suite`, without a result, and return it.
+
+    `at` is the line that the test case points to.
+    """
     return SubElement(
         suite,
         "testcase",

@@ -22,7 +22,7 @@ EVERY_S = 10.0  # between two plain lines
 class Progress:
     """A line that shows the progress of a run while the context is open.
 
-    On a terminal it is removed when the context closes. Elsewhere nothing is printed, or a plain
+    On a terminal it is erased when the context closes. Elsewhere nothing is printed, or a plain
     line every EVERY_S seconds by `write`, if that is given. If it `is_quiet`, nothing is printed.
     """
 
@@ -75,7 +75,7 @@ class Progress:
         self._bar.start()
 
     def show(self, invariant_id: str, done: int, planned: int, what: str) -> None:
-        """Show that `done` of `planned` (0: unknown) pieces of work on an invariant are done.
+        """Show that `done` of `planned` (0: unknown) pieces of work on a clause are done.
 
         `what` describes the work in progress.
         """
@@ -90,7 +90,10 @@ class Progress:
         )
 
     def know(self, entry: Entry) -> None:
-        """Show the verdict from now on if the clause did not hold. A later verdict replaces it."""
+        """From now on show the verdict of `entry` in the line, if its clause did not hold.
+
+        A later verdict on the clause replaces it.
+        """
         self._broken.pop(entry.invariant.id, None)
         if entry.verdict is not Verdict.HELD:
             self._broken[entry.invariant.id] = entry.verdict.upper()

@@ -1,6 +1,6 @@
-"""The record of a run over a contract, and what follows from it: verdict, gate, exit code.
+"""The results of a run over a contract, and what follows from them: verdict, gate, exit code.
 
-It decides nothing about single invariants (their findings do), and renders nothing.
+Verdicts on single invariants are in their findings. Nothing is rendered here.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ EXIT_HELD = 0
 EXIT_FALSIFIED = 1
 EXIT_INCONCLUSIVE = 4
 EXIT_NOTHING_SELECTED = 5
-_REASON_CHARS_MAX = 120  # of a clause's reason in the explanation of the exit code
+_REASON_CHARS_MAX = 120  # length of a clause's reason in the explanation of the exit code
 _NAMED_MAX = 5  # ids in the explanation, if nothing but these is known
 _INTERRUPTED = "interrupted: this is what is known so far"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The result of a run for one invariant.
+    """The result for one invariant.
 
-    - `num_scenarios`: the number of the clause's own scenarios that were tested.
-    - `num_explored`: the number of examples that Hypothesis drew around them.
+    - `num_scenarios`: how many of the clause's own scenarios were run.
+    - `num_explored`: how many examples Hypothesis drew near them.
     - `replay`: the path of the saved counterexample as text, or None if none was saved.
     - `accepted`: the reason why a falsification is accepted, else "".
-    - `advice`: whether it is accepted because it counts only as advice.
-    - `untried`: the placeholders that the command lacks and that the clause could use.
+    - `advice`: whether it is accepted because the clause counts only as advice.
+    - `untried`: the placeholders that the clause could use and that the command lacks.
     """
 
     invariant: Invariant
@@ -59,7 +59,7 @@ class Entry:
 
     @property
     def is_accepted(self) -> bool:
-        """True if the clause is falsified, but that is accepted."""
+        """True if the clause is falsified and the falsification is accepted."""
         return bool(self.accepted) and self.verdict is Verdict.FALSIFIED
 
 
@@ -67,9 +67,9 @@ class Entry:
 class NotApplying:
     """A selected clause that does not apply to the system of the run, and the reason.
 
-    It is `outside` if it is about something other than what was checked. For example, a gate over
-    the clauses for a script does not demand a probe of backends. It is `seen` if the runs
-    themselves showed that it does not apply.
+    `outside` is true if the clause is about something other than what was checked: a gate over the
+    clauses for a script does not demand a probe of backends. `seen` is true if the runs themselves
+    showed that the clause does not apply.
     """
 
     invariant: Invariant
@@ -82,7 +82,7 @@ class NotApplying:
 class Excluded:
     """A selected clause that the configuration leaves out until a day, and the reason.
 
-    `until` is the last day; `place` is the place in the configuration.
+    `until` is the last day. `place` is the place in the configuration file.
     """
 
     invariant: Invariant
@@ -103,7 +103,7 @@ class Excluded:
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A project's configuration: its place, and the keys in it that a run `used`.
+    """A project's configuration file: its place, and its keys that a run `used`.
 
     `overruled` are the keys that the command line replaced. `command` is the command in the
     configuration, or empty if it has none.
@@ -116,13 +116,13 @@ class Configuration:
 
     @property
     def told(self) -> str:
-        """The configuration in words: the source of each value, and the command."""
+        """The configuration in words: where each value came from, and the command."""
         command = (f"command {' '.join(self.command)}",) if self.command else ()
         return "; ".join((self._used, *command, *self._replaced))
 
     @property
     def sources(self) -> str:
-        """The source of each value."""
+        """Where each value came from, in words."""
         return "; ".join((self._used, *self._replaced))
 
     @property
@@ -137,7 +137,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Ending:
-    """The exit code of a run, and the reason for it."""
+    """The exit code of a call, and the reason for it."""
 
     code: int
     reason: str
@@ -148,7 +148,7 @@ class Ending:
 
 
 def ending(reports: Sequence[Report], *, allow_inconclusive: bool) -> Ending:
-    """Return the exit code of a run over several contracts, and the reason for it.
+    """Return the exit code of a call with several contracts, and the reason for it.
 
     It is the worst code of all contracts, and never 0 for an interrupted run.
     """
@@ -189,19 +189,19 @@ def _unknown(entries: Sequence[Entry]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of a run over a contract.
+    """The results of a run over one contract.
 
     - `contract_given`, `bindings_given`: the values of `--contract` and `--bind`, as typed.
     - `command`: the shell command that repeats the whole run.
     - `entries`: one Entry for each judged invariant, in the contract's order.
     - `environment`: versions and devices.
-    - `interrupted`: whether a person stopped the run; `entries` then holds the results up to then.
+    - `interrupted`: whether a person stopped the run; `entries` then has the results so far.
     - `num_traces`: the number of stored traces judged, or None if scenarios were run.
-    - `curves`: empty unless the report draws them.
+    - `curves`: losses and distances of the runs; empty unless the report draws them.
     - `not_applying`: the selected clauses that don't apply to `system`.
     - `excluded`: the selected clauses that the `configuration` leaves out.
-    - `places`: the lines of the script that was run: of its optimizer's `step`, of its `samples`,
-      and where it `save`s.
+    - `places`: purpose -> line of the script that was run. Purposes are `step` (of the optimizer),
+      `samples` (their drawing) and `save` (of a checkpoint).
     """
 
     contract: Contract
@@ -228,7 +228,7 @@ class Report:
 
     @property
     def left_out_by_choice(self) -> tuple[str, ...]:
-        """The lines of `left_out`, without the clauses that are about something else.
+        """The lines of `left_out`, without clauses about something other than what was checked.
 
         If the runs showed that a clause doesn't apply, the reason is cut at its first colon.
         """
@@ -251,9 +251,9 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict, without accepted falsifications.
+        """The worst verdict of the entries, without accepted falsifications.
 
-        It is INCONCLUSIVE or worse if the run was interrupted, if nothing was selected, or if the
+        It is at least INCONCLUSIVE if the run was interrupted, if no clause was selected, or if the
         whole contract ran and its gate is undecided (`gate_open`).
         """
         verdicts = [Verdict.HELD if entry.is_accepted else entry.verdict for entry in self.entries]
@@ -268,7 +268,7 @@ class Report:
 
     @property
     def num_compared(self) -> int:
-        """The total number of comparisons."""
+        """The number of comparisons of all entries."""
         return sum(entry.finding.compared for entry in self.entries)
 
     @property
@@ -299,7 +299,7 @@ class Report:
 
     @property
     def gate_scope(self) -> str:
-        """The scope of the gate: `gate_size`, and which of its clauses were seen not to apply."""
+        """`gate_size`, and which of the gate's clauses don't apply, as the runs showed."""
         seen = [left.invariant.id for left in self.not_applying if left.seen]
         without = ", ".join(clause for clause in self._asked.clauses if clause in seen)
         return f"{self.gate_size} ({without} not applied)" if without else self.gate_size
@@ -322,9 +322,9 @@ class Report:
 
     @property
     def gate_passed(self) -> bool | None:
-        """True if every clause that the gate demands held, False if one did not, None if undecided.
+        """True if every clause that the gate demands held, False if one failed, None if undecided.
 
-        It is undecided if there is no gate, or if the gate demands nothing. It is also undecided if
+        The gate is undecided if there is none, or if it demands nothing. It is also undecided if
         the run was interrupted, left demanded clauses out, or could not decide some demands
         (`gate_unresolved`), or if a clause that the gate doesn't demand is falsified.
         """
@@ -371,7 +371,7 @@ class Report:
     def gate_open(self) -> str:
         """The reason why the gate is undecided after a run of the whole contract, or "".
 
-        It is "" for a run of only some clauses. Clauses that are excluded or don't apply count as
+        It is "" if only some clauses were run. Clauses that are excluded or don't apply count as
         run.
         """
         seen = {one.invariant.id for one in self.entries} | {e.invariant.id for e in self.excluded}
@@ -405,10 +405,10 @@ class Report:
         return shlex.join(("entrenar-check", *contract, "--replay", entry.replay))
 
     def meanings(self, entry: Entry) -> tuple[str, ...]:
-        """Return the contract's explanations of a failure of `entry`, or () if it didn't fail.
+        """Return the contract's possible causes of the failure of `entry`, or () if it didn't fail.
 
         They are the `if_fails` of each test that attacks the clause or that became the clause. If
-        the entry's own reason says what it could mean, these general ones are left out.
+        the entry's own reason says what it could mean, the contract's causes are left out.
         """
         if entry.verdict is not Verdict.FALSIFIED or MEANING in entry.finding.reason:
             return ()

@@ -1,13 +1,13 @@
-"""The report as SARIF 2.1.0, for code scanning: a rule per invariant, a result if it did not hold.
+"""The report as SARIF 2.1.0, for code scanning: a rule per clause, a result per clause not held.
 
-A falsified clause is an `error`, or a `note` if that is accepted. An inconclusive clause is a
-`warning`, or a `note` with `--allow-inconclusive`. Clauses that do not apply, and notes, are
+A falsified clause is an `error`, or a `note` if the failure is accepted. An inconclusive clause is
+a `warning`, or a `note` with `--allow-inconclusive`. Clauses that do not apply, and notes, are
 notifications, since readers show a result of any kind as an alert. A run that was interrupted or
-selected nothing is not successful. So the exit code is 0 exactly if the run is successful and the
-log has no errors and no warnings.
+selected no clause is marked as not successful. So the exit code is 0 exactly if the run is
+successful and the log has no errors and no warnings.
 
-A result is at a line of the user's script if one was run; the place of its clause is then a related
-location.
+If a user's script was run, a result is located at one of its lines, and the place of the clause is
+a related location.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from entrenar_py.shared.untrusted import escaping
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
-ROOT = "SRCROOT"  # base of the paths below the checkout
+ROOT = "SRCROOT"  # names the checkout as the base of paths
 FINGERPRINT = "entrenarCheckClause/v1"
 # Severity of a clause -> SARIF's level of a failure.
 _LEVELS = {"P0": "error", "P1": "warning", "P2": "note"}
 
 
 def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, Any]:
-    """Return the SARIF log. Paths below the folder `root` are written relative to it."""
+    """Return the SARIF log of a report. Paths below `root` are written relative to it."""
     results = [
         _result(report, entry, number, level, root)
         for number, entry in enumerate(report.entries)
@@ -69,10 +69,10 @@ def log(
     root: Path,
     about: str,
 ) -> dict[str, Any]:
-    """Return the log of one run. Paths below the folder `root` are written relative to it.
+    """Return the SARIF log of one run. Paths below the folder `root` are written relative to it.
 
-    Some readers keep only one run of each category. Runs `about` different things get different
-    categories.
+    `about` is part of the run's category. Some readers keep only one run of each category, so runs
+    about different things need different ones.
     """
     driver = {"name": "entrenar-check", "version": entrenar_py.__version__, "rules": rules}
     run = {
@@ -91,7 +91,7 @@ def log(
 
 
 def fingerprint(*marks: str) -> str:
-    """Return 32 hex digits by which readers recognise a result in a later run."""
+    """Return 32 hex digits, from `marks`, by which readers recognise a result in a later run."""
     return str(blake3("\0".join(marks).encode("utf-8", "backslashreplace")).hexdigest(16))
 
 
@@ -179,7 +179,7 @@ def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -
 
 
 def location(at: Position, root: Path) -> dict[str, Any]:
-    """Return a SARIF physicalLocation; its path is relative to `root` if the file is below it."""
+    """Return a SARIF physicalLocation. Its path is relative to `root` if the file is below it."""
     path = evidence.below(at.file, root)
     artifact = {"uri": Path(at.file).resolve().as_uri()}
     if path is not None:

@@ -1,9 +1,8 @@
 """The report on the terminal.
 
 The report needs no colour (a verdict is a word) and fits in 80 columns. In a pipe no line is
-wrapped, so that ids, paths and commands can be extracted. What a user needs fits on one screen: the
-findings, and in the last line the exit code with its reason. The rest is printed only if
-`verbose`.
+wrapped, so that ids, paths and commands can be extracted. The findings, and a last line with the
+exit code and its reason, should fit on one screen. The rest is printed only if `verbose`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict, inconclusive
 from entrenar_py.shared.wording import counted
 
-# Word and colour of each verdict. Bad verdicts are in capitals, so that they stand out uncoloured.
+# Verdict -> its word and colour. Bad verdicts are in capitals, so that they stand out without
+# colour.
 _WORDS = {
     Verdict.FALSIFIED: ("FALSIFIED", "bold red"),
     Verdict.INCONCLUSIVE: ("INCONCLUSIVE", "bold yellow"),
@@ -32,7 +32,7 @@ _WORDS = {
 }
 _NOT_APPLIED, _ADVICE = ("not applied", "dim"), ("ADVICE", "bold yellow")
 _ENDING_STYLES = {EXIT_HELD: "bold green", EXIT_FALSIFIED: "bold red"}
-_NUMBERS = ("compared", "runs", "s")  # columns that a narrow terminal leaves out, the last first
+_NUMBERS = ("compared", "runs", "s")  # columns that a narrow terminal leaves out, from the last on
 _GAP_CHARS = 2
 _LABEL_CHARS = 12
 _ID_CHARS_MAX = 28  # leaves room for the name in 80 columns; a longer id is folded, never cut
@@ -44,7 +44,10 @@ _COMPARED_WIDEST = 999_999  # the width of a column is fixed before its numbers 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """The amount to print: `quiet` leaves out what held; `verbose` adds rows, notes and places."""
+    """How much is printed: `quiet` omits clauses that held.
+
+    `verbose` adds rows, notes and places.
+    """
 
     quiet: bool = False
     verbose: bool = False
@@ -53,7 +56,7 @@ class Style:
 def begin(
     reports: Sequence[Report], console: Console, *, style: Style, foreseen: Sequence[str] = ()
 ) -> None:
-    """Print what is known before the first verdict: contracts, configuration, `foreseen` runs."""
+    """Print what is known before the first verdict: contracts, configuration, `foreseen` lines."""
     if style.quiet:
         return
     names: dict[str, list[str]] = {}
@@ -92,7 +95,7 @@ class Rows:
         self._columns = _columns(console, [_cells(console, entry) for entry in widest])
 
     def show(self, entry: Entry) -> None:
-        """Print the row of `entry` if it is the first one of its clause."""
+        """Print the row of `entry` unless its clause already has a row."""
         if entry.invariant.id in self._seen:
             return
         table = _table(self._columns, header=not self._seen, name=self._name_chars())
@@ -116,7 +119,7 @@ def render(
     streamed: bool = False,
     after: str = "",
 ) -> None:
-    """Print the reports of one run: findings, worst verdict first, what held, and the `ending`.
+    """Print the reports of one call: findings, worst first, clauses that held, and the `ending`.
 
     A finding that several clauses share is printed once. If verdicts were `streamed`, their rows
     are not printed again. `ending` is None if the run could not be finished; `after` is the command
@@ -151,10 +154,7 @@ def render(
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print `table`: folded on a terminal, one line per row in a pipe.
-
-    Sets the width of `table`.
-    """
+    """Print `table`, and set its width: folded on a terminal, one line per row in a pipe."""
     if not console.is_terminal:
         endless = console.options.update(max_width=_PIPE_CHARS_MAX)
         table.width = console.measure(table, options=endless).maximum
@@ -164,7 +164,7 @@ def print_table(console: Console, table: Table) -> None:
 def _print_entries(console: Console, entries: Sequence[Entry]) -> None:
     cells = [_cells(console, entry) for entry in entries]
     columns = _columns(console, cells)
-    table = _table(columns, header=True, name=None)  # the name takes what is left
+    table = _table(columns, header=True, name=None)  # the name gets the rest of the width
     for row in cells:
         table.add_row(*(row[title] for title in columns))
     print_table(console, table)
@@ -195,7 +195,7 @@ def _word(entry: Entry) -> tuple[str, str]:
 
 
 def _cells(console: Console, entry: Entry) -> dict[str, Text]:
-    """Return the cells of an entry by column title."""
+    """Return column title -> cell for an entry."""
     clause, (word, style) = entry.invariant, _word(entry)
     return {
         "verdict": Text(word, style=style),
@@ -229,7 +229,7 @@ def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], sty
     """Print what did not hold, each finding once.
 
     If the report is not verbose, only what is falsified is printed, and advice is only named if a
-    clause is falsified and that is not accepted.
+    clause is falsified and not accepted.
     """
     if not style.verbose:
         pairs = [pair for pair in pairs if pair[1].verdict is Verdict.FALSIFIED]
@@ -277,9 +277,9 @@ def _print_alike(console: Console, reason: str, entries: list[Entry]) -> None:
 def _print_evidence(
     console: Console, same: Sequence[tuple[Report, Entry]], *, verbose: bool, guesses: bool
 ) -> None:
-    """Print the common finding of these entries: the ids of all, and the evidence of the first.
+    """Print the finding that these entries share: the ids of all, and the evidence of the first.
 
-    A brief report shows what the finding could mean only with `guesses`.
+    A brief report shows possible causes only with `guesses`.
     """
     report, entry = same[0]
     word, style = _word(entry)
@@ -303,7 +303,7 @@ def _reasoned(console: Console, heading: str, reason: str, style: str) -> None:
 
 
 def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -> None:
-    """Print what was not tested: clauses that were left out, and placeholders of a command."""
+    """Print what was not tested: clauses left out, and placeholders that a command lacks."""
     for report in reports:
         for line in report.left_out if style.verbose else report.left_out_by_choice:
             _line(console, line)
@@ -318,7 +318,7 @@ def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -
     if names and style.verbose:
         told = (f"{' '.join(some)} ({', '.join(clauses)})" for clauses, some in names.items())
         _line(console, f"not tried, as the command lacks: {'; '.join(told)}")
-    elif names and not style.quiet and not _is_broken(reports):  # first fix what is broken
+    elif names and not style.quiet and not _is_broken(reports):  # what is broken comes first
         alone = (name for some in names.values() for name in some)
         _line(console, f"not tried, as the command lacks: {' '.join(alone)}")
 
@@ -384,7 +384,7 @@ def _seen(reports: Sequence[Report]) -> str:
 
 
 def _gate_text(report: Report) -> str:
-    """Return the gate's line. The clauses that were not applied are listed above it."""
+    """Return the gate's line. The clauses that don't apply are listed above it."""
     gate = report.contract.gate
     if gate is None:
         return f"gate: {report.contract.name} has none"
@@ -408,7 +408,7 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
 
 
 def _command(console: Console, text: str) -> None:
-    # For copying: no line is broken and no space is dropped.
+    # The text is meant to be copied, so no line is broken and no space is dropped.
     console.print(Text(_fit(console, escaping.exact(text))), soft_wrap=True)
 
 

@@ -1,7 +1,7 @@
-"""The findings of a validation in all formats.
+"""The findings of a validation of contracts, in all formats.
 
-They are text lines, JSON (schema `entrenar-check-validation/2`), SARIF 2.1.0, and annotations and a
-summary for GitHub's runners.
+The formats are lines of text, JSON (schema `entrenar-check-validation/2`), SARIF 2.1.0, and
+annotations and a summary for GitHub's runners.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
 
 
 def annotate(result: Validation, *, root: Path) -> Iterator[str]:
-    """Yield an annotation for each finding that counts, worst first.
+    """Yield a GitHub annotation for each finding that counts, worst first.
 
-    A runner shows ten of each level. A place outside the checkout `root` is left out.
+    A runner shows only ten of each level. A place outside the checkout `root` is left out.
     """
     counted_findings = [finding for finding in result.findings if not finding.suppressed]
     for finding in sorted(counted_findings, key=lambda finding: list(LEVELS).index(finding.level)):
@@ -138,7 +138,7 @@ _INDEX = {rule.id: number for number, rule in enumerate(RULES)}
 
 
 def dump_sarif(result: Validation, *, root: Path, command: str) -> dict[str, Any]:
-    """Return the SARIF log. Paths below the folder `root` are written relative to it."""
+    """Return the SARIF log of a validation. Paths below `root` are written relative to it."""
     contracts = [{"path": known.path, "judgedAs": known.kind or None} for known in result.contracts]
     return sarif.log(
         rules=[_sarif_rule(rule) for rule in RULES],
@@ -196,6 +196,6 @@ def _sarif_result(finding: RuleFinding, root: Path) -> dict[str, Any]:
         "partialFingerprints": {FINGERPRINT: mark},
         "locations": [place],
     }
-    if finding.suppressed:  # readers show it as closed
+    if finding.suppressed:  # readers show a suppressed result as closed
         result["suppressions"] = [{"kind": "external", "status": "accepted"}]
     return result

@@ -1,1 +1,1 @@
-"""The watch in production: in every k-th step, ranks exchange and judge digests of their state."""
+"""The watch in production: at every k-th step, ranks exchange and judge digests of their state."""

@@ -1,13 +1,13 @@
-"""The digest of a tensor: 128 bits of its bytes, dtype and shape (docs/watch.md specifies it).
+"""The digest of a tensor: a 128-bit hash of its bytes, dtype and shape (docs/watch.md defines it).
 
-Each chunk is hashed by XXH3-128. Then the list of digests is hashed in the same way, until one
-digest is left. So a GPU can hash all chunks at once, and a stock library can recompute every
-intermediate result.
+Each chunk of the bytes is hashed by XXH3-128. Then the list of these digests is hashed in the same
+way, until one digest is left. So a GPU can hash all chunks at once, and a stock library can
+recompute every intermediate result.
 
-On the CPU `root` computes the digest. On a GPU a `DigestTable` holds the chunks of many tensors: it
-is built once, and run at every watched step. Each level takes one launch of `kernels.hash_chunks`.
-The first level reads the tensors. The later levels read the lists of digests, which are small.
-Nothing here waits for the device.
+On the CPU `root` computes the digest. On a GPU a `DigestTable` has the chunks of many tensors: it
+is created once, and run at every watched step. Each level of hashes takes one launch of
+`kernels.hash_chunks`: the first reads the tensors, the later ones read the lists of digests, which
+are small. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _ZEROS = bytes(CHUNK_BYTES)
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a tensor's digest, 32 hex digits. It does not depend on device or strides."""
+    """Return a tensor's digest as 32 hex digits. It does not depend on device or strides."""
     return text(root(header(tensor), memory(tensor)))
 
 
 def text(number: bytes) -> str:
-    """Return a digest in hex, highest byte first; `number` has its lowest byte first."""
+    """Return a digest in hex, highest byte first. In `number` the lowest byte is first."""
     return number[::-1].hex()
 
 
@@ -54,16 +54,16 @@ def header(tensor: Tensor) -> bytes:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """Return the bytes of the elements in logical order.
+    """Return the bytes of the tensor's elements in logical order.
 
-    They are copied unless they are in CPU memory in that order.
+    They are copied unless the tensor is in CPU memory in that order.
     """
     plain = tensor.detach().cpu().contiguous()
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def root(head: bytes, data: memoryview) -> bytes:
-    """Return the digest of `data` with its header `head`: DIGEST_BYTES bytes, lowest byte first."""
+    """Return the digest of `data` with the header `head`: DIGEST_BYTES bytes, lowest byte first."""
     message = head + _digests(data)
     while len(message) > DIGEST_BYTES:
         message = _digests(memoryview(message))
@@ -93,7 +93,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def all_words(roots: Iterable[bytes]) -> Tensor:
-    """Return the low and high halves of all digests, int64 [tensors, 2]."""
+    """Return the low and high halves of all digests as int64 [tensors, 2]."""
     joined = bytearray(b"".join(roots))
     if not joined:
         return torch.empty((0, 2), dtype=torch.int64)
@@ -120,7 +120,8 @@ _START = (
     *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
 )
 # dtype -> (exponent bits of an element, lowest exponent bit, bits of an element). NaN and Inf have
-# an exponent of all ones: adding the lowest bit to it carries into the bit above, the sign bit.
+# an exponent of all ones: adding the lowest exponent bit to the exponent carries into the bit
+# above, the sign bit.
 _FORMATS = {
     torch.float64: (0x7FF0000000000000, 0x0010000000000000, 64),
     torch.float32: (0x7F800000, 0x00800000, 32),
@@ -134,9 +135,9 @@ _FORMATS = {
 def secrets() -> NDArray[np.int64]:
     """Return the constants of XXH3 that the kernel reads, int64 [56].
 
-    They are the 24 words of the secret, its 8 words from byte 121 for the last stripe, 8 words each
-    from bytes 11 and 117 for the merges into the low and the high half, and the start values of the
-    8 lanes.
+    They are the 24 words of the secret; its 8 words from byte 121 on, for the last stripe; 8 words
+    each from bytes 11 and 117 on, for the merges into the low and the high half; and the start
+    values of the 8 lanes.
     """
     parts = [_SECRET[at : at + 64] for at in (121, 11, 117)]
     words = np.frombuffer(_SECRET + b"".join(parts), dtype="<u8")
@@ -144,11 +145,11 @@ def secrets() -> NDArray[np.int64]:
 
 
 class DigestTable:
-    """Computes the digests of `tensors` on one device, while `places(tensors)` does not change.
+    """Computes the digests of `tensors` on one device, as long as `places(tensors)` stays the same.
 
     `rows` is int64 [tensors, ROW_WORDS] on the device. A row has the low half and the high half of
-    the digest, then 1 if an element is NaN or Inf (in floating-point dtypes of 16 bits and more),
-    then a 0 that the watch may overwrite.
+    the digest, then 1 if an element is NaN or Inf (only for floating-point dtypes of at least 16
+    bits), then a 0 that the watch may overwrite.
 
     Raises BackendUnavailable if Triton is not installed.
     """
@@ -169,7 +170,7 @@ class DigestTable:
         self._secret = torch.from_numpy(secrets()).to(self._device)
 
     def run(self, *, per_program: int = 32, **options: int) -> Tensor:
-        """Fill `rows` on the current stream, and return them.
+        """Fill `rows` on the current stream, and return it.
 
         `per_program` is the number of chunks that one program of the kernel hashes. `options` are
         Triton's. Both are for benchmarks that search for faster values.
@@ -216,9 +217,9 @@ class DigestTable:
     def _level(self, chunks: list[NDArray[np.int64]]) -> tuple[Tensor, ...]:
         """Return the chunks of one launch on the device, as the arguments of `hash_chunks`.
 
-        The first is the address, int64 [chunks]. The rest are int32 [chunks]: the number of words,
-        the index of the tensor that gets the chunk's flags, and the arena's word for the chunk's
-        digest.
+        The first argument is the address, int64 [chunks]. The others are int32 [chunks]: the number
+        of words, the index of the tensor that gets the chunk's flags, and the index of the word in
+        the arena for the chunk's digest.
         """
         address, *rest = np.concatenate(chunks, axis=1)
         small = torch.from_numpy(np.stack(rest).astype(np.int32)).to(self._device)
@@ -228,14 +229,14 @@ class DigestTable:
 class _Lists:
     """The places of all lists of digests in the arena.
 
-    The arena is a tensor of `num_words` words that begins with the rows. Each list is aligned to 16
-    bytes. A tensor's first list begins with its header. The digest of its last list is stored in
-    its row.
+    The arena is a tensor of `num_words` 64-bit words that begins with the rows. Each list is
+    aligned to 16 bytes. A tensor's first list begins with its header. The digest of its last list
+    is stored in its row.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.num_words = ROW_WORDS * len(tensors)
-        self._of: list[list[tuple[int, int]]] = []  # (offset, words) of each list of a tensor
+        self._of: list[list[tuple[int, int]]] = []  # (offset, words) of each list, by tensor
         for tensor in tensors:
             num_digests = -(-tensor.nbytes // CHUNK_BYTES)
             words = _HEADER_WORDS + _DIGEST_WORDS * num_digests
@@ -261,11 +262,11 @@ class _Lists:
     def levels(
         self, sources: Sequence[tuple[int, int]], arena: int
     ) -> list[list[NDArray[np.int64]]]:
-        """Return for each launch the chunks of all tensors that take part, int64 [4, chunks] each.
+        """Return for each launch the chunks of all tensors that take part, int64 [4, chunks].
 
         The four rows are address, number of words, index of the tensor that gets the flags (an
-        unused index for lists), and slot of the digest. `sources` are (address, words) pairs, and
-        `arena` is an address.
+        unused index for lists of digests), and word of `arena` for the digest. `sources` are
+        (address, words) pairs of the tensors, and `arena` is the address of the arena.
         """
         depth = 1 + max(map(len, self._of))
         levels: list[list[NDArray[np.int64]]] = [[] for _ in range(depth)]
@@ -294,7 +295,7 @@ def _chunks(address: int, num_words: int, tensor: int, slot: int) -> NDArray[np.
 
 
 def places(tensors: Sequence[Tensor]) -> list[tuple[int, torch.Size, torch.dtype]]:
-    """Return what must not change if a table of `tensors` is to remain valid."""
+    """Return the addresses, shapes and dtypes that a digest table of `tensors` depends on."""
     return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
 
 
@@ -308,8 +309,8 @@ def _up(num_bytes: int) -> int:
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
-    # Exponent bits, the lowest bit of each exponent, and sign bits of a word of 64 bits. All are 0
-    # for a dtype in which no NaN or Inf is recognised.
+    # Exponent bits, lowest bit of each exponent, and sign bits of a word of 64 bits. All are 0 for
+    # a dtype in which NaN and Inf are not recognised.
     if dtype not in _FORMATS:
         return (0, 0, 0)
     exponent, carry, bits = _FORMATS[dtype]
@@ -318,7 +319,7 @@ def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 def kernels() -> Any:
-    """Return the module of the kernels; raise BackendUnavailable without Triton."""
+    """Return the module of the kernels. Raises BackendUnavailable without Triton."""
     try:
         from entrenar_py.check.watch import kernels
     except ImportError as error:

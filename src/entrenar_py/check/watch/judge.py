@@ -1,7 +1,7 @@
 """The judge of a watched step: it turns the rows of all ranks into findings, on the host.
 
 Every rank has all rows, and so produces the same findings. A contract selects the clauses. Nothing
-here needs torch: `entrenar watch` reads the contract before it becomes the command.
+here needs torch, since `entrenar watch` reads the contract before it becomes the command.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ ALL = {IDENTITY: "F-DP-001", FINITENESS: "F-DP-003", LIVENESS: "F-TI-004"}
 
 
 class _Open(Vocabulary):
-    """A vocabulary that accepts any check.
-
-    A clause that the watch can't check is not an error.
-    """
+    """A vocabulary that accepts any check, since other clauses than the watch's are no errors."""
 
     def check_of(self, clause: Invariant) -> CheckTerms:
         """Return the check that `clause` names.
 
-        If it names none, the result is the check that ALL has for its id, or an unnamed check.
+        If it names none, the result is the check that ALL has for the clause's id, or an unnamed
+        check.
         """
         named = clause.check or next((name for name, id_ in ALL.items() if id_ == clause.id), "")
         return CheckTerms(
@@ -43,7 +41,7 @@ class _Open(Vocabulary):
 
 
 def select_clauses(named: str | Path | None) -> Mapping[str, str]:
-    """Return check -> id of the first clause in the contract `named` that the check decides.
+    """Return check -> id of the first clause that it decides in the contract `named`.
 
     `named` is a file or the name of a shipped contract. If it is None, the result is ALL. Raises
     UsageError if the contract has no clause that can be watched, and ContractError if the file is
@@ -64,7 +62,7 @@ def select_clauses(named: str | Path | None) -> Mapping[str, str]:
     return selected
 
 
-Rows = NDArray[np.int64]  # [ranks, rows, words]
+Rows = NDArray[np.int64]  # int64 [ranks, rows, words]
 
 # The dtypes in which NaN and Inf are recognised on every device.
 _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
@@ -72,9 +70,9 @@ _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor, or a shard of a tensor, that a rank holds.
+    """A tensor, or a shard of a tensor, on one rank.
 
-    Ranks with equal pieces must hold equal values. `shard` has (dimension, coordinate) for each
+    Ranks with equal pieces must have equal values. `shard` has (dimension, coordinate) for each
     mesh dimension that doesn't replicate the tensor.
     """
 
@@ -99,7 +97,7 @@ class Watched:
 
 
 class Judge:
-    """Judges a training run in which rank r holds the pieces `ranks[r]`.
+    """Judges the rows of a training run in which rank r has the pieces `ranks[r]`.
 
     `clauses` maps each check to the id of its clause. A tensor must move within `patience` steps.
     """
@@ -118,7 +116,7 @@ class Judge:
             self._floating[rank, : len(pieces)] = [piece.dtype in _SEEN for piece in pieces]
             self._there[rank, : len(pieces)] = True
         self._last: Rows | None = None
-        self._idle = np.zeros(shape, bool)  # did not move between the last two looks
+        self._idle = np.zeros(shape, bool)  # did not move between the last two watched steps
         self._since = np.zeros(shape, np.int64)  # the last step in which it may have moved
         self._steps: Counter[str] = Counter()
         self._comparisons: Counter[str] = Counter()
@@ -136,7 +134,7 @@ class Judge:
         return findings
 
     def idle(self, rank: int) -> list[int]:
-        """Return the rows of `rank` for tensors that did not move between the last two looks."""
+        """Return the rows of `rank` that did not move between the last two watched steps."""
         if LIVENESS not in self._clauses:
             return []
         return [int(row) for row in np.flatnonzero(self._idle[rank])]
@@ -166,7 +164,7 @@ class Judge:
         digests = {rank: rows[rank, row, :2].tobytes()[::-1].hex() for rank, row in places}
         (most, votes), *_ = Counter(digests.values()).most_common()
         odd = {rank: digest for rank, digest in digests.items() if digest != most}
-        if votes <= len(digests) - votes:  # without a majority, it is unknown which are right
+        if votes <= len(digests) - votes:  # without a majority, it is unknown which ranks are right
             odd = digests
         others = [rank for rank in digests if rank not in odd]
         what = (
@@ -221,12 +219,12 @@ class Judge:
         stuck = self._idle & (rows[:, :, 3] != 0)
         self._since[~stuck] = step
         dead = stuck & (step - self._since >= self._patience)
-        self._since[dead] = step  # reported again after `patience` more steps at the earliest
+        self._since[dead] = step  # reported again `patience` steps later at the earliest
         message = (
             f"did not move in {self._patience} steps or more, though it is trainable and its "
             "gradient was not zero: it is not in the optimizer, or its updates round to nothing"
         )
-        # An idle tensor without a mark was not examined: it may be frozen.
+        # A tensor that did not move and has no mark was not examined: it may be frozen.
         looked_at = (self._there & ~self._idle) | stuck
         return list(self._named(LIVENESS, step, dead, message)), int(looked_at.sum())
 
@@ -257,7 +255,7 @@ class Judge:
 
 
 def holders(ranks: Sequence[Sequence[Piece]]) -> list[list[tuple[int, int]]]:
-    """Return, for each piece that several ranks hold, the (rank, row) of all holders, in order."""
+    """Return, for each piece that several ranks have, the (rank, row) of all of them, in order."""
     by_piece: defaultdict[Piece, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(ranks):
         for row, piece in enumerate(pieces):

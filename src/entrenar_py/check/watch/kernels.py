@@ -1,21 +1,21 @@
-"""Kernels for the digests of tensors on a GPU, and for the sums of their sketches.
+"""Triton kernels for the digests of tensors on a GPU, and for the sums of their sketches.
 
-All chunks of all tensors are hashed in one launch, and memory is read once. The kernels need
-Triton. With `TRITON_INTERPRET=1` they run on the CPU, where digests are compared bit for bit with
-xxhash, and sketches with `sketches.sketch`.
+All chunks of all tensors are hashed in one launch, and memory is read once. With
+`TRITON_INTERPRET=1` the kernels run on the CPU, where digests are compared bit for bit with xxhash,
+and sketches with `sketches.sketch`.
 
 A digest is the XXH3-128 hash of chunks (`digest.DigestTable` defines the chunks). Four threads hash
 one chunk, each with two of XXH3's eight lanes, so each load has 16 bytes. Threads exchange nothing
 before the end: the neighbouring word that a lane adds is in the same thread.
 
-For chunk c, with w = the words of c filled up with zeros, the kernel writes
+For chunk c, with w = the words of c padded with zeros, the kernel writes
     xxhash.xxh3_128_intdigest(w) at out[slot[c]] (low half), out[slot[c] + 1] (high half)
 and sets the lowest bit of out[ROW_WORDS * tensor[c] + 2] if an element of c is NaN or Inf.
 
 The sums of a sketch are added in a fixed order, so a sketch has the same bits in every run.
 """
 
-# The types of a kernel are Triton's own.
+# The parameters of a kernel have types of Triton.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ import triton.language as tl
 
 from entrenar_py.shared.trace import tensors
 
-BLOCKS = tl.constexpr(8)  # of 16 stripes of 8 words: after each but the last, lanes are scrambled
-ROW_WORDS = tl.constexpr(4)  # of a tensor's row: low half, high half, flags, one for the watch
+# Blocks per chunk, of 16 stripes of 8 words each. Lanes are scrambled after each but the last.
+BLOCKS = tl.constexpr(8)
+# Words of a tensor's row: low half, high half, flags, and one for the watch.
+ROW_WORDS = tl.constexpr(4)
 # Where the parts of the secret begin in the table (`digest.secrets`).
 LAST_STRIPE, LOW, HIGH, START = tl.constexpr(24), tl.constexpr(32), tl.constexpr(40), 48
 _START = tl.constexpr(START)
@@ -121,7 +123,7 @@ def hash_chunks(
 ROW = tl.constexpr(tensors.PROJECTIONS)  # elements; also the numbers of a projection
 SAMPLES = tl.constexpr(tensors.SAMPLES)
 SUMS = tl.constexpr(tensors.PROJECTIONS + 1)  # the projection and the sum of squares
-NUMBERS = tl.constexpr(tensors.PROJECTIONS + 1 + tensors.SAMPLES)  # of a sketch
+NUMBERS = tl.constexpr(tensors.PROJECTIONS + 1 + tensors.SAMPLES)  # length of a sketch
 
 
 @triton.jit
@@ -140,7 +142,7 @@ def project_sketch(
     first_row,  # int64 [chunks], in the whole tensor
     out,  # float64 [chunks, SUMS]
     dtype: tl.constexpr,
-    rows: tl.constexpr,  # of a chunk
+    rows: tl.constexpr,  # rows per chunk
     tile: tl.constexpr,  # rows that are read at once
 ):
     chunk = tl.program_id(0)

@@ -2,8 +2,8 @@
 
 After every k-th step of the optimizer, each rank sends the digests of its tensors to all ranks, and
 `judge` compares them. On a GPU no step waits: rows are sent on a separate stream, and the host
-fetches and judges them in the next watched step. If the CPU sends them (Gloo), the host waits and
-fetches them immediately.
+fetches and judges them at the next watched step. With a process group on the CPU (Gloo), the host
+waits and fetches them immediately.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ class Parameters:
         self._slots: list[tuple[dict[str, torch.nn.Parameter | None], str]] = []
         self.names: list[str] = []
         owners = dict(model.named_modules())
-        for name, _ in model.named_parameters():  # a tied parameter is listed once
+        for name, _ in model.named_parameters():  # lists a tied parameter once
             owner, _, key = name.rpartition(".")
             self._slots.append((owners[owner]._parameters, key))
             self.names.append(name)
 
     def now(self) -> list[torch.nn.Parameter]:
-        """Return the parameters now in those places; raise UsageError if one was removed."""
+        """Return the parameters that are now in those places.
+
+        Raises UsageError if one was removed.
+        """
         current = [slot[key] for slot, key in self._slots]
         for name, parameter in zip(self.names, current, strict=True):
             if parameter is None:
@@ -67,7 +70,7 @@ class Parameters:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this process's part of `parameter`.
+    """Return this process's part of `parameter`, which may be a DTensor.
 
     `to_local` returns the same tensor, but takes longer and is recorded by autograd.
     """
@@ -90,12 +93,15 @@ def _piece(name: str, parameter: Tensor) -> Piece:
 
 
 def is_shared() -> bool:
-    """Return whether there are further ranks to compare with."""
+    """Return whether there are several ranks, so that their digests can be compared."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def tell(own: Any) -> list[Any]:
-    """Return the objects `own` of all ranks, by rank. It is a collective call of all ranks."""
+    """Return the objects `own` of all ranks, in the order of ranks.
+
+    All ranks must call this together.
+    """
     if not is_shared():
         return [own]
     by_rank: list[Any] = [None] * dist.get_world_size()
@@ -106,8 +112,7 @@ def tell(own: Any) -> list[Any]:
 class Exchange:
     """The exchange of up to `num_rows` rows per rank, in the process group of all ranks.
 
-    `waits` is true if `send` returns before the rows have arrived, so that `receive` waits for
-    them.
+    `waits` is true if `send` returns before the rows have arrived. `receive` then waits for them.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -151,7 +156,7 @@ class Exchange:
     def receive(self) -> Rows:
         """Return the last rows that every rank sent, int64 [ranks, rows, words].
 
-        The host waits for them if they haven't arrived.
+        If they haven't arrived, the host waits for them.
         """
         if self.waits:
             self._arrived.synchronize()
@@ -173,11 +178,11 @@ def _transport(device: torch.device) -> torch.device:
 
 
 _LOG = logging.getLogger("entrenar_py")
-_LIVE = 3  # the word of a row that says that the tensor should have moved
+_LIVE = 3  # marks in a row that the tensor should have moved
 
 
 class Watch:
-    """One rank's watch of a `model` without wrappers; all ranks watch the same steps.
+    """One rank's watch of a `model` without wrappers. All ranks watch the same steps.
 
     `observe` validates the arguments, and documents them.
     """
@@ -201,7 +206,7 @@ class Watch:
         if not self._parameters.names:
             raise UsageError("the model has no parameters to watch; leave every= out")
         self._judge: Judge | None = None
-        self._pending: int | None = None  # the step of the rows that were sent but not judged
+        self._pending: int | None = None  # the step of rows that were sent but not judged yet
         self._table: DigestTable | None = None
         self._places: object = None
         self._asked: tuple[int, ...] | None = None
@@ -223,7 +228,7 @@ class Watch:
         self._look()
 
     def _after_step(self) -> None:
-        if self._judge is None:  # in the first step of every rank, whatever its `every`
+        if self._judge is None:  # so in the first step of every rank, whatever its `every`
             self._open()
         step = self._step
         self._step += 1
@@ -263,7 +268,7 @@ class Watch:
         self._table = DigestTable(tensors) if on_gpu else None
 
     def _open(self) -> None:
-        """Gather the pieces that each rank holds, and log what will not be watched.
+        """Exchange which pieces each rank has, and log what will not be watched.
 
         Raises UsageError if the ranks watch with different arguments.
         """
@@ -287,7 +292,7 @@ class Watch:
                     _LOG.warning("watch: %s (%s): %s", watched.clause, watched.check, watched.note)
 
     def _rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the digest and flags of each tensor, int64 [tensors, ROW_WORDS]."""
+        """Return the digest and the flags of each tensor, int64 [tensors, ROW_WORDS]."""
         if self._table is not None:
             return self._table.run()
         roots = [digest.root(digest.header(tensor), digest.memory(tensor)) for tensor in tensors]
@@ -304,9 +309,7 @@ class Watch:
             return
         groups = self._optimizer.param_groups
         rates = {p: group.get("lr") for group in groups for p in group["params"]}
-        gradients_of: dict[
-            object, dict[int, Tensor]
-        ] = {}  # row -> gradient, of each device and dtype
+        gradients_of: dict[object, dict[int, Tensor]] = {}  # device and dtype -> row -> gradient
         for row in idle:
             parameter = parameters[row]
             if not parameter.requires_grad or parameter.grad is None:
@@ -314,13 +317,13 @@ class Watch:
             gradient = local(parameter.grad).detach()
             if not gradient.numel():
                 continue
-            # A parameter in no group has no rate, and is expected to move. A rate on a device isn't
-            # read, as the host would have to wait for it.
+            # A parameter in no group has no rate, and is expected to move. A rate on a device is
+            # not read, since the host would have to wait for it.
             rate = rates.get(parameter)
             if not isinstance(rate, int | float) or rate > 0:
                 gradients_of.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
         if gradients_of:
-            # One launch per dtype, not per tensor: hundreds of tensors may be idle.
+            # One launch per dtype, not per tensor, since hundreds of tensors may be idle.
             norms = [
                 torch._foreach_norm([*gradients.values()], float("inf"))
                 for gradients in gradients_of.values()
@@ -349,7 +352,10 @@ def _stop(finding: WatchFinding) -> None:
 
 
 class _AfterStep:
-    """The hook of a watch. Because of `watches`, a recorder of the same optimizer runs it last."""
+    """The hook of a watch after an optimizer's step.
+
+    A recorder of the same optimizer recognises it by `watches`, and runs it last.
+    """
 
     watches = True
 

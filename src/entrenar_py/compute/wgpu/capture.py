@@ -29,7 +29,7 @@ from entrenar_py.shared.errors import UsageError
 
 DTYPES = {torch.float32: "f32", torch.int64: "i32", torch.int32: "i32", torch.bool: "bool"}
 
-# Only in memory: computations use float32 or i32.
+# Dtypes that exist only in device memory: kernels compute in float32 or i32.
 STORED = {torch.bfloat16: "bf16", torch.float16: "f16", torch.uint8: "u8"}
 LOADED = {"bf16": "f32", "f16": "f32", "u8": "i32"}
 
@@ -134,7 +134,7 @@ def drop_empties(graph: GraphModule) -> None:
 
 
 def _repeated(node: Node) -> float | bool | None:
-    """Return the value of all elements of the result; None if they differ."""
+    """Return the value of all elements of the result for empty operands; None if it isn't known."""
     if node.target is _ATEN.constant_pad_nd.default:
         return node.args[2] if len(node.args) > 2 else 0  # type: ignore[return-value]
     return _NEUTRAL.get(node.target)
@@ -225,7 +225,7 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class KnownValues:
-    """A tensor with the values of each traced tensor with known values."""
+    """The known values of traced tensors, each as a tensor outside the trace."""
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -251,8 +251,8 @@ class KnownValues:
     def follow(self, func: Any, args: Any, operands: tuple[Any, Any] | None, result: Any) -> None:
         """Note the values of `result`, traced tensors that `func` computed from known operands.
 
-        If `func` writes to a tensor, the tensor's values stay known only if those of all operands
-        are known.
+        If `func` writes to a tensor, the tensor's values stay known only if all operands have known
+        values.
         """
         if operands is None or _RANDOM in func.tags:
             if func._schema.is_mutable:
@@ -384,7 +384,7 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._graph = _current_graph()
         self._given = {one.untyped_storage()._cdata: one for one in inputs}
         # Sequence numbers and lines of forward operations. Autograd gives a backward operation the
-        # number of the operation that it is the derivative of.
+        # sequence number of its forward operation.
         self._known = KnownValues()
         self._numbers: list[int] = []
         self._lines: list[str] = []
@@ -513,7 +513,7 @@ def _reads(operation: str, line: str) -> UsageError:
 
 
 def _hold_constants(graph: GraphModule, num_inputs: int, constants: dict[str, Tensor]) -> None:
-    """Make each constant a buffer read by one node, also if `_functionalise` made it an input."""
+    """Make each constant a buffer read by one node, even if `_functionalise` made it an input."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     as_inputs = dict(zip(constants, placeholders[num_inputs:], strict=False))
     for name, value in constants.items():

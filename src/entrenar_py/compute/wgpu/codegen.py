@@ -36,7 +36,7 @@ def _nf4_level() -> str:
 
 
 def _random_bits() -> str:
-    """Return the WGSL of `draws.threefry` for one element: its word of its pair of elements."""
+    """Return the WGSL of `draws.threefry` for one element, which is one word of a pair."""
     lines = []
     for number in range(1, draws.NUM_INJECTIONS + 1):
         lines += [

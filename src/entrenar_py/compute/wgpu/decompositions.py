@@ -183,7 +183,7 @@ def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, window: Window, grou
 
 
 def _of_input(gradient: Tensor, x: Tensor, weight: Tensor, window: Window, groups: int) -> Tensor:
-    """Return the input's gradient: the output's, spread by the stride, with the kernel flipped."""
+    """Return the input's gradient, from the output's gradient, spread, and the flipped kernel."""
     outputs, inputs, *kernel = weight.shape
     spatial = list(range(2, x.dim()))
     widths: list[int] = []

@@ -1,4 +1,4 @@
-"""Open WebGPU adapters, and tensors in device memory that many programs read."""
+"""WebGPU devices, and tensors in their memory that many programs read."""
 
 from __future__ import annotations
 
@@ -131,7 +131,10 @@ _INT_MAX = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class Uploaded:
-    """A tensor in device memory, in C order. `memory` is a wgpu.GPUBuffer, a kernel's `dtype`."""
+    """A tensor in device memory, in C order; `dtype` is its dtype in kernels.
+
+    `memory` is a wgpu.GPUBuffer.
+    """
 
     memory: Any
     dtype: str

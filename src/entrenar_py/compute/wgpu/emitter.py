@@ -189,7 +189,7 @@ class Emitter:
 
 NF4 = "nf4"
 BITS = {"bf16": 16, "f16": 16, NF4: 4}
-LEVELS_BYTES = 64  # name of the levels in workgroup memory
+LEVELS_BYTES = 64  # of the table of levels in workgroup memory
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,10 @@ class Atom:
 
 @dataclass(frozen=True)
 class Index:
-    """An index. `terms` has each atom once, with a coefficient that is not 0."""
+    """A position: `constant` plus the sum of `terms`.
+
+    Each term is an atom and its coefficient, which is not 0; no atom occurs twice.
+    """
 
     constant: int
     terms: tuple[tuple[Atom, int], ...] = ()

@@ -318,7 +318,7 @@ def _recipe(
 
 
 def flatten_index(schedule: Schedule, sizes: Sequence[int], indices: Sequence[Value]) -> Value:
-    """Return indices into the first dims, of `sizes`, combined to one flat index in C order.
+    """Return one flat index in C order for `indices` into leading dims of the sizes `sizes`.
 
     Negative indices count from the end. If an index is out of range, the result is negative.
     """

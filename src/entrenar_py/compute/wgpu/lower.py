@@ -49,7 +49,7 @@ def _nf4(
     """Lower `compute.nf4.decode`: elements of the matrix are decoded where they are loaded."""
     stored = [schedule.contiguous(part) for part in (codes, scales, second)]
     if any(part.offset for part in stored):
-        return None  # a part of a matrix
+        return None  # a view of a part of a matrix
     coding = Coding(NF4, tuple(part.buffer for part in stored[1:]))
     shape = shape_of(node)
     matrix = Stored(stored[0].buffer, at.strides_of(shape), coding=coding)
@@ -244,7 +244,7 @@ def _index_put(
 
 
 def _masked_put(schedule: Schedule, x: Value, masks: list[Value], number: Value) -> Value | None:
-    """Return `x` with `number` where a mask of its first dims is true."""
+    """Return `x` with `number` where the one mask, over the first dims of `x`, is true."""
     mask = masks[0]
     if len(masks) > 1 or number.size != 1 or mask.shape != x.shape[: len(mask.shape)]:
         return None
@@ -258,7 +258,7 @@ def _scatter(
     schedule: Schedule, node: Node, x: Value, dim: int, ids: Value, source: Any, **kwargs: Any
 ) -> Value | None:
     if kwargs:
-        return None  # a reduction that is not a sum
+        return None  # `reduce=...`, which has no kernel
     if isinstance(source, Value):
         for d, size in enumerate(ids.shape):
             source = values.take(schedule, source, d, 0, size, 1)
@@ -359,7 +359,7 @@ FUSING = frozenset(pointwise.SCALARS) | {
 }
 
 
-REGION_MAX = 12  # operations to look ahead for one that all uses of a value reach
+REGION_MAX = 12  # the most operations that `_converges` follows
 
 
 @dataclass(frozen=True)
@@ -471,7 +471,7 @@ class _Lowering:
             if result.dtype != DTYPES.get(node.meta["val"].dtype, result.dtype):
                 raise UsageError(_refusal(node))  # a different overload, such as view.dtype
             if result.dtype in LOADED and name not in VIEWS:
-                dtype_of(node)  # refuses to compute with it
+                dtype_of(node)  # raises for a dtype that kernels can't compute with
             self._settle(node, name, result)
         return result
 
@@ -497,7 +497,7 @@ class _Lowering:
         return fits and self._converges(node)
 
     def _converges(self, node: Node) -> bool:
-        """Return whether all uses of `node` reach one operation, through few others that fuse."""
+        """Return whether all uses of `node` soon reach one operation, through fusible ones."""
         ahead = {user for user in node.users if self._uses[user]}
         for _ in range(REGION_MAX):
             first = min(ahead, key=self._order.__getitem__)

@@ -240,7 +240,7 @@ def counting(start: float, step: float, shape: Sequence[int], dim: int, dtype: s
     return Value(tuple(shape), dtype, read, cost=1)
 
 
-_COST = 8  # dtype of a reduction's result
+_COST = 8  # of one element of a reduction's result
 # A workgroup computes one result. Long folds to few results take two steps, to use more workgroups.
 _LONG_FOLD = 2**14
 _PARTS_MAX = 1024

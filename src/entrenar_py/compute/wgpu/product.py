@@ -1,6 +1,6 @@
 """The kernel of a float32 matrix product, and the checks of its sizes and strides.
 
-`tiles` chooses the tiling, and `product_text` writes the WGSL.
+`tiles` chooses the tiling, and `write` returns the WGSL.
 """
 
 from __future__ import annotations

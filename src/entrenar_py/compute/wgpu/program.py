@@ -85,7 +85,7 @@ class Plan:
 
 
 def plan(lowered: Lowered, given: Collection[Buffer]) -> Plan:
-    """Return the plan for a graph; only its inputs `given` change between runs."""
+    """Return the plan for `lowered`; only the input buffers `given` change between runs."""
     changing = _changing(lowered.steps, given)
     once = tuple(step for step in lowered.steps if step.writes not in changing)
     steps = tuple(step for step in lowered.steps if step.writes in changing)

@@ -103,7 +103,7 @@ class Resident:
         return graphs[key]
 
     def inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs of the graph of a function with the arguments `given`."""
+        """Return the inputs of the graph of a function that is called with the tensors `given`."""
         return [*self._inputs(given), *self._resident()]
 
     def _function(self, body: Body, num_given: int) -> Function:
@@ -175,8 +175,8 @@ class ResidentStep:
     def _masks(self, batch: Sequence[Tensor], num_samples: int, drop: DropFunction) -> list[Tensor]:
         """Return dropout's masks (`drop` applied to ones) in the order of their use.
 
-        The list is empty if `drop` is the identity. For a workload that itself draws, it has the
-        key.
+        The list is empty if `drop` is the identity. If the workload draws its random numbers
+        itself, the list has only their key.
         """
         if self._workload.draws:
             drawn = draws.key_of(drop)

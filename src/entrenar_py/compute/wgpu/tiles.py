@@ -65,7 +65,8 @@ class Layout:
 class Product:
     """c[i, m, n] = finish(sum over k of a[i, m, k] * b[i, k, n]), with `finish` the epilogue.
 
-    `batch` has the sizes of the dimensions that i indexes. Each layout has a stride for each.
+    `batch` has the sizes of the dimensions that i indexes. Each layout has a stride for each of
+    them.
     """
 
     batch: tuple[int, ...] = ()
@@ -141,8 +142,8 @@ class Tiling:
         return memory and self.num_threads <= limits.invocations_max
 
 
-# Each kind is in order of preference, with variants for adapters with less workgroup memory.
-# docs/benchmarks.md has the measurements.
+# The tilings of each kind in order of preference, with variants for adapters with less workgroup
+# memory. docs/benchmarks.md has the measurements.
 LARGE = (
     Tiling(m=128, n=128, k=16, thread_m=8, thread_n=8, double=True),
     Tiling(m=128, n=128, k=16, thread_m=8, thread_n=8),

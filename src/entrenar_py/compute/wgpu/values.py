@@ -146,7 +146,7 @@ class Schedule:
         return value
 
     def strided(self, value: Value) -> Stored:
-        """Store `value` or the value that it views; return the memory of `value`, any strides."""
+        """Return the memory of `value`, with any strides; stores it, or the value that it views."""
         if value.stored is None and value.view is not None:
             base, again = value.view
             if base.size <= value.size:

@@ -1,1 +1,1 @@
-"""Configuration files, read with the place of each value and with messages on wrong values."""
+"""Reading of configuration files, with the line of each value and a message for each wrong one."""

@@ -1,8 +1,4 @@
-"""A composer: turns the bytes of a YAML file into a tree with the line and column of each value.
-
-A hostile file costs little: bytes, nodes and depth are limited, an alias counts as many nodes as
-its target, and no tag creates an object. This module knows nothing about contracts.
-"""
+"""A YAML composer: turns the bytes of a file into a tree with the line and column of each value."""
 
 from __future__ import annotations
 
@@ -19,9 +15,10 @@ from entrenar_py.shared.untrusted import escaping, files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A value and its place. `size` counts this node and all below it, with aliases expanded.
+    """A value and its place in the file.
 
-    `height` is the number of levels, 1 for a scalar.
+    `size` counts this node and all nodes below it, with aliases expanded. `height` is the number of
+    levels, 1 for a scalar.
     """
 
     at: Position
@@ -31,7 +28,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarNode(Node):
-    """A scalar: `text` as written; `value` is None, bool, int, float or str (YAML 1.1)."""
+    """A scalar. `text` is as written; `value` is None, bool, int, float or str by YAML 1.1."""
 
     text: str
     value: Any
@@ -46,7 +43,7 @@ class ListNode(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapNode(Node):
-    """A mapping. Keys are texts as written (`yes` stays "yes"); `keys` holds their places."""
+    """A mapping. Its keys are texts as written (`yes` stays "yes"); `keys` has their places."""
 
     fields: dict[str, Node]
     keys: dict[str, Position]
@@ -63,7 +60,8 @@ def plain(node: Node) -> Any:
 
 
 TAG = "tag:yaml.org,2002:"
-# YAML 1.1 reads 1:1:1 in base 60, in time quadratic in the length. Longer text is not a number.
+# YAML 1.1 reads 1:1:1 in base 60, in time quadratic in its length. Text longer than this stays
+# text.
 NUMBER_CHARS_MAX = 100
 
 _RESOLVER: Any = yaml.resolver.Resolver()
@@ -79,9 +77,10 @@ _BUILDERS: dict[str, Callable[[yaml.ScalarNode], Any]] = {
 
 
 def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
-    """Return the scalar of a `yaml.ScalarEvent`. Record an error if its tag doesn't fit.
+    """Return the scalar of a `yaml.ScalarEvent`. Record an error if its text doesn't fit its tag.
 
-    Only int, float, bool and null are converted. Dates, other kinds and errors remain text.
+    Only int, float, bool and null are converted. Dates, other kinds of values, and values with
+    errors remain text.
     """
     text: str = event.value
     tag = event.tag or _implicit_tag(event)
@@ -91,7 +90,7 @@ def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
     else:
         try:
             value = _build(tag, text)
-        except (ValueError, KeyError, IndexError):  # raised by SafeConstructor for such text
+        except (ValueError, KeyError, IndexError):  # SafeConstructor found a wrong text
             kind = tag.removeprefix(TAG)
             given = escaping.shortened(text, chars_max=80)
             problems.error(at, f"{given!r} is no {kind}; quote it to make it text")
@@ -99,7 +98,7 @@ def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
 
 
 def tag_message(tag: str) -> str:
-    """Return the error message for a tag that is not allowed."""
+    """Return the error message for a YAML tag that is not allowed."""
     return (
         f"tag {tag!r}: no tag builds an object here; allowed are !!str !!int !!float !!bool !!null"
     )
@@ -130,7 +129,7 @@ CONTRACT_FORM = "a contract is a mapping (metadata, clauses, ...)"
 
 
 def load(path: Path, problems: Problems, *, form: str = CONTRACT_FORM) -> MapNode | None:
-    """Return the tree of the file at `path`, or record a problem and return None."""
+    """Return the tree of the file at `path`. If there is a problem, record it and return None."""
     data = read(path, problems)
     return None if data is None else compose(data, str(path), problems, form=form)
 
@@ -151,10 +150,10 @@ def read(path: Path, problems: Problems) -> bytes | None:
 def compose(
     data: bytes, file: str, problems: Problems, *, form: str = CONTRACT_FORM
 ) -> MapNode | None:
-    """Return the tree of the only document in `data`, or record a problem and return None.
+    """Return the tree of `data`, which must be one document, or record a problem and return None.
 
-    If the document isn't a mapping, the message says with `form` what was expected. Duplicate keys,
-    unknown tags and keys that aren't text are problems, too, but a tree is returned.
+    `form` completes the message about a document that isn't a mapping: what was expected. Duplicate
+    keys, unknown tags and keys that aren't text are also problems, but the tree is returned.
     """
     root = _document(data, file, problems)
     if root is None or isinstance(root, MapNode):
@@ -164,7 +163,7 @@ def compose(
 
 
 def compose_list(data: bytes, file: str, problems: Problems, *, form: str) -> ListNode | None:
-    """Return the list that is the only document in `data`, or record a problem and return None."""
+    """Return the list in `data`, the only document, or record a problem and return None."""
     root = _document(data, file, problems)
     if root is None or isinstance(root, ListNode):
         return root
@@ -173,7 +172,7 @@ def compose_list(data: bytes, file: str, problems: Problems, *, form: str) -> Li
 
 
 def _document(data: bytes, file: str, problems: Problems) -> Node | None:
-    """Return the root of the only document in `data`, or None after recording why there is none."""
+    """Return the root of the only document in `data`. If there is none, record why; return None."""
     text = _decode(data, file, problems)
     if text is None:
         return None
@@ -230,7 +229,7 @@ def _words(error: yaml.MarkedYAMLError, text: str, at: Position) -> str:
 
 @dataclass(slots=True)
 class _Open:
-    """A list or mapping that has not ended yet; a list has no `keys`."""
+    """A list or mapping during parsing, before its end event. `keys` is None for a list."""
 
     at: Position
     anchor: str | None
@@ -256,7 +255,7 @@ class _Composer:
         return Position(self._file, mark.line + 1, mark.column + 1)
 
     def take(self, event: yaml.Event) -> None:
-        """Add one event. Raises ComposerError if the document must be refused as a whole."""
+        """Add one parser event. Raises ComposerError if the document must be refused as a whole."""
         if isinstance(event, yaml.ScalarEvent):
             node = resolve(event, self.position(event.start_mark), self._problems)
             self._count(1, event)
@@ -349,7 +348,7 @@ class _Composer:
         )
 
     def _merge(self, top: _Open, merged: Node) -> None:
-        """Add the keys under `<<` that `top` lacks. If several sources have one, the first wins."""
+        """Add to `top` the keys under `<<` that it lacks; the first source of a key wins."""
         for source in merged.items if isinstance(merged, ListNode) else (merged,):
             if not isinstance(source, MapNode):
                 self._problems.error(top.keys["<<"], "<< takes a mapping or a list of mappings")

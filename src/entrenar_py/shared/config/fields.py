@@ -1,9 +1,9 @@
-"""A reader of one mapping of a file, field by field. A wrong shape is a problem, never a crash.
+"""A reader of one YAML mapping, field by field. A wrong value is a recorded problem, never a crash.
 
-It reads contracts, the coordinator's configurations, lists of workers and files of earlier
-frameworks. Each method returns a usable value even after an error, so that one load finds all
-problems. `error` and `warn` put the mapping's name before a message. `refuse` is for messages that
-already name the key and its value.
+Contracts, the coordinator's configurations, lists of workers and files of earlier frameworks are
+read with it. Each method returns a usable value even after an error, so that one load finds all
+problems. `error` and `warn` put the mapping's name before a message. `refuse` takes a message that
+already names the key and its value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAGS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 class Record:
-    """A mapping with `known` keys; messages call it `what` (`clause F-DP-001`)."""
+    """A mapping with the keys `known`. Messages call it `what`, such as `clause F-DP-001`."""
 
     def __init__(
         self, node: MapNode, *, what: str, known: Collection[str], problems: Problems
@@ -33,27 +33,28 @@ class Record:
         self.node, self.what, self.known, self.problems = node, what, known, problems
 
     def error(self, key: str, message: str, *, rule: str = "") -> None:
-        """Record an error at the value of `key`, or at the mapping if it has no such key."""
+        """Record an error at the value of `key`, or at the mapping if it lacks the key."""
         self.problems.error(self.place(key), f"{self.what}: {message}", rule=rule)
 
     def refuse(self, key: str, message: str) -> None:
-        """Record an error that names the key itself, at the key's value."""
+        """Record an error at the value of `key`. `message` names the key itself."""
         self.problems.error(self.place(key), message)
 
     def warn(self, key: str, message: str, *, rule: str = "") -> None:
-        """Record a warning at the value of `key`, or at the mapping if it has no such key."""
+        """Record a warning at the value of `key`, or at the mapping if it lacks the key."""
         self.problems.warn(self.place(key), f"{self.what}: {message}", rule=rule)
 
     def warn_unread(self, *, read_elsewhere: Collection[str] = ()) -> None:
-        """Warn about every key that is neither known nor read elsewhere."""
+        """Warn about every key that is neither in `known` nor in `read_elsewhere`."""
         for key in self.node.keys:
             if key in self.node.fields and key not in self.known and key not in read_elsewhere:
                 self._warn_unread(key)
 
     def extra(self, kind: str, *, read_elsewhere: Collection[str] = ()) -> dict[str, Any]:
-        """Return the keys that are neither known nor read elsewhere, with values as plain data.
+        """Return the keys that are neither in `known` nor in `read_elsewhere`, with plain values.
 
-        A key that looks misspelled is a warning. All others in mappings of one `kind` share a note.
+        A key that looks like a misspelling is a warning. For all others, one note per `kind` of
+        mapping is recorded.
         """
         data = {}
         for key, child in self.node.fields.items():
@@ -71,7 +72,7 @@ class Record:
         self.problems.warn(self.node.keys[key], f"{self.what}: key {key!r} is not read{hint}")
 
     def place(self, key: str) -> Position:
-        """Return the place of the value of `key`, or of the mapping if it has no such key."""
+        """Return the place of the value of `key`, or of the mapping if it lacks the key."""
         value_node = self.node.fields.get(key)
         return self.node.at if value_node is None else value_node.at
 
@@ -83,18 +84,18 @@ class Record:
         return value_node
 
     def text(self, key: str) -> str:
-        """Return the text of `key` as written, "" if missing. A list of texts is joined by `; `."""
+        """Return the text of `key` as written, "" if missing. A list is joined by `; `."""
         return "; ".join(self.texts(key))
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return the non-blank texts of `key`; a single text counts as a list of one.
 
-        A list item that YAML reads as a mapping (`- so it is: a = b`) also counts as a text.
+        A list item that YAML reads as a mapping (`- note: a = b`) also counts as a text.
         """
         return tuple(item.text.strip() for item in self.scalars(key, prose=True))
 
     def scalars(self, key: str, *, prose: bool = False) -> tuple[ScalarNode, ...]:
-        """Return the texts of `key` and their places; with `prose`, also list items like `a: b`."""
+        """Return the texts of `key` with their places; `prose` allows list items like `a: b`."""
         node = self.present(key)
         if node is None:
             return ()
@@ -114,7 +115,7 @@ class Record:
         return text
 
     def identifier(self) -> str:
-        """Return the text of `id`. If there is none, record an error and return ""."""
+        """Return the text of `id`. If it is missing, record an error and return ""."""
         node = self.present("id")
         if isinstance(node, ScalarNode) and node.text.strip():
             return node.text.strip()
@@ -134,9 +135,9 @@ class Record:
     def choice(
         self, key: str, allowed: Collection[str], *, words: Mapping[str, str] | None = None
     ) -> str | None:
-        """Return the value of `key` if allowed, else None; `words` maps synonyms to allowed values.
+        """Return the value of `key` if it is in `allowed`, else record an error and return None.
 
-        A value that is not allowed is recorded as an error.
+        `words` maps synonyms to allowed values. A missing key is no error.
         """
         node = self.present(key)
         if node is None:
@@ -149,10 +150,7 @@ class Record:
         return None
 
     def read_as(self, kind: type[T], /, **values: Any) -> T:
-        """Return an instance of the dataclass `kind`. `values` holds fields that were already read.
-
-        Any other field of type `str` or `tuple[str, ...]` is read from the key of the same name.
-        """
+        """Return an instance of the dataclass `kind`; `values` are fields already read."""
         readers: dict[str, Callable[[str], Any]] = {"str": self.text, "tuple[str, ...]": self.texts}
         for field in fields(kind):  # type: ignore[arg-type]
             if field.name not in values and str(field.type) in readers:
@@ -203,7 +201,7 @@ class Record:
         return record
 
     def attempt(self, key: str, read: Callable[[], T]) -> T | None:
-        """Return what `read` returns, or None after recording its UsageError at `key`."""
+        """Return the result of `read()`, or None after recording its UsageError at `key`."""
         try:
             return read()
         except UsageError as error:
@@ -211,10 +209,7 @@ class Record:
             return None
 
     def numbers(self, key: str, kind: Callable[..., T], known: Collection[str]) -> T:
-        """Return `kind` called with the numbers in the mapping at `key`, which has `known` keys.
-
-        A UsageError of `kind` is recorded at the key that its `field` names.
-        """
+        """Return `kind(**numbers)` for the numbers at `key`, a mapping with the keys `known`."""
         record = self.block(key, known)
         if record is None:
             return kind()
@@ -226,7 +221,7 @@ class Record:
             return kind()
 
     def data(self, key: str) -> dict[str, Any]:
-        """Return the mapping at `key` as plain data; {key: value} for a non-mapping, {} if none."""
+        """Return the mapping at `key` as plain data: {} if missing, {key: value} for other data."""
         node = self.present(key)
         if node is None:
             return {}
@@ -239,13 +234,13 @@ class Record:
         return isinstance(node, ScalarNode) and _percentage(node) is not None
 
     def amount(self, key: str) -> float | None:
-        """Return the number at `key`, as `number()` does, or a percentage: 0.01 for `1%`."""
+        """Return `number(key)`, and a percentage as a fraction: 0.01 for `1%`."""
         node = self.present(key)
         share = _percentage(node) if isinstance(node, ScalarNode) else None
         return self.number(key) if share is None else share
 
     def maps(self, key: str) -> tuple[MapNode, ...]:
-        """Return the mappings in the list `key`, () if missing; anything else is an error."""
+        """Return the mappings in the list at `key`, () if missing. Anything else is an error."""
         node = self.present(key)
         if node is None:
             return ()
@@ -275,7 +270,7 @@ def _percentage(node: ScalarNode) -> float | None:
 
 
 def _sentence(node: Node, *, colon: bool) -> ScalarNode | None:
-    """Return `node` if it is a scalar; with `colon`, turn a mapping of one key into text `a: b`."""
+    """Return `node` if it is a scalar. With `colon`, make a mapping of one key a text `a: b`."""
     if isinstance(node, ScalarNode):
         return node
     if colon and isinstance(node, MapNode) and len(node.fields) == 1:

@@ -1,7 +1,7 @@
-"""A collection of the problems of a contract with their places, reported or raised all at once.
+"""The problems of a contract with their places, reported or raised all at once.
 
-An error makes the contract invalid. A warning becomes an error with `--strict`. A note describes
-how something valid was read, and is never an error. The readers and rules choose the level.
+An error makes the contract invalid. A warning becomes an error with `--strict`. A note says how
+something valid was read, and is never an error. The readers and the rules choose the level.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from entrenar_py.shared.errors import ContractError, did_you_mean
 from entrenar_py.shared.untrusted import escaping
 
 MESSAGE_CHARS_MAX = 500
-# Comparisons with known names per file. After these, unknown names get no more hints.
+# The most comparisons with known names per file. After these, unknown names get no more hints.
 COMPARISONS_MAX = 20_000
-# A misspelling has at most this length, and at least this difflib ratio to a known name.
+# An unknown name is a misspelling if it has at most this length, and at least this difflib ratio to
+# a known name.
 SLIP_CHARS_MAX, SLIP = 64, 0.8
 
 Level = Literal["error", "warning", "note"]
@@ -38,9 +39,9 @@ class Position:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Problem:
-    """A message about a place. `message` may quote the file unescaped; `line` is safe to print.
+    """A message about a place in a file. `message` may quote the file; `line` is safe to print.
 
-    `rule` is the id of the rule that is broken, or "" for a problem that belongs to no rule.
+    `rule` is the id of the broken rule, or "" for a problem that belongs to no rule.
     """
 
     at: Position
@@ -50,7 +51,7 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """`file:line:column: level: message`, as compilers print it, on one printable line."""
+        """The problem on one printable line, `file:line:column: level: message`."""
         message = escaping.shortened(escaping.line(self.message), chars_max=MESSAGE_CHARS_MAX)
         return f"{escaping.line(self.at)}: {self.level}: {message}"
 
@@ -77,12 +78,12 @@ class Problems:
         self._found.append(Problem(at, "note", message, rule))
 
     def unread(self, at: Position, kind: str, key: str) -> None:
-        """Record a key that no reader knows; all keys of one `kind` of mapping share a note."""
+        """Record a key that no reader knows; mappings of one `kind` share a note on such keys."""
         _, keys = self._unread.setdefault(kind, (at, Counter()))
         keys[key] += 1
 
     def is_near(self, name: str, known: Collection[str]) -> bool:
-        """Return whether the unknown `name` looks like a misspelling of a `known` name."""
+        """Return whether the unknown `name` looks like a misspelling of a name in `known`."""
         if len(known) > self._comparisons_left:
             return False
         self._comparisons_left -= len(known)
@@ -91,7 +92,7 @@ class Problems:
     def hint(self, name: str, known: Collection[str], *, otherwise: str | None = None) -> str:
         """Return the end of a message about an unknown name: `; did you mean 'x'?`, or `otherwise`.
 
-        If `otherwise` is None, list the known names the first time in a file; later return "".
+        If `otherwise` is None, the end lists the known names, once per file, and is "" afterwards.
         """
         names = tuple(known)
         near = self._near(name, names)
@@ -104,14 +105,14 @@ class Problems:
 
     @property
     def all(self) -> tuple[Problem, ...]:
-        """Errors, warnings and notes in the order of the file, without duplicates."""
+        """All errors, warnings and notes in the order of the file, without duplicates."""
         return tuple(dict.fromkeys(sorted([*self._found, *self._notes_on_keys()])))
 
     def settle(self, *, strict: bool) -> tuple[Problem, ...]:
         """Return the warnings and notes in the order of the file, without duplicates.
 
-        Raises ContractError with all errors (`file:line:column: error: ...`). If `strict`, each
-        warning is raised as an error, too.
+        Raises ContractError with all errors (`file:line:column: error: ...`). With `strict`,
+        warnings are raised as errors, too.
         """
         levels = ("error", "warning") if strict else ("error",)
         errors = [

@@ -1,1 +1,1 @@
-"""Output for people: pages, charts, the terminal, and the writing of files."""
+"""Output for people: HTML pages, charts, the terminal, and the writing of files."""

@@ -1,8 +1,8 @@
-"""Common parts of command lines: parsing the values of options, and writing files.
+"""Parsers for the values of command-line options, and the writing of output files.
 
-The function for the type of an option parses the text of a value, as called by argparse. Each
-raises argparse.ArgumentTypeError with the text and the allowed values. A file is checked before the
-run, which may take minutes, and written after it.
+A parser is the `type` of an option in argparse. It raises argparse.ArgumentTypeError with the text
+and the allowed values. The path of an output file is checked before the run, which may take
+minutes, and written after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from entrenar_py.shared.untrusted import escaping
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Return the words of a comma-separated list, at least one."""
+    """Return the words of a comma-separated list. Raises for an empty list."""
     parts = tuple(word.strip() for word in text.split(",") if word.strip())
     if not parts:
         raise argparse.ArgumentTypeError(f"{text!r}: use one or more words, with commas between")
@@ -27,7 +27,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def severities(text: str) -> tuple[str, ...]:
-    """Return the severities of a comma-separated list."""
+    """Return the clause severities in a comma-separated list."""
     parts = words(text)
     if not set(parts) <= {"P0", "P1", "P2"}:
         raise argparse.ArgumentTypeError(f"{text!r}: use P0, P1 or P2, with commas between")
@@ -35,19 +35,19 @@ def severities(text: str) -> tuple[str, ...]:
 
 
 def natural(text: str, *, least: int = 0) -> int:
-    """Return a whole number from `least` to 10^18 - 1."""
+    """Return the integer that `text` spells, from `least` to 10^18 - 1."""
     if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) >= least):
         raise argparse.ArgumentTypeError(f"{text!r}: use a whole number from {least} to 10^18 - 1")
     return int(text)
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return the whole numbers, from 1, of a comma-separated list."""
+    """Return the integers, each at least 1, of a comma-separated list."""
     return tuple(natural(word, least=1) for word in words(text))
 
 
 def seconds(text: str) -> float:
-    """Return a finite number of seconds above 0."""
+    """Return the number of seconds that `text` spells, finite and above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -58,11 +58,11 @@ def seconds(text: str) -> float:
 
 
 def require_writable(path: Path, option: str, *, variable: str = "") -> None:
-    """Require that a file can be written at `path`, without creating or opening it.
+    """Check that a file can be written at `path`, without creating or opening it.
 
-    The path comes from `option` (`json`), or from the environment's `variable` if given. Raises
-    UsageError with field `option` for a directory, a missing folder, a pipe, a socket, or missing
-    permission.
+    `option` (such as `json`) supplied the path, or the environment variable `variable` if that is
+    not "". Raises UsageError with field `option` for a directory, a missing folder, a pipe, a
+    socket, or missing permission.
     """
     problem = _problem(path)
     if problem:
@@ -71,7 +71,7 @@ def require_writable(path: Path, option: str, *, variable: str = "") -> None:
 
 
 def _problem(path: Path) -> str:
-    """Return why no file can be written at `path` and what to do, or "" if it can."""
+    """Return why no file can be written at `path`, and what to do; "" if one can."""
     target = Path(os.path.realpath(path))  # for a link, check its target
     try:
         mode = target.stat().st_mode

@@ -14,14 +14,10 @@ from entrenar_py.shared.untrusted import escaping, printing
 
 
 class PatientConsole(Console):
-    """A console that continues silently if its reader (`head`, `less`) closes or the disk is full.
-
-    The exit code then still gives the verdict, and requested files are still written. Control
-    characters in printed texts are made visible; only this console's own escapes have an effect.
-    """
+    """A console that stays silent once its reader (`head`, `less`) ended or the disk is full."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; `printing.lost` reports afterwards whether something could not be written."""
+        """Print as `Console.print` does. `printing.lost` later reports whether output was lost."""
         try:
             super().print(*objects, **options)
         except OSError as error:
@@ -29,7 +25,7 @@ class PatientConsole(Console):
             printing.give_up(error)
 
     def on_broken_pipe(self) -> None:
-        """Discard further output, including what the interpreter flushes when it exits."""
+        """Discard later output, including what the interpreter flushes when it exits."""
         self.quiet = True
         printing.give_up(BrokenPipeError())
 
@@ -45,7 +41,7 @@ class PatientConsole(Console):
 
 
 def standard_output(*, color: bool) -> Console:
-    """Return a console on standard output, without colours and styles unless `color`.
+    """Return a console on standard output, plain unless `color`.
 
     No text is interpreted as markup. Characters that the encoding of standard output lacks are
     escaped (`\\u03b1`), since a name in a contract may be in any script.

@@ -1,7 +1,7 @@
 """Self-contained HTML pages: their frame and style, and line charts as inline SVG.
 
-A page's policy allows no scripts and no requests. Charts have no styles of their own. Overlapping
-lines stay visible, because each line is thinner than the line below it.
+A page's content security policy allows no scripts and no requests. Charts use the page's style
+sheet. Overlapping lines stay visible, because each line is thinner than the line below it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ END = "</body>\n</html>"
 
 
 def begin(title: str) -> Iterator[str]:
-    """Yield the lines of a page called `title`, which is escaped here, up to its body."""
+    """Yield the lines of an HTML page up to its body. `title` is escaped here."""
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -39,7 +39,7 @@ Points = tuple[tuple[int, float], ...]  # step and value, ascending
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a chart with its label. `colour` is the index of one of the page's colours."""
+    """One line of a chart with its label. `colour` is an index into the page's colours."""
 
     label: str
     points: Points
@@ -144,7 +144,7 @@ def _value_ticks(axis: _Axis, values: Sequence[float]) -> Iterator[tuple[float, 
 
 
 def _round(span: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that fits `span` at most _TICKS times."""
+    """Return the smallest 1, 2 or 5 times 10^n that fits into `span` at most _TICKS times."""
     least = span / _TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))

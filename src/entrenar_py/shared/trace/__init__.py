@@ -1,4 +1,4 @@
-"""The trace of one run: its events (`events`), and the chained file that holds them (`ledger`)."""
+"""The trace of one run: its events (`events`), and its file, a chain of lines (`ledger`)."""
 
 from __future__ import annotations
 

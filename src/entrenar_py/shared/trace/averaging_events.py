@@ -26,14 +26,14 @@ class Averaged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard(Event):
-    """Workers received the average of `part` of the gradient of `step`, under the schedule `case`.
+    """Workers received the average of `part` of the gradient of `step`; `case` is the schedule.
 
-    - `digest`: the digest of its bytes, "different" if workers received different bytes, None if no
-      worker received any.
-    - `poisoned`: whether a term is not finite.
+    - `digest`: the digest of the average's bytes; "different" if workers received different bytes,
+      None if no worker received an average.
+    - `poisoned`: whether a term of the average is not finite.
     - `roundings`: the largest deviation, at `element`, from the exact weighted mean of the known
-      terms. The unit is the error of one rounding to float32 and of the float64 roundings. None
-      without a digest.
+      terms, in units of the rounding bound (one rounding to float32, and the float64 roundings).
+      None if `digest` is.
     """
 
     case: str

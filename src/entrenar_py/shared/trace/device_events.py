@@ -12,15 +12,15 @@ from entrenar_py.shared.trace.tensors import Tensors
 class Stepped(Event):
     """A device computed loss and gradients of `num_samples` samples, in call `step` of the run.
 
-    The costs are counted at the interface of the device library.
+    Costs (such as `submissions` and `upload_bytes`) are counted as calls of the device library.
 
-    - `given`: identifies weights, samples and masks: equal texts mean equal inputs.
+    - `given`: a text that identifies weights, samples and masks. Equal texts mean equal inputs.
     - `earlier`: the number of earlier steps of this replica with the same number of samples.
     - `declared_bytes`: the size of the `num_inputs` inputs, at 4 bytes per element.
-    - `compiled`: the number of shaders and pipelines.
+    - `compiled`: the number of shaders and pipelines that were compiled.
     - `traced`: the number of operations on tensors without data.
-    - `on_host`: the operations that ran on the CPU meanwhile, without the look-up of samples and
-      the masks.
+    - `on_host`: the operations that ran on the CPU during the step, except the look-up of samples
+      and the drawing of masks.
     - `results`: the loss and the gradients.
     """
 
@@ -46,13 +46,13 @@ class Stepped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained(Event):
-    """A device's tensor was compared with float64. `of` names the training step or the operation.
+    """A device's tensor was compared with float64. `of` is the training step or the operation.
 
-    - `error`: the largest absolute deviation, which is at `element`. In an operation it is the
-      largest one relative to its bound.
-    - `bound`: the deviation that rounding explains there.
-    - `total_error`: the sum of the absolute deviations, 0 in an operation.
-    - `total_bound`: the part of that sum that rounding explains, 0 in an operation.
+    - `error`: the absolute deviation at `element`, where it is largest. For an operation, `element`
+      is where the deviation is largest relative to its bound.
+    - `bound`: the deviation that rounding explains at `element`.
+    - `total_error`: the sum of the absolute deviations, 0 for an operation.
+    - `total_bound`: the sum of absolute deviations that rounding explains, 0 for an operation.
     - `num_bounded`: the number of elements, out of `num_elements`, that have a bound.
     - `finite`: false if the device has a NaN or infinity where float64 has none.
     """
@@ -74,9 +74,9 @@ class Explained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisoned(Event):
-    """The inputs held a NaN, which on the CPU reaches `reached` elements of `tensor`.
+    """The inputs contained a NaN, which on the CPU reaches `reached` elements of `tensor`.
 
-    `lost` of these elements were not NaN on the device; `element` is the first lost one.
+    On the device, `lost` of these elements were not NaN; `element` is the first of them.
     """
 
     of: str
@@ -91,12 +91,12 @@ class Poisoned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined(Event):
-    """A computation was requested for which the device has no kernel.
+    """A computation was requested that the device has no kernel for.
 
-    - `error`: the exception that it raised, or None.
+    - `error`: the type of the exception that the request raised, or None.
     - `message`: the exception's message, which should contain `operation` and name a source line.
-    - `in_line`: whether the message names the requesting line.
-    - `right`: whether the result equals the CPU's, if there was no error.
+    - `in_line`: whether the message names the source line of the request.
+    - `right`: if there was no error, whether the result equals the CPU's.
     - `submissions`: the number of submissions to the device.
     """
 

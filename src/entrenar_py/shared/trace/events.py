@@ -1,8 +1,8 @@
 """The events of one run. The module `ledger` defines how they are stored.
 
-Events do not depend on the trainer: the reference trainer, a torch script and a real cluster all
-record the same ones. A field that a trainer does not reveal is None or empty, and a judge that
-needs it reports that.
+Events do not depend on the trainer: the reference trainer, a torch script and a real cluster record
+the same events. A field is None or empty if a trainer does not reveal it; a judge that needs the
+field then reports that it is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start(Event):
-    """Worker `rank` starts from this state: at the beginning, after joining, or after a resume.
+    """Worker `rank` starts from this state: at the beginning of a run, after joining, or resumed.
 
     - `step`: the next step.
     - `local`: buffers that depend on the worker's own samples.
@@ -36,8 +36,8 @@ class Start(Event):
     - `decayed`: the names of parameters with weight decay, or None if unknown.
     - `progress`: the position that a checkpoint must restore (epoch, offset, schedule step).
     - `shapes`: the shapes of whole parameters, as far as they are known.
-    - `extra`: state besides the model, by `holder/tensor`: copies of the model (averages), under
-      the names of its parameters, and frozen modules.
+    - `extra`: state besides the model, with names `holder/tensor`. It has averages of the model,
+      under the names of its parameters, and frozen modules.
     """
 
     step: int
@@ -57,27 +57,28 @@ class Start(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard(Event):
-    """Worker `rank` computed the loss and gradient of the samples `ids` (in this order).
+    """Worker `rank` computed the loss and gradient of the samples `ids`, in this order.
 
     - `shard`: the logical shard, or the rank's micro-batch index if the trainer has no shards.
     - `loss_sum`: the sum of the losses of all samples or tokens, or None if unknown.
     - `weight`: the number of these samples or tokens.
     - `finite`: true if loss and gradient hold no NaN or Inf.
-    - `draws`: identifies the random stream: a digest of the first numbers that dropout drew.
-    - `contents`: for each of `ids`, a few numbers computed from what the model was given. They are
-      equal, up to rounding, if the samples have equal contents.
-    - `gradient`: the sum over the samples, up to a factor common to all shards, if revealed.
-    - `unknown`: the reason why the samples are not known, if `ids` is empty for that.
-    - `made`: whether the script created or sampled what its model was given, from samples that it
-      had before.
-    - `slope`: the derivative, with respect to the mean loss, of the value at which the backward
-      pass began; None if unknown.
+    - `draws`: a digest of the first random numbers that dropout drew, which identifies the stream.
+    - `contents`: for each of `ids`, a few numbers computed from the model's input. Samples with
+      equal contents have equal numbers, up to rounding.
+    - `gradient`: the sum over the samples, up to a factor common to all shards; empty if not
+      revealed.
+    - `unknown`: the reason why the samples are not known, if `ids` is empty because of that.
+    - `made`: whether the script itself generated the model's input (for example by sampling), from
+      samples that it had loaded before.
+    - `slope`: the derivative of the value on which `backward` was called with respect to the mean
+      loss; None if unknown.
     - `evaluating`: whether the model was in evaluation mode, with dropout off.
-    - `evaluated`: whether a pass without gradient was made in that mode since the rank's previous
-      micro-batch.
-    - `terms`: the sums and means at which the backward pass began, as the graph shows them. Each
-      has the number of elements (0: unknown), the factor of each of them, and the numbers that it
-      was divided by, in order.
+    - `evaluated`: whether a forward pass without gradient was made in evaluation mode since the
+      rank's previous micro-batch.
+    - `terms`: the sums and means that make up the value on which `backward` was called, as the
+      autograd graph shows them. Each has its number of elements (0: unknown), the factor of each
+      element, and the numbers that it was divided by, in order.
     """
 
     step: int
@@ -101,7 +102,7 @@ class Shard(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection(Event):
-    """Worker `rank` trains only on the samples `ids` of the data set, and draws no others."""
+    """Worker `rank` draws its samples only from `ids`, a part of the data set."""
 
     rank: int
     ids: tuple[int, ...]
@@ -109,35 +110,35 @@ class Selection(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(Event):
-    """Worker `rank` took optimizer step `step`. Holds the worker's state after it.
+    """Worker `rank` took optimizer step `step`. The event has the worker's state after the step.
 
     - `loss`: the mean over `weight` samples (or tokens) that the worker reports, or None.
     - `gradient`: the averaged gradient before clipping; `grad_norm` is its L2 norm.
     - `applied_norm`: the L2 norm after clipping.
-    - `learning_rate`: the rate of this step; `rates` has the tensors with different rates.
+    - `learning_rate`: the rate of this step; `rates` has the rates of tensors that differ from it.
     - `finite`: true if the new weights hold no NaN or Inf.
 
-    Of a user's trainer:
+    Only for a user's trainer:
 
     - `local`: buffers that depend on the worker's own samples.
-    - `kept`: the tensors with a gradient that was not cleared after it was applied before, with the
-      first step that is still in it.
-    - `summed`: the numbers of the worker's shards that a tensor's gradient holds, unless these are
-      all shards of the step with a gradient for the tensor. If ranks share a model, () stands for a
-      rank with unknown shards.
-    - `edited`: the weights, right before this step, that something other than the optimizer has
-      changed since the previous update.
-    - `schedule`: the position of the learning rate's schedule.
-    - `metric`: the best value so far that the worker gave to a schedule that follows a value
+    - `kept`: the tensors with a gradient that was not cleared after an earlier step, each with the
+      first step that its gradient still contains.
+    - `summed`: for each tensor, the indices of the worker's shards that its gradient contains. A
+      tensor is left out if these are all shards of the step with a gradient for it. If ranks share
+      a model, () stands for a rank with unknown shards.
+    - `edited`: the weights, just before this step, that something other than the optimizer changed
+      after the previous update.
+    - `schedule`: the position of the learning-rate schedule.
+    - `metric`: the best value so far that the worker passed to a schedule that follows a metric
       (`ReduceLROnPlateau`).
-    - `extra`: state besides the model, as in Start. An average that is updated after the step has
-      the value of the previous step.
-    - `unclipped`: the gradient that the script gave to torch's `clip_grad_norm_`.
+    - `extra`: state besides the model, as in Start. If a script updates its average of the weights
+      after the step, this is the average after the previous step.
+    - `unclipped`: the gradient that the script passed to torch's `clip_grad_norm_`.
 
-    Of a script that moves the weights along the gradient of one pass, and computes a second
-    gradient there (sharpness-aware):
+    Only for a sharpness-aware script, which moves the weights along the gradient of one pass and
+    computes a second gradient at the new weights:
 
-    - `climbed`: the tensors that had not been moved back when the optimizer stepped.
+    - `climbed`: the tensors that were not yet moved back when the optimizer stepped.
     - `mixed`: the tensors with a first gradient that was not cleared before the second one.
     """
 
@@ -166,7 +167,7 @@ class Update(Event):
     metric: float | None = None
 
     def rate_of(self, name: str) -> float:
-        """Return the learning rate of the tensor `name`."""
+        """Return the learning rate of the tensor `name` in this step."""
         return self.rates.get(name, self.learning_rate)
 
 
@@ -174,10 +175,10 @@ class Update(Event):
 class Synchronised(Event):
     """Worker `rank` synchronised with the others after `step`, and continues from `weights`.
 
-    Recorded if workers take some steps without the others. `optimizer` is the state of the outer
-    optimizer, which all workers share; the state of the inner one is in Update. `collectives` is
-    the number of collective calls of the synchronisation, `collectives_alone` that of the worker's
-    steps before it.
+    Only workers that take some steps alone record it. `optimizer` is the state of the outer
+    optimizer, which all workers share; the state of the inner optimizer is in Update. `collectives`
+    is the number of collective calls of the synchronisation, `collectives_alone` that of the
+    worker's local steps before it.
     """
 
     step: int
@@ -191,7 +192,7 @@ class Synchronised(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership(Event):
-    """Worker `rank` joined or left (`change`) at step `step`."""
+    """Worker `rank` joined or left at step `step`; `change` says which."""
 
     step: int
     rank: int
@@ -201,7 +202,7 @@ class Membership(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected(Event):
-    """A planted fault took effect. It changed `tensor`, which is given if the fault names none."""
+    """A planted fault took effect in `tensor`, which is set even if the fault names no tensor."""
 
     fault: Mapping[str, Any]
     step: int | None = None
@@ -212,15 +213,15 @@ class Injected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit(Event):
-    """Each of `ranks` computed logical `shard` of `step`, and the copies were compared.
+    """Each of `ranks` computed logical shard `shard` of `step`, and the copies were compared.
 
     - `alike`: for each copy, the index of the first copy with the same bits.
-    - `culprit`: the rank that differed from two others, first in `element` of `tensor`; its copy
-      was discarded.
-    - `disputed`: the ranks that ever disagreed, even if they have left.
+    - `culprit`: the rank with a copy that differs from two equal ones, first in `element` of
+      `tensor`; the copy was discarded.
+    - `disputed`: the ranks that ever disagreed with another, even if they have left.
 
-    Copies of a single rank count, unless it is in `disputed`. The Shard event comes from a rank
-    that counts.
+    The copy of a single rank is used, unless the rank is in `disputed`. The Shard event comes from
+    a rank with a used copy.
     """
 
     step: int
@@ -244,7 +245,7 @@ class Planted(Event):
 class Halt(Event):
     """Training stopped on purpose at step `step`, before any update of that step.
 
-    `rank`, `shard`, `tensor` and `ids` name the culprit; `reason` is the message.
+    `rank`, `shard`, `tensor` and `ids` say where the cause is; `reason` is the message.
     """
 
     step: int
@@ -257,7 +258,7 @@ class Halt(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Event):
-    """`rank` wrote a checkpoint with this state before step `step`."""
+    """Worker `rank` wrote a checkpoint with this state before step `step`."""
 
     step: int
     rank: int
@@ -269,7 +270,7 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(Event):
-    """The gradients that `backend` produced: (name, shape, dtype) in order.
+    """The names, shapes and dtypes of the gradients that `backend` produced, in order.
 
     `backend` is "model" for the gradients that the model declares.
     """
@@ -283,7 +284,10 @@ class Manifest(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(Event):
-    """The backend chain tried `backend`, which worked (`served`) or failed with `reason`."""
+    """The fallback chain tried `backend`.
+
+    It worked if `served`, else `reason` says why it failed.
+    """
 
     backend: str
     served: bool
@@ -298,9 +302,9 @@ class Product(Event):
 
     - `shape`: (m, k, n).
     - `error_cpu`: the largest absolute difference from the CPU.
-    - `error_f64`: the absolute difference from float64 at `element`, where it is the largest one
-      relative to `bound`, its rounding bound.
-    - `stated`: true at the shape and range for which the contract gives an absolute tolerance.
+    - `error_f64`: the absolute difference from float64 at `element`, where it is largest relative
+      to its rounding bound. `bound` is that bound.
+    - `stated`: true if the contract gives an absolute tolerance for this shape and range of values.
     """
 
     backend: str
@@ -321,7 +325,7 @@ class Product(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Event):
-    """Peak memory of worker `rank` in bytes, its budget, and the estimate made beforehand.
+    """The peak memory of worker `rank` in bytes, its budget, and the estimate made before the run.
 
     On `cpu` the peak is resident memory, otherwise device memory. `reported_bytes` is the device's
     memory size, or None if it reports none.
@@ -338,7 +342,7 @@ class Memory(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held(Event):
-    """Worker `rank` starts with `held_bytes` of parameters, in pieces and in whole tensors.
+    """Worker `rank` starts with `held_bytes` of parameters, as pieces or whole tensors.
 
     `num_parts` ranks together should hold all parameters, `whole_bytes` in size, exactly once.
     """
@@ -351,9 +355,10 @@ class Held(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried(Event):
-    """A message was encoded, then decoded from `pieces` pieces; `sent` and `got` are its digests.
+    """A message was encoded, then decoded from `pieces` pieces.
 
-    `got` is None if nothing was decoded. `allocated_bytes` is the peak of memory in decoding.
+    `sent` and `got` are the digests of the message before and after; `got` is None if nothing was
+    decoded. `allocated_bytes` is the peak of memory during decoding.
     """
 
     message: str
@@ -366,10 +371,10 @@ class Carried(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Event):
-    """Damaged or malformed bytes were read. They raised `error`, or None if they were accepted.
+    """Damaged or malformed bytes were read. `error` is the exception, None if they were accepted.
 
-    `claimed_bytes` is the length that they announced, `allocated_bytes` the memory allocated for
-    it.
+    `claimed_bytes` is the length that the bytes announced, `allocated_bytes` the memory that
+    reading allocated.
     """
 
     case: str
@@ -380,7 +385,10 @@ class Refused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission(Event):
-    """A peer asked to join. `entitled`: whether it may; `let_in`: whether it was admitted."""
+    """A peer asked to join.
+
+    `entitled` says whether it may join, `let_in` whether it was admitted.
+    """
 
     case: str
     entitled: bool
@@ -390,11 +398,11 @@ class Admission(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced(Event):
-    """The average that worker `rank` holds in step `step`, compared with that of the known terms.
+    """The average that worker `rank` holds in step `step`, compared with the mean of known terms.
 
     `roundings` is the largest deviation from the float64 mean, at `element`, in units of 2^-24
     times the mean of the terms' absolute values; inf if the average is not finite. `error` is the
-    largest absolute difference of any element, or None if it was not recorded.
+    largest absolute deviation of any element, or None if it was not recorded.
     """
 
     step: int
@@ -407,10 +415,10 @@ class Reduced(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic(Event):
-    """Messages of one kind that `rank` (None: the coordinator) exchanged in the whole run.
+    """All messages of one kind that `rank` (None: the coordinator) exchanged in the run.
 
     `direction` is "sent" or "got". `peer` is the other side: "coordinator" or "worker". `bytes`
-    counts all bytes that went through the socket for them, including `payload_bytes`.
+    counts all bytes of these messages on the socket, including `payload_bytes`.
     """
 
     rank: int | None
@@ -424,7 +432,7 @@ class Traffic(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End(Event):
-    """The run is over: `completed`, `halted` (on purpose) or `failed` (see `reason`)."""
+    """The run ended: `completed`, `halted` (on purpose) or `failed` (see `reason`)."""
 
     status: str
     reason: str = ""

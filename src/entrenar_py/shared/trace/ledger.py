@@ -1,7 +1,7 @@
-"""A trace's file: JSON lines in a BLAKE3 chain.
+"""The file of a trace: JSON lines in a BLAKE3 chain.
 
-It has a header line, then one event per line. Each line has a `chain`: the BLAKE3 digest of the
-previous line's `chain` and of the line without its own `chain`. The last event is `End`, so a
+The file has a header line, then one event per line. Each line has a `chain`: the BLAKE3 digest of
+the previous line's `chain` and of this line without its `chain`. The last event is `End`, so a
 truncated file is detected, too.
 """
 
@@ -27,12 +27,12 @@ from entrenar_py.shared.untrusted import files, json_text
 
 VERSION = 1
 _AGAIN = "record the run again"
-EVENTS_MAX = 2**21  # of a judged run; a ledger that is only verified may have any length
+EVENTS_MAX = 2**21  # events of a trace to judge; a ledger that is only verified may have any length
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The first line: what is known about a run before its first event.
+    """The first line of a trace's file: the facts known before the first event.
 
     `plan` is a Scenario if the harness ran it.
     """
@@ -44,7 +44,7 @@ class Head:
 
 
 def dump_lines(trace: Trace) -> Iterator[str]:
-    """Yield the lines of the trace's file, without line ends."""
+    """Yield the lines of the file of `trace`, without line ends."""
     chain = ""
     head = Head(
         plan=trace.scenario,
@@ -58,7 +58,7 @@ def dump_lines(trace: Trace) -> Iterator[str]:
 
 
 def header(head: Head) -> dict[str, Any]:
-    """Return the record of the first line."""
+    """Return the record that is written as the first line."""
     return {
         "kind": "trace",
         "version": VERSION,
@@ -70,9 +70,10 @@ def header(head: Head) -> dict[str, Any]:
 
 
 def dump_line(chain: str, record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the line of `record` and its chain; `chain` is that of the previous line, or "".
+    """Return the JSON line of `record` and the line's chain digest.
 
-    Raises UsageError for a line that is too long to be read again.
+    `chain` is the digest of the previous line, "" for the first. Raises UsageError for a line that
+    is too long to be read again.
     """
     body = json.dumps(record, separators=(",", ":"), allow_nan=False)
     chain = _link(chain, body)
@@ -86,7 +87,7 @@ def dump_line(chain: str, record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def save(trace: Trace, path: Path) -> None:
-    """Write the trace's file. Raises UsageError if it can't be written."""
+    """Write the file of `trace` to `path`. Raises UsageError if it can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
@@ -97,7 +98,7 @@ def save(trace: Trace, path: Path) -> None:
 
 
 def load(path: Path) -> Trace:
-    """Return the trace that `save` wrote.
+    """Return the trace that `save` wrote to `path`.
 
     Raises TraceError, which names the line, for a file that is of a different version, was edited,
     reordered or truncated, or is not a trace.
@@ -128,7 +129,7 @@ def load(path: Path) -> Trace:
 
 
 def dump_events(events: Iterable[Event]) -> bytes:
-    """Return `events` as JSON lines without a chain, for sending them to another process."""
+    """Return `events` as JSON lines without a chain, to be sent to another process."""
     lines = (
         json.dumps(records.to_record(event), separators=(",", ":"), allow_nan=False)
         for event in events
@@ -137,7 +138,7 @@ def dump_events(events: Iterable[Event]) -> bytes:
 
 
 def load_events(data: bytes) -> list[Event]:
-    """Return the events that `dump_events` wrote. TraceError, naming the event, if one is bad."""
+    """Return the events that `dump_events` wrote. Raises TraceError that names a wrong event."""
     events = []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
@@ -148,11 +149,12 @@ def load_events(data: bytes) -> list[Event]:
 
 
 class Reader:
-    """Reads a trace's file line by line: its `head` at once, then each event.
+    """A reader of a trace's file: the header is read at once as `head`, then the events one by one.
 
-    `num_lines` and `num_bytes` count what was read so far; `chain` is that of the last line. Raises
-    TraceError, which names the line, for content that no writer wrote. With `cut`, a last line
-    without a line end is ignored, because its writer may have died while writing it.
+    `num_lines` and `num_bytes` count the lines and bytes read so far; `chain` is the digest of the
+    last line read. Raises TraceError, which names the line, for content that no writer wrote. With
+    `cut`, a last line without a line end is ignored, because its writer may have died while writing
+    it.
     """
 
     def __init__(self, file: BinaryIO, path: Path, *, cut: bool = False) -> None:
@@ -177,7 +179,7 @@ class Reader:
         return f"{self._path}:{self.num_lines}"
 
     def _next(self) -> dict[str, Any] | None:
-        """Return the record of the next line after checking its chain; None after the last line."""
+        """Return the record of the next line with its chain checked; None after the last line."""
         try:
             line = next(self._lines, b"")
         except OSError as error:
@@ -189,7 +191,8 @@ class Reader:
             return None
         self.num_lines += 1
         self.num_bytes += len(line)
-        # Invalid UTF-8 is escaped, so that the chain check fails and its error names the line.
+        # Invalid UTF-8 is escaped, so that the check of the chain fails with an error that names
+        # the line.
         text = line.decode(errors="backslashreplace").rstrip("\n")
         body, mark, digest = text.rpartition(',"chain":"')
         if not mark or not digest.endswith('"}'):

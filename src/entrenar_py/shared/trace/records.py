@@ -1,7 +1,7 @@
-"""Conversion of events to plain records that JSON can hold, and back.
+"""Conversion of events to dicts that JSON can hold, and back.
 
 A record may come from a file written by hand or from a lying peer. It becomes an event only if its
-values have the types in the event's annotations.
+values have the types of the event's annotations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from entrenar_py.shared.trace.events import Event
 from entrenar_py.shared.trace.script_events import FILE_BYTES_MAX, LINE_MAX, SITES, is_source_file
 from entrenar_py.shared.trace.tensors import Sketch, TensorRecord, Tensors
 
-# Every kind of event, by its name in a file.
+# The classes of events by their names in a file.
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for module in (
@@ -49,7 +49,7 @@ _ITEM_BYTES = {"bool": 1} | {
 
 
 def to_record(event: Event) -> dict[str, Any]:
-    """Return the kind and the fields of `event`, as JSON can hold them.
+    """Return the kind and the fields of `event` as a dict that JSON can hold.
 
     Raises UsageError for a value that `from_record` would refuse.
     """
@@ -57,7 +57,7 @@ def to_record(event: Event) -> dict[str, Any]:
 
 
 def from_record(record: Any) -> Event:
-    """Return the event that `to_record` wrote. Raises UsageError for anything else."""
+    """Return the event that `to_record` wrote as `record`. Raises UsageError for anything else."""
     if not isinstance(record, dict):
         raise UsageError(f"an event is a mapping, not a {type(record).__name__}")
     kind = record.get("kind")
@@ -85,13 +85,13 @@ def _read_tensor(value: Any) -> TensorRecord:
     return TensorRecord(digest, data, dtype)
 
 
-# Ranks that agree share most of their records. A record is freed when no trace holds it, because a
-# coordinator reads events for weeks.
+# Ranks that agree have equal tensors, and share their records here. The references are weak, so
+# that a coordinator, which reads events for weeks, frees a record when no trace holds it.
 _SHARED: WeakValueDictionary[str, TensorRecord] = WeakValueDictionary()
 
 
 def _of_digest(digest: str) -> TensorRecord:
-    """Return the shared record of all tensors with this digest."""
+    """Return the record, shared by all traces, of the tensors with this digest."""
     record = _SHARED.get(digest)
     if record is None:
         record = _SHARED[digest] = TensorRecord(digest)

@@ -29,10 +29,10 @@ class Trace:
     """The events of one run of `scenario`, in order.
 
     - `environment`: versions and devices.
-    - `promises`: the system's own claims: "bitwise" (the same bits for any number of workers with
-      one backend), "draws" (at least samples and masks depend on the logical shard, not on the
-      worker), "rounds" (workers synchronise every few steps).
-    - `traits`: facts of the run beyond its scenario.
+    - `promises`: the system's own claims. "bitwise": equal bits for any number of workers with one
+      backend. "draws": samples and masks depend on the logical shard, not on the worker. "rounds":
+      workers synchronise only every few steps.
+    - `traits`: facts of the run that its scenario does not state.
     """
 
     scenario: Scenario
@@ -43,16 +43,16 @@ class Trace:
 
     @classmethod
     def of_plan(cls, plan: TrainingPlan, **named: Any) -> Trace:
-        """Return the trace of one run of `plan` as that of a scenario; see `Scenario.of`."""
+        """Return the trace of a run of `plan`. `named` has the other fields of the trace."""
         return cls(scenario=Scenario.of(plan), **named)
 
     @property
     def draws_by_shard(self) -> bool:
-        """True if the system promises the same draws for any number of workers."""
+        """True if the system promises the same samples and masks for any number of workers."""
         return bool({"bitwise", "draws"}.intersection(self.promises))
 
     def of(self, kind: type[E]) -> list[E]:
-        """Return the events of one kind, in order."""
+        """Return the events of the class `kind`, in order."""
         return list(self._by_kind.get(kind, ()))
 
     @cached_property
@@ -64,12 +64,12 @@ class Trace:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of parameters by name, as far as any rank recorded them."""
+        """Parameter name -> shape, as far as any rank recorded it."""
         return {name: shape for start in self.of(Start) for name, shape in start.shapes.items()}
 
     @cached_property
     def standing(self) -> Trace:
-        """This trace without the events that a resume undid, or the trace itself if none did."""
+        """This trace without the events that a resume undid; the trace itself if there are none."""
         kept = _standing(self.events)
         return self if kept is self.events else replace(self, events=tuple(kept))
 
@@ -83,9 +83,9 @@ class Trace:
 def _standing(events: Sequence[Event]) -> Sequence[Event]:
     """Return `events` without those that a resume undid.
 
-    A resumed Start at step s undoes what its rank, and ranks that have left, recorded from step s
-    on. If all ranks had left before a Start at step s that is not resumed, it undoes the shards
-    from step s on, because no worker completed that step. Faults, halts and departures stay.
+    A resumed Start at step s undoes all events from step s on of its rank and of ranks that have
+    left. A Start at step s that is not resumed, after all ranks had left, undoes the shards from
+    step s on, because no worker completed that step. Faults, halts and departures are never undone.
     """
     if not any(isinstance(earlier, Membership) or _resumes(earlier) for earlier in events):
         return events
@@ -119,7 +119,7 @@ def _abandoned(event: Event, step: int) -> bool:
 
 
 def _undone(event: Event, ranks: set[int], back_to: int) -> bool:
-    """Return whether `event` is undone if `ranks` resume from the state before step `back_to`."""
+    """Return whether `event` is undone when `ranks` resume from the state before step `back_to`."""
     if isinstance(event, Shard | Update | Synchronised | Drawn):
         return event.rank in ranks and event.step >= back_to
     if isinstance(event, Start | Saved):

@@ -1,4 +1,4 @@
-"""Events of an observed script: what it declares, and what its ranks notice."""
+"""Events of an observed script: facts that the script declares, and facts that its ranks notice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from entrenar_py.shared.trace.events import Event
 
-# The places that a report points to, in any trace; `records` refuses all other values.
+# The places in a source file that a report points to. `records` refuses all other values.
 SiteName = str  # one of SITES
 SourceFile = str  # a path of at most FILE_BYTES_MAX bytes
 SourceLine = int  # from 1 to LINE_MAX
@@ -28,11 +28,11 @@ def is_source_file(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared(Event):
-    """The script of worker `rank` declares this about its parameters, from `step` on.
+    """The script of worker `rank` declares these facts about its parameters, from `step` on.
 
-    `frozen` names the parameters that never change, or is None if the script doesn't say. Each
-    entry of `tied` has the names of one tensor. `averages` are the labels of the averages of the
-    weights in `extra`.
+    `frozen` has the names of the parameters that never change; None means that the script doesn't
+    say. Each entry of `tied` has the names of one shared tensor. `averages` has the labels of those
+    entries of `extra` (in Start and Update) that are averages of the weights.
     """
 
     step: int
@@ -46,9 +46,10 @@ class Declared(Event):
 class Ruled(Event):
     """From `step` on, an optimizer of worker `rank` updates the tensors `names` by this rule.
 
-    `rule` is the name of a class of torch.optim, and `constants` are those of a parameter group. If
-    `derived`, the optimizer's class only derives from that class, and may update differently. If
-    the class is not from torch.optim, `rule` is "", and `derived` says that it is the script's own.
+    `rule` is the name of a class of torch.optim, and `constants` are the settings of a parameter
+    group. `derived` is true for a subclass of that class, which may update differently. For a class
+    that has nothing to do with torch.optim, `rule` is "", and `derived` says whether the script
+    itself defines it.
     """
 
     step: int
@@ -61,11 +62,12 @@ class Ruled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noticed(Event):
-    """Worker `rank` noticed this about its parameters before `step`.
+    """Worker `rank` noticed these facts about its parameters before `step`.
 
-    - `shared`: each entry has the names that one tensor had when observing began.
-    - `alike`: pairs of an embedding and a second tensor with the same values.
-    - `doubled`: the tensors that one optimizer holds twice.
+    - `shared`: the names of tensors with several names when observing began; each entry is one
+      tensor.
+    - `alike`: pairs of an embedding and another tensor with equal values.
+    - `doubled`: the tensors that an optimizer holds twice.
     - `peculiar`: the tensors that are `nan`, `inf` or `zero` (a matrix), or that look
       `uninitialised`.
     """
@@ -84,20 +86,19 @@ class Drawn(Event):
 
     - `generator`: `torch`, `numpy`, `python`, a device, or the name of a generator of the script.
     - `before`, `after`: digests of the generator's state.
-    - `part`: the index of the part of the batch that the rank draws, which other ranks may draw,
-      too.
+    - `part`: the index of the rank's part of the batch. Several ranks may have the same part.
     - `where`: the place of the draw:
 
       - `forward`: in the forward pass.
       - `backward`: in the backward pass.
-      - `recomputed`: in the backward pass, by a module that is computed again with a generator that
-        was not reset.
+      - `recomputed`: in the backward pass, by a module under activation checkpointing, with a
+        generator that was not reset.
       - `step`: in the optimizer's step.
       - `batch`: before the forward pass.
       - `loss`: between the forward and the backward pass.
       - `gradient`: between the backward pass and the optimizer's step.
-      - `loader`: while the data set was read, by the loader's `worker` if it has workers, for its
-        first samples `ids`.
+      - `loader`: while the data loader read the data set, in its process `worker` if it has
+        workers, for samples that begin with `ids`.
       - `between`: since the previous step.
     """
 
@@ -117,8 +118,8 @@ class Drawn(Event):
 class Called(Event):
     """The script of worker `rank` first calls `what` at line `line` of the file `file`.
 
-    `what` is `step` (of the optimizer), `samples` (a loader, or the report of samples), `save` (of
-    a checkpoint) or `backward` (a backward pass).
+    `what` is `step` (of the optimizer), `samples` (of a loader, or the call that reports samples),
+    `save` (of a checkpoint) or `backward` (a backward pass).
     """
 
     rank: int

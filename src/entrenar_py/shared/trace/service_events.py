@@ -1,4 +1,4 @@
-"""Events that only the ledger of a service has."""
+"""Events that occur only in the ledger of a training service."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from entrenar_py.shared.trace.events import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap(Event):
-    """This ledger starts from a checkpoint before `step`, and lacks the events before that.
+    """This ledger starts from a checkpoint before `step`, and lacks earlier events.
 
     `lines` and `digest` are the length of the earlier ledger and the digest of its last line, as
-    named by the checkpoint, or None. `reason` says why the earlier ledger is not continued.
+    the checkpoint names them; None if it names none. `reason` says why the earlier ledger is not
+    continued.
     """
 
     step: int
@@ -23,7 +24,7 @@ class Gap(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spike(Event):
-    """The gradient of `step` is far larger than those before it.
+    """The gradient of `step` is far larger than those of the previous steps.
 
     `grad_norm` is its L2 norm before clipping. `median` is the median of the norms of the previous
     `num_steps` steps.

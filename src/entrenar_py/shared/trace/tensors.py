@@ -1,4 +1,4 @@
-"""The record of a tensor: a digest of its bytes, and its values or a sketch if requested."""
+"""The record of a tensor: a digest of its bytes and, if requested, its values or a sketch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from blake3 import blake3
 if TYPE_CHECKING:
     import numpy as np
 
-PROJECTIONS = 32  # of a sketch
-SAMPLES = 16  # elements in a sketch
-_LARGE, _THREADS = 2**22, 4  # digests of tensors from _LARGE bytes on use _THREADS threads
+PROJECTIONS = 32  # numbers in a sketch's projection
+SAMPLES = 16  # most elements that a sketch keeps
+_LARGE, _THREADS = 2**22, 4  # tensors of at least _LARGE bytes are digested by _THREADS threads
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TensorRecord:
     """A tensor in a trace: its digest, and its values if the scenario requests them.
 
-    `digest` is BLAKE3 (128 bits, hex) of the raw little-endian elements in C order. `data` is the
-    base64 of the same bytes, and `dtype` a numpy dtype name. A tensor of a large model has a
-    `sketch` instead of `data`, and a different digest (`observing.sketches`).
+    `digest` is BLAKE3 (128 bits, hex) of the little-endian elements in C order. `data` is base64 of
+    the same bytes, and `dtype` a numpy dtype name. A tensor of a large model has a `sketch` instead
+    of `data`, and a digest by a different rule (`check.observing.sketches`).
     """
 
     digest: str
@@ -49,7 +49,7 @@ class TensorRecord:
     def vector(self) -> np.ndarray[Any, Any] | None:
         """Return all elements, flat, or the sketch's projection; None if neither was kept.
 
-        Either can represent the tensor in sums, multiples, distances and angles.
+        Both are linear in the tensor, so both serve in sums, multiples, distances and angles.
         """
         return self.values() if self.sketch is None else self.sketch.projected
 
@@ -62,7 +62,10 @@ class TensorRecord:
         return None if values is None else values.size
 
     def square(self) -> float | None:
-        """Return the sum of squares of all elements, estimated from a sketch; None if unknown."""
+        """Return the sum of squares of all elements, or a sketch's estimate of it.
+
+        None if unknown.
+        """
         import numpy as np
 
         if self.sketch is not None:
@@ -80,13 +83,13 @@ class Sketch:
     float64 [1 + PROJECTIONS + min(SAMPLES, size)], in this order:
 
     - `square`: the sum of the squares of all elements, NaN if unknown.
-    - `projected`: P x, where P is a fixed random matrix with E |P x|^2 = |x|^2. P is linear, and
-      the same for all tensors of one size. So sums, multiples and differences of tensors can be
-      compared by their projections.
+    - `projected`: P x, where P is a fixed random matrix with E |P x|^2 = |x|^2. All tensors of one
+      size have the same P. So sums, multiples and differences of tensors can be compared by their
+      projections.
     - `sampled`: elements at fixed places.
 
-    If a rank holds a piece of the tensor, it has a sketch of the piece at its place in the whole
-    tensor. The sketch of the whole is the sum of the sketches of all pieces.
+    A rank with a piece of the tensor makes a sketch of the whole tensor with zeros outside of the
+    piece. The sum of the sketches of all pieces is the sketch of the whole.
     """
 
     size: int
@@ -94,7 +97,7 @@ class Sketch:
 
     @property
     def square(self) -> float:
-        """The sum of the squares of all elements, NaN if unknown."""
+        """The sum of the squares of all elements; NaN if unknown."""
         return float(self.numbers[0])
 
     @property
@@ -108,7 +111,7 @@ class Sketch:
         return self.numbers[1 + PROJECTIONS :]
 
     def __add__(self, other: Sketch) -> Sketch:
-        """Return the sketch of the sum of two tensors. Its `square` is unknown."""
+        """Return the sketch of the sum of two tensors. The result's `square` is unknown."""
         total = self.numbers + other.numbers
         total[0] = math.nan
         return Sketch(self.size, total)
@@ -120,7 +123,7 @@ class Sketch:
         return Sketch(self.size, scaled)
 
     def to_text(self) -> str:
-        """Return the numbers as base64 of little-endian float64."""
+        """Return the numbers as text: base64 of little-endian float64."""
         return base64.b64encode(self.numbers.astype("<f8", copy=False).tobytes()).decode()
 
     @classmethod
@@ -135,13 +138,13 @@ class Sketch:
 
 
 def record_sketch(sketch: Sketch, dtype: str, digest: str | None = None) -> TensorRecord:
-    """Return the record of a tensor with this sketch; `digest` is by default the sketch's own."""
+    """Return the record of a tensor with this sketch; by default its digest is the sketch's."""
     digest = digest or blake3(sketch.numbers.tobytes()).hexdigest(16)
     return TensorRecord(digest, None, dtype, sketch)
 
 
 def record_tensor(tensor: np.ndarray[Any, Any], *, values: bool = False) -> TensorRecord:
-    """Return the record of a C-contiguous array of any shape. The array is not kept."""
+    """Return the record of a C-contiguous array of any shape, without keeping the array."""
     data = tensor.data.cast("B") if tensor.size else b""
     threads = _THREADS if tensor.nbytes >= _LARGE else 1
     digest = blake3(data, max_threads=threads).hexdigest(16)

@@ -1,7 +1,7 @@
-"""Events of a script with a model of token ids: the scope of each loss, and what outputs depend on.
+"""Events of a script with a language model: the tokens that a loss counts, and probes of the model.
 
-A rank with a probed model passes micro-batches through it again, with different tokens. It records
-how much the outputs change; the judge decides what that means.
+To probe its model, a rank passes micro-batches through it again with some tokens replaced, and
+records how much the outputs change. The judge decides what the changes mean.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from entrenar_py.shared.trace.events import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens(Event):
-    """Worker `rank` gave its model token ids, `rows` x `positions`, in a micro-batch of `step`.
+    """Worker `rank` passed `rows` x `positions` token ids to its model in a micro-batch of `step`.
 
-    - `padding`: the number of tokens that a mask or the embedding's `padding_idx` shows as padding.
-    - `documents`: the number of documents in rows that hold several; `shown` is the argument that
-      shows them.
-    - `begun`: the number of documents (or rows) that begin with the model's BOS token, None if
-      that token is unknown.
-    - `doubled`: the number of those that begin with it twice, None if it is unknown.
-    - `tied`: whether the embeddings of the first and the last layer have the same values; None if
-      the model doesn't declare them tied.
-    - `recomputed`: whether modules were called within the step's backward passes.
-    - `problem`: the reason why the model was not probed, "" if it was.
+    - `padding`: the number of padding tokens, by a mask or by the embedding's `padding_idx`.
+    - `documents`: the number of documents in rows with several (packed) documents; `shown` is the
+      argument of the model that shows where they begin.
+    - `begun`: the number of documents (or rows) that begin with the model's BOS token; None if the
+      token is unknown.
+    - `doubled`: the number of documents (or rows) that begin with two BOS tokens; None if the token
+      is unknown.
+    - `tied`: whether the input embedding and the output layer have equal values; None if the model
+      doesn't declare them tied.
+    - `recomputed`: whether modules were called within the step's backward passes (activation
+      checkpointing).
+    - `problem`: the reason why the model was not probed; "" if it was.
     """
 
     step: int
@@ -47,15 +49,15 @@ class Scored(Event):
     """Worker `rank` computed a cross-entropy over its tokens in a micro-batch of `step`.
 
     - `call`: the index of the loss within the micro-batch.
-    - `counted`: the number of its targets that are not ignored.
-    - `least`, `most`: the range of the factors of the counted tokens' losses in the value at which
-      the backward pass began; `dtype` is the dtype of these numbers.
-    - `known`: the number of counted targets with three known tokens: the token at the target's
-      place in the row, the next one and the one after that.
-    - `matches`: for each of these three, how many targets equal it.
-    - `padded`: the number of counted targets at the place of a padding token.
+    - `counted`: the number of targets that are not ignored.
+    - `least`, `most`: the range of the factors with which the counted targets' losses enter the
+      value on which `backward` was called; `dtype` is the dtype of the factors.
+    - `known`: the number of counted targets for which three input tokens are known: the token at
+      the target's position, the next one and the one after that.
+    - `matches`: for each of these three tokens, the number of targets that equal it.
+    - `padded`: the number of counted targets at the position of a padding token.
     - `crossing`: the number of counted targets that are the first token of the next document.
-    - `tokens_crossing`: the number of different tokens among these.
+    - `tokens_crossing`: the number of distinct tokens among the `crossing` targets.
     """
 
     step: int
@@ -75,16 +77,16 @@ class Scored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reread(Event):
-    """Worker `rank` passed a micro-batch of `step` through its model again, with different tokens.
+    """Worker `rank` passed a micro-batch of `step` through its model again, some tokens replaced.
 
-    - `replaced`: `later` (all tokens from position `cut` on), `padding`, or `earlier` documents
-      (all but the last in each row).
+    - `replaced`: which tokens were replaced: `later` (all from position `cut` on), `padding`, or
+      `earlier` (all documents but the last in each row).
     - `still`: the largest change of an output that must not change, at `position` of `row`.
     - `moved`: the largest change of the other outputs.
     - `own`: the largest change of the outputs at the first replaced position.
-    - `loss`: the change of the loss that the model returned, None if it returned none.
-    - `noise`: the largest change of a row that keeps its tokens.
-    - `scale`: the largest output.
+    - `loss`: the change of the loss that the model returned; None if it returned no loss.
+    - `noise`: the largest change of an output in a row without replaced tokens.
+    - `scale`: the largest absolute output.
     - `unit`: the rounding unit of the dtype of the computation.
     """
 
@@ -108,8 +110,8 @@ class Reread(Event):
 class Evaluated(Event):
     """Worker `rank` computed a cross-entropy without gradient before it took `step`.
 
-    `counted` is the number of its targets. `training` tells whether the model was in training mode,
-    and `drew` whether its pass drew random numbers.
+    `counted` is the number of targets. `training` says whether the model was in training mode, and
+    `drew` whether its forward pass drew random numbers.
     """
 
     step: int

@@ -1,7 +1,7 @@
 """The traits of a run: facts that a judge must know and that the scenario does not state.
 
-Systems declare them, the recorder of a user's trainer observes them, and checks read them, so that
-no check needs a system's name. Promises about bits are in `Trace.promises`.
+Systems declare traits, the recorder of a user's trainer observes them, and checks read them, so
+that no check needs a system's name. Promises about bits are in `Trace.promises`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from entrenar_py.shared.codec import Schema
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario, TrainingPlan
 
-# The allowed values of each field with a fixed choice.
+# Field -> its allowed values, for fields with a fixed choice.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "topology": ("", "star", "mesh", "ring"),
     "updates": ("workers", "server"),
@@ -46,71 +46,76 @@ class Traits:
 
     Between workers:
 
-    - `topology`: how gradients travel (`star`, `mesh`, `ring`), "" if their bytes aren't counted.
-    - `updates`: whether every worker steps with its own optimizer, or a server steps for all.
-    - `shared`: ranks that draw the same samples compute one shard together.
-    - `alone`: no rank was seen to communicate with another rank during training.
+    - `topology`: how gradients travel (`star`, `mesh`, `ring`); "" if their bytes aren't counted.
+    - `updates`: whether every worker steps its own optimizer, or a server steps for all.
+    - `shared`: true if ranks with the same samples compute one shard together.
+    - `alone`: true if no rank was seen to communicate with another rank during training.
     - `compressed`: the dtype or hook that compresses gradients in transit, from step
       `compressed_from` on; `float32` if a script declares that they aren't compressed.
 
     In the model and the data:
 
-    - `masks`: what draws the masks of dropout: each rank (`rank`), or each logical shard. Those of
-      a shard are drawn as on a single device (`shard`), or from generators that no single device
-      has (`shard_apart`).
-    - `batch_norm`: batch normalisation uses only each rank's own samples.
-    - `drop_last`: the last batch of an epoch is left out if it would be short.
-    - `replacement`: a sample may be drawn again within an epoch.
-    - `selects`: the line of a script that selects rows with random numbers, again for each step.
-    - `one_source`: that line selects them for each micro-batch of a step, unconditionally.
-    - `by_epoch`: the line of a script that compares the number of an epoch, so that later epochs
-      may be different.
-    - `seeded`: the run was given the seed in its scenario.
-    - `unseeded`: the script seeds nothing, so the harness has seeded each rank.
+    - `masks`: what draws the masks of dropout: each rank (`rank`), or each logical shard, either as
+      a single device would (`shard`) or from generators that no single device has (`shard_apart`).
+    - `batch_norm`: true if batch normalisation uses only each rank's own samples.
+    - `drop_last`: true if a short last batch of an epoch is left out.
+    - `replacement`: true if a sample may be drawn again within an epoch.
+    - `selects`: the line of a script that selects rows at random anew for each step.
+    - `one_source`: true if the line of `selects` runs unconditionally for each micro-batch of a
+      step.
+    - `by_epoch`: the line of a script that compares the epoch number, so that later epochs may
+      differ.
+    - `seeded`: true if the script received the seed of its scenario.
+    - `unseeded`: true if the script sets no seed, so that the harness seeded each rank.
     - `epochs`: `untold` if it is not known to which epoch a sample belongs.
-    - `population`: `guessed` if it is not known which samples an epoch should have: the scenario's
-      number of samples only counts those that were drawn, or a sampler of the user decides.
-      `varied` if epochs draw from several data sets, or from different parts of one.
-    - `ordered`: a sampler of the script has an order, and no line of the script draws one.
-    - `splits`: a sampler splits one data set between the ranks, so that ids mean the same on all.
-    - `sample_ids`: `content` if they are digests of what the model was given; `seen` if a loader of
-      the script drew them and the script reports none.
-    - `losses`: `backward` if they are the values on which `backward` was called, with an unknown
-      scale.
-    - `loss_over`: the samples of all ranks that a loss covers, however they are divided. A script
-      declares it, or torch's `Join` implies it; "" if neither does.
+    - `population`: `guessed` if it is not known which samples an epoch should have, because the
+      scenario's number of samples only counts the drawn ones, or because the user's own sampler
+      decides. `varied` if epochs draw from several data sets, or from different parts of one.
+    - `ordered`: true if a sampler of the script has an order, and no line of the script draws an
+      order at random.
+    - `splits`: true if a sampler splits one data set between the ranks, so that an id means the
+      same sample on all ranks.
+    - `sample_ids`: `content` if ids are digests of the model's input; `seen` if they were observed
+      in a loader because the script reports none.
+    - `losses`: `backward` if the losses are the values on which `backward` was called, with an
+      unknown scale.
+    - `loss_over`: `batch` if a step's loss is over all its samples, however they are divided among
+      ranks; `micro-batch` if each micro-batch of all ranks has a loss of its own. A script declares
+      it, or torch's `Join` implies it; "" if neither does.
     - `arranged`: `guessed` if nothing shows that each rank draws its own samples.
 
-    Of a script's checkpoints, "" if unknown:
+    About a script's checkpoints ("" if unknown):
 
-    - `saves`: `weights` if any rank saved its weights or more, after training began.
-    - `saved_after`: the numbers of steps that were taken before each save.
-    - `saved_behind`: the number of steps before that at which the weights may have been handed to a
-      thread that saves them.
+    - `saves`: `weights` if any rank saved at least its weights after training began.
+    - `saved_after`: the number of steps before each save.
+    - `saved_behind`: how many steps before a save its weights may have been handed to the thread
+      that saves them.
     - `unreached`: the line that would have saved a checkpoint, but was not reached.
-    - `loads`: `nothing` if no line of the script loads what it may have saved, `late` if all lines
-      that do run only after training.
-    - `resume_option`: the first of the script's options with a name for resuming, as
-      `--resume PATH`, or a setting (`--start=resume`, or an environment variable, `START=resume`).
-    - `read_back`: the line that has loaded a saved file before training.
+    - `loads`: `nothing` if no line of the script loads a file that it may have saved; `late` if all
+      such lines run only after training.
+    - `resume_option`: the script's first option with a name that suggests resuming (`--resume
+      PATH`), or such a setting (`--start=resume`, or an environment variable, `START=resume`).
+    - `read_back`: the line that loaded a saved file before training.
     - `restarts`: `nothing` if the launcher restarts no worker.
     - `starts`: `one` if the command starts one worker and has no option to start more.
 
-    Of the optimizer: the constants of its rule as in torch.optim, and
+    About the optimizer: the constants of its rule, named as in torch.optim, and
 
-    - `rule`: `own` if it is none of the scenario's optimizers, `other` if it is one that doesn't
-      apply gradients as torch's does.
+    - `rule`: `own` if the optimizer is none of those that a scenario can name; `other` if it is one
+      of them but applies gradients differently from torch's.
     - `decay`: `coupled` if Adam's weight decay is added to the gradient.
-    - `betas_in`: the dtype in which its betas and their powers are kept: `float32` in torch's
-      kernels for GPUs that are fused or capturable.
-    - `clipping`: `other` if gradients were recorded only as applied, perhaps after clipping.
+    - `betas_in`: the dtype of Adam's betas and their powers: `float32` in torch's fused and
+      capturable GPU kernels.
+    - `clipping`: `other` if gradients were recorded only as they were applied, perhaps after
+      clipping.
     - `clip_norm`: the largest norm of an applied gradient.
-    - `clip_source`: the source of `clip_norm`: a declaration in the script's `line`, or its `calls`
-      of torch; "" in traces of releases that didn't record it.
-    - `steps`: `copies` if it updates copies of the weights, which are written back later.
+    - `clip_source`: how `clip_norm` is known: `line` (the script declares it) or `calls` (it calls
+      torch's function); "" in traces of releases that didn't record this.
+    - `steps`: `copies` if the optimizer updates copies of the weights, which are written back
+      later.
     - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't state.
-    - `outer`: the rule that synchronises workers that step alone: `momentum` without Nesterov's
-      look-ahead, `other` if it is unknown here.
+    - `outer`: the rule that synchronises workers that step alone: `momentum` means without
+      Nesterov's look-ahead, `other` an unknown rule.
 
     Raises UsageError for a value that is not among a field's CHOICES.
     """
@@ -170,20 +175,20 @@ class Traits:
                 raise UsageError(message, field=name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, as JSON can hold them."""
+        """Return the fields that differ from their defaults, as a dict that JSON can hold."""
         return _SCHEMA.dump(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Traits:
-        """Return the traits in `record`. Raises UsageError, which names a wrong key or value."""
+        """Return the traits in `record`. Raises UsageError that names a wrong key or value."""
         return _SCHEMA.load(record)
 
 
 _SCHEMA = Schema(Traits, what="trait", sparse=True)
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Traits)}
-# The traits of a run that declares none.
+# The traits of a run without declared traits.
 USUAL = Traits()
-# The constants of an optimizer's rule that users of torch.optim can choose.
+# The constants of an optimizer's rule that users of torch.optim can choose, with defaults.
 CONSTANTS: Mapping[str, Any] = {
     name: _DEFAULTS[name] for name in ("momentum", "dampening", "nesterov", "betas", "eps")
 }
@@ -191,7 +196,7 @@ CONSTANTS: Mapping[str, Any] = {
 
 # --- traces of releases without traits ------------------------------------------------------------
 
-# The traits of the systems of those releases, by name without `_simulated` at the end.
+# The traits of those releases' systems, by name without the suffix `_simulated`.
 _WERE: Mapping[str, Traits] = {
     "reference": Traits(masks="shard"),
     "parameter_server": Traits(masks="shard", topology="star"),
@@ -202,10 +207,10 @@ _WERE: Mapping[str, Traits] = {
 
 
 def from_header(record: Mapping[str, Any]) -> tuple[TrainingPlan, Traits]:
-    """Return the plan, or the scenario, and the traits in a trace's header.
+    """Return the plan or the scenario, and the traits, in a trace's header.
 
     A header without traits was written by hand or by an earlier release, which stored the traits of
-    a user's trainer among its scenario's `options`. They are moved to the traits.
+    a user's trainer in its scenario's `options`. They are moved to the traits here.
     """
     if "plan" in record:
         return TrainingPlan.from_dict(record["plan"]), Traits.from_dict(record["traits"])

@@ -1,4 +1,4 @@
-"""Events of fine-tuning: the trainer's view of a checkpoint and its rows, and the results."""
+"""Events of fine-tuning: what the trainer makes of a checkpoint and its rows, and the results."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from entrenar_py.shared.trace.tensors import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded(Event):
-    """Sample `sample` in the trainer, and what stock `transformers` makes of its row.
+    """Sample `sample` as the trainer encodes it, and its row as stock `transformers` encodes it.
 
     - `row`: the number of the row in its file.
-    - `tokens`, `stock_tokens`: the tokens from the trainer and from the stock tokenizer.
+    - `tokens`, `stock_tokens`: the token ids from the trainer and from the stock tokenizer.
     - `predicted`: the positions of the tokens that the trainer predicts.
-    - `completion`: the positions of the tokens that it should predict: all but the first in plain
-      text, the assistant's turns in a chat, none in a classifier.
+    - `completion`: the positions of the tokens that the trainer should predict: all but the first
+      in plain text, the assistant's turns in a chat, none for a classifier.
     - `label`: the number of the class, -1 without classes.
-    - `side`: "chosen" or "rejected" if the sample is a pair; the event is about this side's row.
+    - `side`: for a preference pair, the side that the event is about: "chosen" or "rejected".
     """
 
     sample: int
@@ -35,9 +35,9 @@ class Encoded(Event):
 class Taught(Event):
     """The loss of sample `sample` depended on the model's last hidden states at `positions`.
 
-    The derivatives of the loss with respect to these states are not zero there. A language model
-    predicts the token at p + 1 from the state at p, a classifier the class from the last state.
-    `side` is as in `Encoded`.
+    These are the positions at which the derivative of the loss with respect to the state is not
+    zero. A language model predicts the token at p + 1 from the state at p; a classifier predicts
+    the class from the last state. `side` is as in `Encoded`.
     """
 
     sample: int
@@ -47,9 +47,10 @@ class Taught(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Referred(Event):
-    """The reference's log-probabilities of both sides of pair `sample`, at their `use`-th use.
+    """The reference model's log-probabilities of both sides of pair `sample`, at use number `use`.
 
-    Uses are counted from 0. The reference is what preference optimisation compares a model with.
+    `use` counts from 0. Preference optimisation compares the trained model with the reference
+    model.
     """
 
     sample: int
@@ -60,7 +61,10 @@ class Referred(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed(Event):
-    """The weights of the classes in the loss, by class number; `asked` is their requested kind."""
+    """The weights of the classes in the loss, by class number.
+
+    `asked` is the requested weighting.
+    """
 
     asked: str
     weights: tuple[float, ...]
@@ -68,9 +72,9 @@ class Weighed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen(Event):
-    """Weights that aren't trained, under their names in the checkpoint, as they were `when`.
+    """Weights that aren't trained, under their names in the checkpoint, at the time `when`.
 
-    The first such event of a run has the weights in the checkpoint's own files.
+    The first such event of a run has the weights from the checkpoint's files.
     """
 
     when: str
@@ -79,7 +83,7 @@ class Frozen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBack(Event):
-    """The trained tensors as stock library `by` loads them, under the trainer's names."""
+    """The trained tensors as the stock library `by` loads them, under the trainer's names."""
 
     by: str
     tensors: Tensors
@@ -87,13 +91,13 @@ class ReadBack(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted(Event):
-    """The matrices of an adapted layer, float32 with values, as they were `when`.
+    """The matrices of a layer with an adapter, float32 with values, at the time `when`.
 
     - `rank`, `alpha`: the values that the run requested.
     - `shape`: (out, in).
     - `tensors`: the adapter's `a` [rank, in] and `b` [out, rank]; `base` [out, in], the weight in
-      the checkpoint; `merged` [out, in], the weight in the merged model. If `when` is "start", they
-      are those before training, without `merged`.
+      the checkpoint; `merged` [out, in], the weight in the merged model. If `when` is "start", the
+      values are from before training, and `merged` is missing.
     """
 
     when: str
@@ -106,11 +110,11 @@ class Adapted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised(Event):
-    """The weight of a linear layer in NF4, as held in fine-tuning and as made by stock libraries.
+    """The weight of a linear layer in NF4: as fine-tuning holds it, and as stock libraries make it.
 
-    `due` is true within blocks; heads are not quantised. `held` and `stock` have the codes, scales
-    and levels that the trainer and `bitsandbytes` compute from the checkpoint's weight. `held` is
-    empty if the trainer has a different format.
+    `due` is true within blocks, since heads are not quantised. `held` and `stock` have the codes,
+    scales and levels that the trainer and `bitsandbytes` compute from the checkpoint's weight.
+    `held` is empty if the trainer has a different format.
     """
 
     layer: str
@@ -121,9 +125,9 @@ class Quantised(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRow(Event):
-    """A row of a teacher's shard `shard`, and the same row from stock `transformers` in float64.
+    """A row of a teacher's shard `shard`, and its counterpart from stock `transformers` in float64.
 
-    `tokens` and `log_probabilities` are those of the row at `position` of `sample`; `rest` is the
+    `tokens` and `log_probabilities` are those stored for `position` of `sample`; `rest` is the
     probability of all other tokens. `stock` has the log-probability of each token of the vocabulary
     at that position.
     """
@@ -139,9 +143,9 @@ class TeacherRow(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded(Event):
-    """The shards of a teacher as they were `when`: the digest of each file that is listed.
+    """The shards of a teacher at the time `when`: the digest of each listed file.
 
-    `complete` is the stage's own claim. `due` is the planned number of shards.
+    `complete` says whether the stage claims to be complete. `due` is the planned number of shards.
     """
 
     when: str
@@ -152,10 +156,10 @@ class Sharded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnedAway(Event):
-    """A student was given shards that are not its own; `what` is wrong with them.
+    """A student was given damaged or foreign shards; `what` says what is wrong with them.
 
-    `refused` is the message, or None if the student accepted them, and `error_kind` is the `kind`
-    of that error. "" stands for an error without a kind; earlier builds recorded no kind (None).
+    `refused` is the error message, None if the student accepted the shards. `error_kind` is the
+    `kind` of the error, "" for an error without a kind, None in traces of earlier builds.
     """
 
     what: str

@@ -1,7 +1,7 @@
-"""A trace's file that grows during its run, and is readable up to its last whole line at any time.
+"""A trace's file that grows during its run and can be read at any time, up to its last whole line.
 
-If its process dies, the file is a valid chain up to the last whole line. A partial last line is
-removed when the file is opened again.
+If the writing process dies, the file is a valid chain up to the last whole line. A partial last
+line is removed when the file is opened again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from entrenar_py.shared.trace.ledger import Head
 from entrenar_py.shared.trace.service_events import Gap
 from entrenar_py.shared.untrusted import files
 
-# The advice about a ledger that a run can't continue.
+# The advice in errors about a ledger that a run can't continue.
 _TO_DO = (
     "restore the ledger that the run has written, or move this one away: "
     "--resume then begins a new one, which records the gap"
@@ -33,7 +33,7 @@ _TO_DO = (
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One line of a file: its number, from 1, and its chain digest, which covers all before it."""
+    """A line of a file: its number, from 1, and its chain digest, which covers all lines before."""
 
     line: int
     chain: str
@@ -41,10 +41,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """The state at the end of a file: the ranks present, the step, and the End event, if any.
+    """The state at the end of a trace's file: ranks present, step, and the End event, if any.
 
-    `num_made` is the number of steps up to the highest one with an update. `is_new` is true if the
-    file was just created.
+    `num_made` is the number of steps up to and including the last one with an update. `is_new` is
+    true if the file was just created.
     """
 
     present: tuple[int, ...] = ()
@@ -55,15 +55,18 @@ class Standing:
 
 
 class Writer:
-    """Appends to the file of one run. Methods raise OSError on failure; earlier lines stay."""
+    """Appends events to the file of one run.
+
+    Methods raise OSError if the file can't be written; lines that were written before stay.
+    """
 
     def __init__(self, file: FileIO, last: Mark) -> None:
-        """Continue `file` after the line `last`; from now on it belongs to this writer."""
+        """Continue `file` after the line `last`. From now on the file belongs to this writer."""
         self._file, self._num_lines, self._chain = file, last.line, last.chain
 
     @property
     def path(self) -> Path:
-        """The file's path."""
+        """The path of the file."""
         return Path(self._file.name)
 
     @property
@@ -72,14 +75,14 @@ class Writer:
         return Mark(self._num_lines, self._chain)
 
     def append(self, events: Iterable[Event]) -> None:
-        """Write `events` to the file. They survive the death of this process.
+        """Write `events` to the file, so that they survive the death of this process.
 
         Raises UsageError for an event that could not be read again; then no event is written.
         """
         self.write(map(records.to_record, events))
 
     def sync(self) -> None:
-        """Return once all lines would survive a power cut."""
+        """Flush the file to disk: afterwards all lines would survive a power cut."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -100,7 +103,10 @@ class Writer:
 
 
 def create(path: Path, head: Head) -> Writer:
-    """Create a file at `path`. Raises UsageError if it already exists or can't be created."""
+    """Create a trace's file at `path`.
+
+    Raises UsageError if it already exists or can't be created.
+    """
     try:
         file = FileIO(path, "x")
     except FileExistsError as error:
@@ -117,12 +123,12 @@ def create(path: Path, head: Head) -> Writer:
 
 
 def reopen(path: Path, head: Head, *, since: Gap | None = None) -> tuple[Writer, Standing]:
-    """Open the file at `path` to continue it, and return its writer and its end.
+    """Open the file at `path` to continue it. Return its writer and the state at its end.
 
-    A missing file is created. `since` is the gap that a new file would start with if the run
-    resumes from a checkpoint. Raises TraceError for a file that is damaged before its last line,
-    belongs to a run with a different `head`, or lacks the events before that checkpoint. Raises
-    UsageError if another process is writing it.
+    A missing file is created; if the run resumes from a checkpoint, the new file starts with the
+    gap `since`. Raises TraceError for a file that is damaged before its last line, belongs to a run
+    with a different `head`, or lacks the events before that checkpoint. Raises UsageError if
+    another process is writing the file.
     """
     if not path.exists():
         return create(path, head), Standing(is_new=True)
@@ -134,7 +140,7 @@ def reopen(path: Path, head: Head, *, since: Gap | None = None) -> tuple[Writer,
         raise UsageError(f"ledger {path}: {problem}") from error
     with _kept(file, path), files.open_file(path) as lines:
         first = next(files.lines(lines), b"")
-        if not first.endswith(b"\n"):  # the process that created it died in its first line
+        if not first.endswith(b"\n"):  # its creator died while writing this line
             if since is not None and since.digest is not None:
                 raise TraceError(f"ledger {path}: it has no complete line; {_TO_DO}")
             file.truncate(0)
@@ -149,7 +155,7 @@ def reopen(path: Path, head: Head, *, since: Gap | None = None) -> tuple[Writer,
 
 
 def _begun(file: FileIO, head: Head) -> Writer:
-    """Write `head` to the empty `file`, and return the writer."""
+    """Write `head` to the empty `file`, and return the file's writer."""
     writer = Writer(file, Mark(0, ""))
     writer.write([ledger.header(head)])
     return writer
@@ -158,12 +164,12 @@ def _begun(file: FileIO, head: Head) -> Writer:
 def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
     """Yield the events of `reader`. Raises TraceError if events before the checkpoint are missing.
 
-    The events are complete if the file has the line that the checkpoint `since` names. They are
-    also complete if it has a gap equal to `since`: then the file was started at that checkpoint. If
-    the checkpoint names no line, only its step can be compared.
+    No events are missing if the file contains the line that the checkpoint `since` names. None are
+    missing either if the file contains a gap equal to `since`, because it was then started at that
+    checkpoint. If the checkpoint names no line, only its step can be compared.
     """
     num_made = 0
-    digest: str | None = None  # the digest of the line that the checkpoint names
+    digest: str | None = None  # digest of the line that the checkpoint names
     is_begun = False
     for event in itertools.chain([None], reader):
         if reader.num_lines == since.lines:
@@ -180,7 +186,7 @@ def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
 
 
 def _lacking(since: Gap, reader: ledger.Reader, num_made: int, digest: str | None) -> str:
-    """Return a description of the events before the checkpoint `since` that the file lacks."""
+    """Return which events before the checkpoint `since` the file lacks, as text for an error."""
     if since.digest is None:
         return (
             f"it ends after {num_made} steps, the checkpoint is of step {since.step} "
@@ -203,7 +209,7 @@ def _stand(events: Iterable[Event]) -> Standing:
     step, end, num_made = 0, None, 0
     for event in events:
         end = event if isinstance(event, End) else None
-        if end is not None:  # a run that was stopped: all its workers ended with it
+        if end is not None:  # the run was stopped, and all its workers with it
             present.clear()
         if isinstance(event, Start):
             present.add(event.rank)
@@ -230,7 +236,7 @@ def _require_same(theirs: TrainingPlan, ours: TrainingPlan, path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Return once the file at `path` would be found in its folder after a power cut."""
+    """Flush the folder of `path` to disk: afterwards the new file would survive a power cut."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -240,9 +246,9 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def _kept(file: FileIO, path: Path) -> Iterator[None]:
-    """Lock `file` for good, if its file system has locks, and close it if the body raises.
+    """Lock `file`, if its file system has locks, and close it if the body raises.
 
-    Two writers would break the chain for both.
+    The lock stays after the body. Two writers would break the chain for both.
     """
     with ExitStack() as failing:
         failing.callback(file.close)

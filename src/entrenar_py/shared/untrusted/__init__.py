@@ -1,4 +1,4 @@
-"""Texts and files from outside (contracts, ledgers, paths, peers).
+"""Safe handling of texts and files from outside (contracts, ledgers, paths, messages of peers).
 
-They are opened within limits, and printed with every character visible.
+Files are opened within limits, and texts are printed with every character visible.
 """

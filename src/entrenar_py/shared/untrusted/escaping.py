@@ -1,9 +1,9 @@
-r"""Escaping of text from outside before it is shown, so that each character is visible and inert.
+r"""Escaping of text from outside, so that each character is visible and has no effect when shown.
 
-Contracts, ledgers, paths, devices and peers bring their own texts. Characters that control a
-terminal, that are invisible, that reverse the direction of text or that are invalid are written as
-escapes (`\x1b`, `\u202e`). Everything that prints or writes such a text passes it through this
-module, which alone knows the set of characters.
+Contracts, ledgers, paths, devices and peers contain texts that others wrote. Characters that
+control a terminal, that are invisible, that reverse the direction of text or that are invalid are
+written as escapes (`\x1b`, `\u202e`). All code that prints or writes such a text escapes it here;
+no other module knows the set of characters.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\[)")
 
 
 def text(given: object) -> str:
-    r"""Return `given` as text in which every character is visible; tabs and line ends stay."""
+    r"""Return `given` as text with every invisible character escaped, except tabs and line ends."""
     return _UNSEEN.sub(_spelled, str(given))
 
 
 def line(given: object) -> str:
-    """Return `given` on one line with single spaces, and without commands for GitHub's runners."""
+    """Return `given` on one line, with single spaces, and no command for GitHub's runners."""
     return _COMMAND.sub(_disarmed, _joined(given))
 
 
@@ -50,9 +50,9 @@ def exact(given: object) -> str:
 
 
 def shortened(long_text: str, *, chars_max: int = 400) -> str:
-    """Return `long_text`; if it is longer than `chars_max`, only its beginning and its end.
+    """Return `long_text`, or its beginning and its end if it is longer than `chars_max`.
 
-    A mark between them says how many characters were left out.
+    A mark between the two says how many characters were left out.
     """
     if len(long_text) <= chars_max:
         return long_text
@@ -63,15 +63,15 @@ def shortened(long_text: str, *, chars_max: int = 400) -> str:
 
 
 def html(given: object) -> str:
-    """Return `given` on one line with all its spaces, escaped so that none of it is HTML markup."""
+    """Return `given` on one line with all its spaces, escaped for HTML."""
     return escape(exact(given))
 
 
 def dump_json(record: Any, *, indent: int | None = None) -> str:
-    """Return `record` as strict JSON, with hidden characters written as JSON escapes.
+    """Return `record` as strict JSON text with hidden characters as JSON escapes.
 
-    They are read back unchanged. Lone surrogates, which many readers refuse, are spelled out as in
-    `text`. Raises ValueError for numbers that are not finite.
+    JSON readers restore these characters. Lone surrogates, which many readers refuse, are spelled
+    out as in `text`. Raises ValueError for numbers that are not finite.
     """
     dumped = json.dumps(record, indent=indent, ensure_ascii=False, allow_nan=False)
     return _UNSEEN.sub(_escaped, dumped)

@@ -1,7 +1,9 @@
-"""Opening of files from outside: only regular files (or pipes, in `read`), and only up to a size.
+"""Opening of files from outside: only regular files, and only up to a size.
 
-Anything else, such as a folder, a device, a socket or an endless pipe, raises an OSError; its
-`strerror` says what the path is and what to give instead. The caller adds the file's name.
+`read` also takes pipes.
+
+A folder, a device, a socket or an endless pipe raises an OSError. Its `strerror` says what the path
+is and what to give instead. The caller adds the file's name.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-PIPE_S = 10.0  # from opening a pipe to its end
-# Maximum length of a line in a JSON lines file. The longest hold the values of a model's tensors.
+PIPE_S = 10.0  # the time limit for reading a pipe to its end
+# Maximum length of a line in a JSON lines file. The longest lines have the values of a model's
+# tensors.
 LINE_BYTES_MAX = 2**28
 PIECE_BYTES = 2**16
 
-# O_NONBLOCK: opening a pipe without a writer must not block. It has no effect on regular files.
+# O_NONBLOCK keeps the opening of a pipe without a writer from blocking. It has no effect on regular
+# files.
 _NO_WAIT = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -36,7 +40,8 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 def open_file(path: Path, *, bytes_max: int | None = None) -> BufferedReader:
     """Open the regular file at `path` for reading. Raises OSError at once for anything else.
 
-    A file larger than `bytes_max` also raises OSError. None sets no limit, for use with `lines`.
+    Also raises OSError for a file larger than `bytes_max`. None means no limit; then read it with
+    `lines`, which limits each line.
     """
     handle = _opened(path)
     try:
@@ -51,9 +56,10 @@ def open_file(path: Path, *, bytes_max: int | None = None) -> BufferedReader:
 
 
 def open_to_write(path: Path, *, flags: int = 0, mode: int = 0o644) -> int:
-    """Return a handle of the regular file at `path`, to read and write; create a missing file.
+    """Open the regular file at `path` to read and write, and return its descriptor.
 
-    `flags` are added to those of `os.open`. Raises OSError at once for anything but a regular file.
+    A missing file is created. `flags` are added to those of `os.open`. Raises OSError at once for
+    anything but a regular file.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_WAIT | flags, mode)
     try:
@@ -65,14 +71,17 @@ def open_to_write(path: Path, *, flags: int = 0, mode: int = 0o644) -> int:
 
 
 def require_regular(handle: int) -> None:
-    """Raise OSError unless `handle` belongs to a regular file."""
+    """Raise OSError unless the descriptor `handle` belongs to a regular file."""
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         raise _no_file(mode)
 
 
 def problem(error: OSError, folder: Path) -> str:
-    """Return why a file in `folder` can't be written; for a full disk, also how much is free."""
+    """Return why a file in `folder` can't be written.
+
+    For a full disk, also how much space is free.
+    """
     reason = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return reason
@@ -84,7 +93,7 @@ def problem(error: OSError, folder: Path) -> str:
 
 
 def read(path: Path, *, bytes_max: int) -> bytes:
-    """Return the contents of the file at `path`, or of a pipe (`<(command)` in a shell).
+    """Return the bytes of the file at `path`, or of a pipe such as a shell's `<(command)`.
 
     A pipe must end within PIPE_S. Raises OSError for other kinds of files, and for more than
     `bytes_max` bytes.
@@ -99,7 +108,7 @@ def read(path: Path, *, bytes_max: int) -> bytes:
         if status.st_size > bytes_max:
             raise too_large(status.st_size, bytes_max)
         with os.fdopen(os.dup(handle), "rb") as file:
-            data = file.read(bytes_max + 1)  # it may have grown; some files report a size of 0
+            data = file.read(bytes_max + 1)  # it may have grown, or report a size of 0
     finally:
         os.close(handle)
     if len(data) > bytes_max:
@@ -108,7 +117,7 @@ def read(path: Path, *, bytes_max: int) -> bytes:
 
 
 def lines(file: BinaryIO, *, bytes_max: int = LINE_BYTES_MAX) -> Iterator[bytes]:
-    """Yield the lines of `file` with their ends; only one is in memory at a time.
+    """Yield the lines of `file` with their line ends, with only one line in memory at a time.
 
     Raises OSError for a line longer than `bytes_max`.
     """
@@ -122,7 +131,7 @@ def lines(file: BinaryIO, *, bytes_max: int = LINE_BYTES_MAX) -> Iterator[bytes]
 
 
 def too_large(num_bytes: int, bytes_max: int) -> OSError:
-    """Return the error for a file of `num_bytes` or more."""
+    """Return the OSError for a file of `num_bytes` bytes, more than `bytes_max`."""
     return OSError(errno.EFBIG, f"it has {num_bytes} bytes or more; at most {bytes_max} are read")
 
 
@@ -136,12 +145,12 @@ def _no_file(mode: int) -> OSError:
 def _opened(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | _NO_WAIT)
-    except ValueError as error:  # a NUL, or a character that is not possible in a path
+    except ValueError as error:  # the path has a NUL or another impossible character
         raise OSError(errno.EINVAL, f"not a possible path ({error}); give a file") from error
 
 
 def _piped(handle: int, bytes_max: int) -> bytes:
-    """Return all that is written to a pipe until its writers have closed it."""
+    """Return all bytes written to a pipe until its writers have closed it, within PIPE_S."""
     pieces: list[bytes] = []
     deadline, size = time.monotonic() + PIPE_S, 0
     poll = select.poll()

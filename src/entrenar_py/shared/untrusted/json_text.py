@@ -1,9 +1,10 @@
-"""A reader of JSON from outside, within limits. Its values can be copied, shown and written again.
+"""A reader of JSON from outside, with limits on depth and size.
 
-`json.loads` alone reads as deep as the caller's stack happens to allow. A value that it has read
-may later end `copy.deepcopy` or `json.dumps` with a RecursionError. If a name appears twice, it
-takes the last value, and it spends fifty bytes on an empty list, which takes two in the text. Here
-every error is a ValueError with the reason; the caller adds the place.
+The values can be copied, shown and written again. `json.loads` alone accepts any depth that the
+caller's stack happens to allow, so that `copy.deepcopy` or `json.dumps` may later fail with a
+RecursionError. It keeps the last value if a name appears twice, and it spends fifty bytes of memory
+on an empty list, which takes two in the text. Here every error is a ValueError with the reason; the
+caller adds the place.
 
 Whole numbers have at most 4,300 digits, which is Python's own limit. NaN and infinities are
 numbers, as Python writes them, since a field that nobody uses may hold one.
@@ -21,23 +22,23 @@ from typing import Any
 DEPTH_MAX = 64  # levels of nested lists and objects; schemas of functions have about twenty
 _DEEP = "nested more than {} levels deep"
 _HALF = re.compile("[\ud800-\udfff]")
-# A whole text, or a bracket outside of texts. An unclosed text runs to the end.
+# A whole string, or a bracket outside of strings. An unclosed string runs to the end.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[{\]}]', re.DOTALL)
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def load(text: str | bytes, *, values_max: int | None = None, names_once: bool = False) -> Any:
-    """Return the value that `text` holds; `bytes` are UTF-8.
+    """Return the value that the JSON `text` holds; bytes are decoded as UTF-8.
 
     With `values_max`, a text with more values is refused before they take memory; this is for
-    messages from peers. With `names_once`, an object that has a name twice is refused. Raises
+    messages from peers. With `names_once`, an object with a repeated name is refused. Raises
     ValueError, which is json.JSONDecodeError for bad syntax.
     """
     if isinstance(text, bytes):
         text = text.decode()
     if values_max is not None and _num_marks(text) > values_max:
-        num_marks = _num_marks(_TEXT.sub("", text))  # most marks are within texts
+        num_marks = _num_marks(_TEXT.sub("", text))  # most brackets and commas are within strings
         if num_marks > values_max:
             raise ValueError(f"it seems to have {num_marks} values; at most {values_max} are read")
     value, end = load_at(text, skip_space(text, 0), names_once=names_once)
@@ -50,7 +51,10 @@ def load(text: str | bytes, *, values_max: int | None = None, names_once: bool =
 
 
 def load_at(text: str, at: int, *, names_once: bool = False) -> tuple[Any, int]:
-    """Return the value that begins at `at`, of any depth that can be parsed, and its end."""
+    """Return the JSON value that begins at index `at` of `text`, and the index after it.
+
+    Any depth that can be parsed is accepted.
+    """
     try:
         return (_ONCE if names_once else _PLAIN).raw_decode(text, at)
     except RecursionError:
@@ -58,16 +62,16 @@ def load_at(text: str, at: int, *, names_once: bool = False) -> tuple[Any, int]:
 
 
 def skip_space(text: str, at: int) -> int:
-    """Return the place of the first character, from `at` on, that is not a space."""
+    """Return the index of the first character of `text`, from `at` on, that is not a space."""
     match = _SPACE.match(text, at)
     assert match is not None, "no space at all matches, too"
     return match.end()
 
 
 def end_of(text: str, at: int) -> int:
-    """Return the end of the list or object that begins at `at`, of any depth.
+    """Return the index after the list or object that begins at `at`, of any depth.
 
-    If it is never closed, that is the end of the text. Its content need not be JSON.
+    If it is never closed, that is the end of the text. The content need not be JSON.
     """
     depth = 0
     for token in _TOKEN.finditer(text, at):
@@ -78,7 +82,7 @@ def end_of(text: str, at: int) -> int:
 
 
 def require_flat(value: Any, depth_max: int = DEPTH_MAX) -> None:
-    """Raise ValueError if lists and mappings are nested too deeply to be copied or shown."""
+    """Raise ValueError if lists and mappings in `value` are nested too deeply to copy or show."""
     level, depth = [value], 0
     while level := [part for part in level if isinstance(part, Mapping | list | tuple)]:
         depth += 1
@@ -88,9 +92,10 @@ def require_flat(value: Any, depth_max: int = DEPTH_MAX) -> None:
 
 
 def require_texts(value: Any) -> None:
-    """Raise ValueError for a name or text in a flat `value` that has half of a character.
+    """Raise ValueError for a name or text in `value` that has a lone surrogate.
 
-    UTF-8 can't encode such a half, so neither a file nor a tokenizer would accept it.
+    UTF-8 can't encode one, so neither a file nor a tokenizer would accept it. `value` passed
+    `require_flat`.
     """
     if isinstance(value, str):
         if not value.isascii() and (half := _HALF.search(value)):
@@ -107,7 +112,7 @@ def require_texts(value: Any) -> None:
 
 
 def num_chars(value: Any) -> int:
-    """Return the total length of all texts (and bytes) in a flat `value`, including names."""
+    """Return the total length of the texts, bytes and names in `value` (see `require_flat`)."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Printing of lines to standard output or error, with every character visible, without OSError.
 
-When the reader of standard output has disconnected or the disk is full, printing stops and the
-program continues with its own exit code. `lost` then reports that output is missing.
+When the reader of standard output has gone or the disk is full, printing stops and the program
+continues with its own exit code. `lost` then reports that output is missing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _lost: list[str] = []
 
 
 def say(text: object, *, indent: int = 0) -> None:
-    """Print `text` as one line on standard output, flushed, after `indent` spaces."""
+    """Print `text` as one line on standard output, after `indent` spaces, and flush."""
     _print(" " * indent + escaping.line(text), sys.stdout)
 
 
 def say_lines(text: str) -> None:
-    """Print `text` on standard output with its own line ends, such as the text of a file."""
+    """Print `text`, such as the text of a file, on standard output with its own line ends."""
     _print(escaping.text(text), sys.stdout)
 
 
@@ -32,15 +32,15 @@ def warn(text: object) -> None:
 
 
 def warn_lines(text: str) -> None:
-    """Print `text` on standard error with its own line ends, such as problems or a traceback."""
+    """Print `text`, such as a traceback, on standard error with its own line ends."""
     _print(escaping.text(text), sys.stderr)
 
 
 def give_up(error: OSError) -> None:
     """Stop printing on standard output, including the interpreter's own flush at exit.
 
-    A full disk is reported on standard error, once. A broken pipe is not reported, since its reader
-    left on purpose.
+    A full disk is reported on standard error, once. A broken pipe is not reported, since the reader
+    closed it on purpose.
     """
     with suppress(OSError, ValueError):  # ValueError: a replaced stdout without a descriptor
         sink = os.open(os.devnull, os.O_WRONLY)
@@ -52,7 +52,7 @@ def give_up(error: OSError) -> None:
 
 
 def lost() -> bool:
-    """Return whether output was lost since the last call, except through a broken pipe."""
+    """Return whether output was lost since the last call; output to a broken pipe doesn't count."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -64,7 +64,7 @@ def lost() -> bool:
 
 
 def _print(text: str, stream: TextIO | None) -> None:
-    if stream is None:  # closed when the process started (`>&-`): no reader is expected
+    if stream is None:  # closed when the process started (`>&-`), so no reader is expected
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:

@@ -1,8 +1,8 @@
 """Fine-tuning by ranks, as torchrun starts them, with one of torch's own strategies.
 
-Each rank is a process that runs the same module as with torchrun, on the CPU with gloo. Their
-output files are read back with stock libraries, and the model's outputs are compared with the
-textbook's.
+Each rank is a process that runs the same module as with torchrun, on the CPU with gloo. Stock
+libraries read the output files back, and the model's outputs are compared with the results of
+`textbook`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PRELOADED = (
     "torch._dynamo.aot_compile",
     "torch.distributed.pipelining",
 )
-_NUM_ROWS = 3  # rows with compared logits
+_NUM_ROWS = 3  # rows to compare logits on
 
 
 def run(scenario: Scenario) -> Trace:
@@ -105,7 +105,7 @@ def _configuration(scenario: Scenario, fixture: Fixture, request: Request) -> di
 
 
 def _read(fixture: Fixture, request: Request) -> Iterator[trace.Event]:
-    """Yield the tensors that stock libraries read, and logits compared with the textbook's."""
+    """Yield the tensors that stock libraries read, and logits compared with `textbook`'s."""
     model = textbook.stock_model(fixture, fixture.settings.output)
     tensors = {
         name: tensor.detach().numpy()

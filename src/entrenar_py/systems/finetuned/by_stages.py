@@ -79,7 +79,7 @@ class _Training(ScenarioRun):
         self._prepared, self._module = prepared, workload.module
         self._cuts = [self._cut(part) for part in _parts(scenario, request)]
         options = {**scenario.options, workers.OPTION: workers.SERVER}
-        # the number of workers stays the same, because of the faults
+        # faults name ranks, so the number of workers must stay the same
         own = scenario.with_(options=options)
         server = PipelineServer(own, cut=self._cuts[0], workload=workload)
         self.frozen = [records.of_files(prepared.settings.model)]
@@ -125,10 +125,10 @@ class _Training(ScenarioRun):
 
 
 def _parts(scenario: Scenario, request: Request) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the blocks of each rank in each part of the run; surplus workers are copies.
+    """Return the blocks (first, end) of each rank in each part of the run; some ranks are copies.
 
-    Raises UsageError for cuts with different numbers of workers. Cuts beyond the run's parts belong
-    to the same run with more stops.
+    Cuts beyond the run's parts are for the same run with more stops. Raises UsageError for cuts
+    with different numbers of workers.
     """
     size = scenario.world_size
     if not request.cuts:

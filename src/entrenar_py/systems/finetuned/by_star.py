@@ -57,7 +57,7 @@ class _Training(ScenarioRun):
         super().begin(run)
 
     def watch(self, when: str) -> None:
-        """Record the untrained weights, as they are at `when`."""
+        """Record the current untrained weights under the label `when`."""
         self.frozen.append(records.of_module(self.workload.module, when))
 
 

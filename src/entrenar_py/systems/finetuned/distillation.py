@@ -102,7 +102,7 @@ def _made(folder: Path, scenario: Scenario, request: Request, own: Mapping[str, 
 
 
 def _stages(prepared: Prepared, folder: Path) -> Iterator[trace.Sharded]:
-    """Produce the shards at once, then again in two runs; record both."""
+    """Yield a record of shards made in one run, then of the same shards made in two runs."""
     section = student.of(prepared)
     yield _made_by(prepared, "made at once")
     again = folder / "again"
@@ -119,7 +119,7 @@ def _stages(prepared: Prepared, folder: Path) -> Iterator[trace.Sharded]:
 def _made_by(prepared: Prepared, when: str, *, stops: bool = False) -> trace.Sharded:
     stopping, num_heard = threading.Event(), 0
 
-    def heard(_: Progress) -> None:  # before each shard, and at the end
+    def heard(_: Progress) -> None:  # called before each shard, and at the end
         nonlocal num_heard
         num_heard += 1
         if stops and num_heard > 1:
@@ -200,7 +200,7 @@ def _turned_away(prepared: Prepared, folder: Path) -> Iterator[trace.TurnedAway]
 
 
 class _Others:
-    """Changes a copy of a run's shards, and keeps its list consistent with its files."""
+    """A copy of a run's shards to corrupt, with a manifest that stays consistent."""
 
     def __init__(self, prepared: Prepared, folder: Path) -> None:
         self.folder, self._prepared = folder, prepared
@@ -209,7 +209,7 @@ class _Others:
         self._places = student.places(prepared.train, seed, num_each)
 
     def of_another_tokenizer(self) -> None:
-        """Label all shards as another tokenizer's, in the files and in the list."""
+        """Label all shards as another tokenizer's, in the files and in the manifest."""
         self._write(replace(self._facts, tokenizer="0" * 32), lambda rows: rows)
 
     def reverse_rows(self) -> None:
@@ -233,7 +233,7 @@ class _Others:
         min(self.folder.glob("*.parquet")).unlink()
 
     def exchange(self) -> None:
-        """Replace the second shard's file by the first one, also in the list."""
+        """Replace the second shard's file by the first one, also in the manifest."""
         listed = manifest.read(self.folder)
         assert listed is not None, "it was made here"
         first, other = (manifest.path_of(self.folder, self._facts, n) for n in (0, 1))
@@ -266,9 +266,11 @@ def _read(folder: Path, facts: Facts, shard: int, starts: Any) -> Rows:
 
 
 class SoftTextbook(Textbook):
-    """The textbook's loss with a teacher: alpha T^2 KL + (1 - alpha) cross entropy, in classes.
+    """`Textbook` with a teacher: the loss is alpha T^2 KL + (1 - alpha) times the cross entropy.
 
-    The teacher's rows come from the shards, which F-KD-008 compares with the teacher's own outputs.
+    KL compares the teacher's and the student's distribution; with a top k, all other tokens count
+    as one class. The teacher's rows come from the shards, which F-KD-008 compares with the
+    teacher's own outputs.
     """
 
     def __init__(self, fixture: Fixture, request: Request, shapes: Any, workload: Student) -> None:

@@ -1,4 +1,4 @@
-"""The same fine-tuning by `transformers.Trainer` with `peft`: an independent oracle.
+"""Fine-tuning by `transformers.Trainer` with `peft`: an independent oracle for our own.
 
 Like all oracles it takes the checkpoint, the rows and the order of the samples from the scenario,
 and it also uses our formula for the learning rate. Everything else is the peer's: tokens, masks,
@@ -147,7 +147,7 @@ def _train(
 
 
 def _batches(scenario: Scenario) -> Sequence[sharding.Ids]:
-    """Return the samples of each step: an epoch is a permutation; its last batch may be short"""
+    """Return the samples of each step; an epoch's last batch may be short."""
     position, batches = sharding.Position(), []
     for _ in range(scenario.num_steps):
         visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))

@@ -38,9 +38,9 @@ def of_files(folder: Path) -> trace.Frozen:
 
 
 def of_module(module: nn.Module, when: str) -> trace.Frozen:
-    """Return the record of the current values of the parameters of `module` without a gradient.
+    """Return the record of the current values of the parameters of `module` that aren't trained.
 
-    Parameters in NF4 are bytes, unlike those of the checkpoint, and have separate names.
+    A parameter in NF4 has bytes as values, unlike the checkpoint's weight, so it gets another name.
     """
     records = {
         name_in_checkpoint(name)
@@ -185,7 +185,7 @@ class Watched(Finetuning):
         return parts
 
     def _note(self, parts: Sequence[_Part], gradient: Tensor) -> None:
-        """Note the positions with a nonzero gradient, [n, t, width]."""
+        """Note the positions at which `gradient`, [n, t, width], is not zero."""
         counts = (gradient != 0).any(-1)
         for part in parts:
             positions = counts[part.row, part.columns].nonzero().flatten() - part.begin
@@ -193,9 +193,9 @@ class Watched(Finetuning):
 
 
 class WatchedPairs(Watched, DirectPreference):
-    """Records the same for each row of a pair, and what the reference gives it.
+    """`Watched` for the rows of preference pairs, which also records the reference model's values.
 
-    `taught` has rows in the place of samples, and `referred` the values of each pair, in order.
+    `taught` is by row instead of by sample. `referred` has the values of each pair, in order.
     """
 
     def __init__(self, module: nn.Module, samples: Samples, **named: Any) -> None:
@@ -281,7 +281,7 @@ def rows_of(samples: Samples, num_rows: int) -> list[int]:
 def stock_rows(fixture: Fixture) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield the tokens of each row as `transformers` makes them, and the positions to predict.
 
-    A pair has two: its chosen side, then its rejected side.
+    A pair yields two items: its chosen side, then its rejected side.
     """
     from transformers import AutoTokenizer
 
@@ -295,7 +295,7 @@ def stock_rows(fixture: Fixture) -> Iterator[tuple[tuple[int, ...], tuple[int, .
 
 
 def _stock_side(tokenizer: Any, prompt: Any, said: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens of a side of a pair, and the positions of those after its prompt."""
+    """Return the tokens of a side of a pair, and the positions of the tokens after its prompt."""
     if isinstance(prompt, list):
         return _chat(tokenizer, [*prompt, *said])
     before = tokenizer(prompt)["input_ids"]

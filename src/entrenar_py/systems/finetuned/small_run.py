@@ -208,7 +208,7 @@ def make(folder: Path, scenario: Scenario, request: Request) -> Fixture:
 
 
 def teacher(folder: Path, fixture: Fixture, request: Request, scenario: Scenario) -> None:
-    """Write a model like that of `fixture` to `folder`: same tokenizer, different weights."""
+    """Write a model like the model of `fixture` to `folder`: same tokenizer, different weights."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(fixture.settings.model, local_files_only=True)
@@ -266,7 +266,7 @@ def _text(draw: np.random.Generator, place: int) -> dict[str, Any]:
 
 
 def _chat(draw: np.random.Generator, place: int, is_spaced: bool) -> dict[str, Any]:
-    """Return a row of one turn, or for each third row of two."""
+    """Return a row with a chat: of two turns in every third row, else of one."""
     turns = []
     for number in range(2 if place % 3 == 2 else 1):
         turns.append({"role": "user", "content": f"{place} {number} {_words(draw)}"})
@@ -278,7 +278,10 @@ def _chat(draw: np.random.Generator, place: int, is_spaced: bool) -> dict[str, A
 
 
 def _pair(draw: np.random.Generator, place: int) -> dict[str, Any]:
-    """Return a chat, or for each third row texts. Both sides differ, also in their lengths."""
+    """Return a row with a pair: of texts in every third row, else of chats.
+
+    The sides differ, also in their lengths.
+    """
     prompt, chosen = f"{place} {_words(draw)}", _words(draw)
     rejected = f"{_words(draw)} {chosen}"
     if place % 3 == 2:

@@ -1,9 +1,9 @@
-"""An independent oracle of a fine-tuning: stock `transformers`, adapters and losses written again.
+"""An independent oracle for fine-tuning: stock `transformers`, with adapters and losses rewritten.
 
-It uses nothing of `tuning`, nor `peft`. An adapter's layer is y = W x + (alpha / rank) B (A x). A
-language model's loss is -log p of each token to predict, given those before it; a classifier's is
-that of the row's class, seen from the row's last token. A step's loss is the sum of these terms,
-each times its weight, divided by the sum of the weights.
+Neither the losses of `train.model` nor `peft` are used. An adapter's layer is y = W x + (alpha /
+rank) B (A x). A language model's loss is -log p of each token to predict, given the tokens before
+it. A classifier's loss is -log p of the row's class, computed at the row's last token. A step's
+loss is the sum of these terms, each times its weight, divided by the sum of the weights.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Textbook:
         return tokens, mask, due
 
     def class_weights(self) -> list[float]:
-        """Return each class's weight: 1, 1 / frequency or its root; the mean over the rows is 1."""
+        """Return each class's weight: 1, 1 / share or its square root; the mean over rows is 1."""
         labels = [row["label"] for row in self._fixture.rows]
         shares = [labels.count(label) / len(labels) for label in LABELS]
         power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[self._request.class_weights]
@@ -205,14 +205,15 @@ class Textbook:
 
 
 class PairTextbook(Textbook):
-    """The same for pairs: the mean of -log sigmoid(m), or of both signs with label smoothing.
+    """`Textbook` for preference pairs: the loss is the mean of -log sigmoid(m).
 
-    The margin m is beta times the sum over the chosen side's completion of log p - log q, less that
-    over the rejected side's. q is the checkpoint's own model.
+    With label smoothing, it is a weighted mean for both signs of m. The margin m is beta times (the
+    sum over the chosen side's completion of log p - log q, minus the same sum over the rejected
+    side's). q is the checkpoint's own model.
     """
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `Textbook.batch` does for both rows of each pair, chosen sides first."""
+        """Return `Textbook.batch` of both rows of each pair, chosen sides first."""
         return super().batch([*(2 * i for i in ids), *(2 * i + 1 for i in ids)])
 
     def loss(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, due: Tensor) -> Any:
@@ -264,7 +265,7 @@ def compare(
         )
 
 
-_NUM_ROWS = 3  # rows with compared logits
+_NUM_ROWS = 3  # rows to compare logits on
 
 
 def written(
@@ -284,7 +285,7 @@ def written(
 
 
 def stock_model(fixture: Fixture, folder: Path) -> Any:
-    """Return the model in `folder`, or the checkpoint with these adapters, by stock libraries.
+    """Return the model in `folder`, or the checkpoint with the adapters there, by stock libraries.
 
     The model is float32 and in evaluation mode. Weights in NF4 are decoded.
     """

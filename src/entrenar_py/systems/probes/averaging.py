@@ -37,7 +37,7 @@ _AVERAGES = (say.AveragedGradient, say.AveragedBlock, say.AveragedNonBlock)
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The course of a run. `order` selects the next worker to deliver, among those with a shard.
+    """The course of a run. `order` selects the next worker to deliver, among workers with a shard.
 
     In step `dies_in`, the worker with the last place dies before it has delivered everything; if
     `returns`, another worker then joins. If `repeats`, each worker repeats earlier deliveries, also
@@ -83,7 +83,10 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Record a Heard event for each schedule, step and part; the seed draws terms and orders."""
+    """Record a Heard event for each schedule, step and part.
+
+    The scenario's seed determines the gradients and the order of deliveries.
+    """
     recorder = Recorder(scenario)
     for case, schedule in SCHEDULES.items():
         if schedule.repeats and scenario.num_shards > scenario.world_size:
@@ -142,7 +145,7 @@ class _Play:
             *(machine, self, lambda: 0.0, _AtOnce()), frame_bytes_max=BYTES_MAX
         )
 
-    # --- what the end writes to -------------------------------------------------------------------
+    # --- the network, as the coordinator's end sees it --------------------------------------------
 
     def write(self, peer: Peer, message: WireMessage, buffers: Sequence[Buffer]) -> None:
         """Pass a message to a worker."""
@@ -225,7 +228,7 @@ class _Play:
         if self._schedule.returns:
             self._join(len(self._everyone))
 
-    # --- what was heard ---------------------------------------------------------------------------
+    # --- the averages that workers received -------------------------------------------------------
 
     def events(self, case: str) -> Iterator[trace.Heard]:
         """Yield the averages that workers received, of all parts and steps up to a poisoned one."""
@@ -307,7 +310,7 @@ class _Terms:
         ]
 
     def roundings(self, step: int, part: Part, values: bytes) -> tuple[float, int]:
-        """Return the largest deviation of an average from the exact value, and its index."""
+        """Return an average's largest deviation from the mean (`_roundings`), and its index."""
         shards = self._run.shards(step)
         weights = [self.weight(step, shard, part) for shard in range(len(shards))]
         vectors = [self.vector(step, shard, part) for shard in range(len(shards))]
@@ -324,7 +327,7 @@ class _Terms:
 
 
 def _roundings(got: Fraction, products: Sequence[Fraction], total: int) -> float:
-    """Return |got - mean| in units of its allowed roundings, in float64 and then to float32."""
+    """Return |got - mean|, divided by the error of float64 sums that are rounded to float32."""
     mean = sum(products, Fraction()) / total
     sizes = sum(map(abs, products), Fraction()) / total
     in_float64 = (len(products).bit_length() + 3) * sizes / 2**53

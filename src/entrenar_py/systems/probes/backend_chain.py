@@ -171,9 +171,9 @@ def _check_faults(faults: tuple[Fault, ...], order: tuple[str, ...]) -> None:
 class Saboteur:
     """Makes backends fail as `faults` say, one fault per backend, and records each fault.
 
-    Faults of an adapter happen on the real adapter if there is one (`doomed_device`). If this
-    machine lacks a device, the CPU is used under its name. Such a substitute is opened only for a
-    backend with a fault.
+    Faults of an adapter happen on the real adapter if there is one (`open_doomed`). If this machine
+    lacks a device, the CPU is used under its name. Such a substitute is opened only for a backend
+    with a fault.
     """
 
     def __init__(self, faults: tuple[Fault, ...], recorder: Recorder) -> None:

@@ -118,7 +118,7 @@ class Decoder(nn.Module):
         return self.head
 
     def forward(self, ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """[n, t] -> [n, t, VOCABULARY]."""
+        """Return the logits: token ids [n, t] -> [n, t, VOCABULARY]."""
         x = self.tokens(ids) + self.places(position_ids)
         seen = sees(attention_mask, position_ids)[:, None]
         if self.dropout.p and torch.is_grad_enabled():
@@ -129,7 +129,10 @@ class Decoder(nn.Module):
         return scores
 
     def block(self, x: Tensor, seen: Tensor) -> Tensor:
-        """[n, t, d] -> [n, t, d], where `seen` [n, 1, t, t] says which tokens each sees."""
+        """Return the block's output, [n, t, d] -> [n, t, d].
+
+        `seen`, bool [n, 1, t, t], says which tokens each token sees.
+        """
         parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).unbind(-3)  # [n, t, h, e]
         q, k, v = (part.transpose(1, 2) for part in parts)
         heads = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)

@@ -1,8 +1,9 @@
 """Measurement of the memory that each worker's part of a training run takes, in its own process.
 
 The processes are forks of one that has loaded all code and computed nothing. The estimate is made
-before a worker is built, from the scenario and the manifest alone. The peak is that of the worker's
-device, or on the CPU the kernel's `VmHWM` in /proc/self/status, reset when all code is loaded.
+before a worker is built, from the scenario and the manifest alone. The peak is the most that the
+worker's device had in use, or on the CPU the kernel's `VmHWM` in /proc/self/status, reset when all
+code is loaded.
 """
 
 from __future__ import annotations

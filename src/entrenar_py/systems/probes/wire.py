@@ -1,4 +1,4 @@
-"""The wire without training: messages that the codec carries or refuses, and admitted peers."""
+"""A probe of the wire without training: which frames decode, and which peers are admitted."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from entrenar_py.train.wire.frames import CHUNK_BYTES, Buffer, Decoder, Encoder,
 from entrenar_py.train.wire.messages import Challenge, Heartbeat, Hello, Message, TreeNode
 from entrenar_py.train.wire.terms import Run, Terms, Timing
 
-PREFIX = "original: "  # names of messages and cases
+PREFIX = "original: "  # of the names of messages and cases on the original system's wire
 NARROW = struct.Struct("<I")
-BYTES_MAX = 2**20  # of a frame
+BYTES_MAX = 2**20  # the most bytes of a frame
 _HUGE = struct.pack("<Q", 2**62)
 _VALUES: dict[str, Any] = {
     "U8": 2**8 - 1,
@@ -120,7 +120,10 @@ class Feeds(Protocol[Got]):
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Record Carried, Refused and Admission events; the seed draws pieces and flipped bits."""
+    """Record Carried, Refused and Admission events.
+
+    The scenario's seed determines how frames are cut into pieces, and which bits are flipped.
+    """
     recorder = Recorder(scenario)
     rng = random.Random(scenario.seed)
     for message, payload in _letters():
@@ -247,7 +250,7 @@ def _read_by(
 
 
 def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Yield (name of a defect, bytes with this defect), invalid messages of this session."""
+    """Yield the name of a defect, and an invalid message of this session that has it."""
     node = TreeNode(step=1, round=0, block=0, level=0, index=0, loss=1.0, weight=2.0)
     right = b"".join(Encoder(KEY).encode(node, ODD_FLOATS))
     for name, place, value in (

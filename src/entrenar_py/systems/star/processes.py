@@ -32,9 +32,9 @@ from entrenar_py.train.wire_io.tcp import DIED, CoordinatorServer
 
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 3.0
-GATHER_S = 60.0  # until all workers have connected
+GATHER_S = 60.0  # within which all workers must have connected
 SECRET_BYTES = 32
-SOCKET_BYTES_MAX = 2**30  # a kernel takes an int, and doubles it
+SOCKET_BYTES_MAX = 2**30  # a kernel takes the size as an int, and doubles it
 RESTART_S = 0.2  # until a worker that was killed is started again
 
 
@@ -150,7 +150,7 @@ class ProcessTransport:
             self._limit.reschedule(asyncio.get_running_loop().time() + self._deadline_s)
 
     def visit(self, guest: Guest) -> None:
-        """Send a stranger to the real socket."""
+        """Connect `guest`, which is no worker of the run, to the coordinator's socket."""
         self._visits.append(asyncio.create_task(injections.visit(guest, *self._address)))
 
     # --- its workers ------------------------------------------------------------------------------

@@ -35,12 +35,15 @@ from entrenar_py.train.wire_io.injections import Fate, Guest, Meddling
 GARBAGE_BYTES = 1_000
 CLAIMED_BYTES = 2**62
 PACE_S = 1.0
-PORT = 1  # where a stranger claims to listen, as a mesh worker must
+PORT = 1  # at which a guest claims to listen, as a mesh worker must
 OTHER = "0" * 64  # a wrong digest of the right length
 
 
 def stranger_of(fault: Fault, terms: Terms, secret: bytes) -> Guest:
-    """Return the stranger of `fault`, for a run with `terms` and `secret`."""
+    """Return the client that `fault` describes, which is no worker of the run.
+
+    The run has the `terms` and the `secret`.
+    """
     match fault.value:
         case "garbage":
             noise = random.Random(fault.step).randbytes(GARBAGE_BYTES)
@@ -107,7 +110,7 @@ class Transport(Protocol):
         """Have `guest` connect to the coordinator."""
 
     def befall(self, fault: Fault) -> None:
-        """Kill, freeze or restart the process that `fault` names; it returns later if planned."""
+        """Kill, freeze or restart the process of `fault`; bring it back later if planned."""
 
 
 class ScenarioRun:
@@ -173,7 +176,7 @@ class ScenarioRun:
         return self.topology.worker
 
     def member(self) -> MemberHands:
-        """Return the work of a worker that a simulation starts."""
+        """Return the arithmetic and records of a worker that a simulation starts."""
         scenario, workload = self.scenario, self.server.replicas.workload
         return Member(scenario, workload=workload, faults=scenario.faults)
 
@@ -184,7 +187,7 @@ class ScenarioRun:
         self._join(run.first_step)
 
     def notify(self, effect: Effect) -> None:
-        """If a step begins, start the workers that join; count each rank that an audit convicts."""
+        """Start the workers that join in a step that begins; count culprits of audits by rank."""
         if isinstance(effect, Gather):
             self._join(effect.step)
         elif isinstance(effect, Conclude) and effect.culprit is not None:

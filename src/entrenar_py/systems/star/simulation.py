@@ -71,7 +71,7 @@ class SimulatedTransport:
         self.simulation.start(rank, self._scenario.backend_of(rank), lies.speak)
 
     def visit(self, guest: Guest) -> None:
-        """Connect a simulated stranger after the current event is handled."""
+        """Connect `guest`, which is no worker, after the current event is handled."""
         self.simulation.later(0.0, partial(self.simulation.visit, guest))
 
     def befall(self, fault: Fault) -> None:

@@ -133,7 +133,7 @@ def accumulate(
     parts = micro_batches(rank, ids, rank.index)
     for number, part in enumerate(parts):
         # Before the last micro-batch a rank keeps its whole gradient, as without sharding: this
-        # saves traffic. To reduce every micro-batch is also correct, and saves memory.
+        # saves traffic. Reducing after every micro-batch is also correct, and saves memory.
         model.set_requires_gradient_sync(number == len(parts) - 1)
         obs.samples(part, epoch=epoch)
         # A rank without samples takes part, too, with a loss of zero.

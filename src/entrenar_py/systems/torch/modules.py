@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self._rotary = decoder.rotary_table(LENGTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, t, d] -> [n, t, d]."""
+        """Return the layer's output for `x`, [n, t, d] -> [n, t, d]."""
         q, k, v = (self._split(layer(x)) for layer in (self.q, self.k, self.v))  # [n, h, t, e]
         cosine, sine = (one.to(q) for one in self._rotary)
         mixed = F.scaled_dot_product_attention(
@@ -82,16 +82,16 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(decoder.FEED_FORWARD, decoder.HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, t, d] -> [n, t, d]."""
+        """Return the layers' output for `x`, [n, t, d] -> [n, t, d]."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
 
 class Head(nn.Module):
-    """The output layer: scores of all bytes, by the embedding's weight."""
+    """The output layer: scores for all bytes, with the embedding's weight."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[n, t, d] -> [n, t, VOCABULARY]."""
+        """Return the scores of each next byte, [n, t, d] -> [n, t, VOCABULARY]."""
         return F.linear(x, weight)
 
 
@@ -106,7 +106,7 @@ class Block(nn.Module):
             self.add_module(part, Attention(dropout) if part == "attention" else FeedForward())
 
     def forward(self, x: Tensor, part: str) -> Tensor:
-        """[n, t, d] -> [n, t, d]."""
+        """Return `x` plus the output of `part`, [n, t, d] -> [n, t, d]."""
         normed: Tensor = self.get_submodule(f"{part}_norm")(x)
         out: Tensor = self.get_submodule(part)(normed)
         return x + out
@@ -165,7 +165,7 @@ __all__ = ["Classifier", "Data", "Decoder", "Layers", "Regression", "build", "nu
 
 
 class Regression(nn.Linear):
-    """y = w x + b, a single unit."""
+    """Linear regression, y = w x + b, as a single unit."""
 
     num_units = 1
 
@@ -175,7 +175,7 @@ class Regression(nn.Linear):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, units: Iterable[int] | None = None
     ) -> Tensor:
-        """[n, 1] -> [n, 1], or with `targets` the loss."""
+        """Return y, [n, 1] -> [n, 1], or with `targets` the summed loss."""
         y = super().forward(x)
         return y if targets is None else self.loss_sum(y, targets)
 
@@ -250,7 +250,7 @@ def num_units(scenario: Scenario) -> int:
 
 
 def build(scenario: Scenario, units: Iterable[int] | None = None) -> Layers:
-    """Return the workload's layers with initial values: those of `units`, by default all."""
+    """Return the layers of `units`, by default all, with the workload's initial values."""
     workload = models.model_of(scenario)
     model: Layers
     here = range(num_units(scenario)) if units is None else list(units)

@@ -43,7 +43,7 @@ from entrenar_py.train.wire_io.processes import Crew, Hand, Job
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """The division of the work among the ranks of one life (see `ranks`).
+    """The division of the work among the ranks of one life (see `run`).
 
     Each rank has `micro_batches` a step. `group_size` consecutive ranks compute one batch together.
     With `in_stages` they form a pipeline, and each has its own parameters.

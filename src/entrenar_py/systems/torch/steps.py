@@ -16,7 +16,7 @@ from entrenar_py.systems.torch.modules import Model
 from entrenar_py.train.arithmetic import sharding
 
 if TYPE_CHECKING:
-    from entrenar_py.systems.torch.ranks import Rank  # where NotFinite is imported
+    from entrenar_py.systems.torch.ranks import Rank  # which imports this module
 
 
 def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:

@@ -132,9 +132,9 @@ class Replicated(ParallelStyle):
 
 
 def parallelize_sequences(model: modules.Layers, mesh: DeviceMesh) -> None:
-    """Cut `model`, in place, over the ranks of `mesh`.
+    """Cut `model`, in place, over the ranks of `mesh`, and each sequence between the cut layers.
 
-    Between the shared layers, each rank holds a part of each sequence: a reduce-scatter and an
+    Between the cut layers, each rank holds a part of each sequence: a reduce-scatter and an
     all-gather replace each all-reduce. The traffic is the same, and norms and residuals take 1/tp
     of the memory and the time. A model without sequences is cut by `parallelize`. A norm's gradient
     on a rank covers only its part of the sequence; `add_terms` sums over ranks.

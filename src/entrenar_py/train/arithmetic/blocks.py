@@ -47,9 +47,9 @@ class Layout:
 
     @cached_property
     def decayed(self) -> Vector | None:
-        """1 where weight decay applies, else 0, float32 [num_trainable].
+        """The mask of weight decay, 1 where it applies, else 0: float32 [num_trainable].
 
-        The result is None if it applies nowhere.
+        None if it applies nowhere.
         """
         mask = np.zeros(self.num_trainable, dtype=np.float32)
         for spec in self.specs:
@@ -111,7 +111,7 @@ def num_blocks(num_elements: int, num_owners: int) -> int:
 
 
 class Blocks:
-    """A vector of `num_elements` float32 in `count` blocks; sizes differ by at most one."""
+    """The division of `num_elements` float32 into `count` blocks; sizes differ by at most one."""
 
     def __init__(self, num_elements: int, count: int) -> None:
         assert 1 <= count <= num_elements, "no part is empty"
@@ -253,7 +253,7 @@ class Reduction:
         self.seconds = 0.0
 
     def reduce(self, block: int) -> tuple[float, float] | None:
-        """Add and average `block`, which is complete; the result is that of `Sums.average`."""
+        """Add and average `block`, which is complete; return the result as `Sums.average` does."""
         since = self._clock()
         averaged = self.sums.average(block, self._scale, out=self.part(block))
         if averaged is not None:

@@ -34,7 +34,7 @@ NUM_KV_HEADS = 2
 HEAD_DIM = 8
 FEED_FORWARD = 64
 NUM_BLOCKS = 2
-POSITIONS = datasets.LINE_BYTES_MAX - 1  # the last byte is only predicted
+POSITIONS = datasets.LINE_BYTES_MAX - 1  # the last byte is only a target
 LORA_RANK = 4
 LORA_SCALE = 2.0  # alpha / rank with alpha = 8
 ROTARY_BASE = 10_000.0

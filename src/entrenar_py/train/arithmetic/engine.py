@@ -21,7 +21,8 @@ from entrenar_py.compute.on_torch import ResidentStep
 from entrenar_py.train.arithmetic import blocks, reduction, sharding
 from entrenar_py.train.arithmetic.tensors import Array, DropFunction, Workload
 
-NAMING_NUMBERS = 8  # of 24 random bits each: enough to tell any two streams apart
+# digested to identify a stream; with 24 random bits each, they tell any two streams apart
+NAMING_NUMBERS = 8
 
 
 class ShardStreams:
@@ -61,13 +62,13 @@ class Dropout:
         return tensor * torch.from_numpy(kept / np.float32(1 - self._rate)).to(tensor.device)
 
     def seed(self) -> int:
-        """Return a drawn seed, from 0 to 2^63 - 1, for a generator other than the streams."""
+        """Return a seed drawn from the stream, 0 to 2^63 - 1, for a different generator."""
         numbers = self._rng.random((3,), dtype=np.float32)  # of 24 random bits each
         self._first = self._first or blake3(numbers.data.cast("B"))
         return int.from_bytes(blake3(numbers.data.cast("B")).digest(8), "little") >> 1
 
     def key(self) -> torch.Tensor:
-        """Return a drawn key for `compute.draws`, int32 [2]."""
+        """Return a key drawn from the stream, for `compute.draws`: int32 [2]."""
         seed = self.seed()
         return torch.from_numpy(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32))
 
@@ -98,7 +99,7 @@ def scale_of(weight_max: int) -> float:
 class BegunShard:
     """A shard that a device has started to compute; `wait` returns what `Engine.shard` returns.
 
-    `gradients` are the gradients of that on the device, float32 [num_trainable].
+    `gradients` is the shard's gradient on the device, float32 [num_trainable].
     """
 
     gradients: torch.Tensor
@@ -110,10 +111,10 @@ class Engine:
     """A replica: all tensors of a workload, the trainable ones as one flat vector.
 
     `parameters` is float32 [num_trainable]. `arrays` has read-only views of all tensors by name,
-    divided into `weights` and `buffers`. `tensors` has the same memory as torch tensors; the
-    initial values are copied. `scale` (`scale_of`) multiplies gradients and statistics, not losses.
-    `stepper` computes these on the backend. `resident` is the same stepper if its device keeps
-    copies of the tensors: whoever changes tensors here calls `changed`.
+    divided into `weights` and `buffers`. `tensors` shares their memory as torch tensors; the
+    initial values are copied. `stepper` computes losses, gradients and statistics on the backend;
+    `scale` (`scale_of`) multiplies all of them except losses. `resident` is the same stepper if its
+    device keeps copies of the tensors, else None: after changing tensors, call `changed`.
     """
 
     def __init__(
@@ -221,7 +222,8 @@ def non_finite(vector: Array) -> int | None:
     totals: list[np.float32] = []
 
     def of(parts: Sequence[slice]) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):  # the current thread's memory
+        # set here, because numpy keeps it for each thread
+        with np.errstate(over="ignore", invalid="ignore"):
             # A sum allocates nothing, and is finite only if all elements are.
             totals.extend(vector[part].sum() for part in parts)
 

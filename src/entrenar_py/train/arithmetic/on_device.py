@@ -1,11 +1,11 @@
 """AdamW in a GPU's memory, with the bits of `optimizer`.
 
-Otherwise the GPU would wait while the host computes the step and uploads new weights.
+If the host took the step, the GPU would wait for it and for the upload of the new weights.
 
 All operations are elementwise, or additions in a fixed order. Their results are IEEE's, as on the
-host, if three things are avoided. A product and a sum in one kernel are rounded only once. torch
-turns a division by a number of the host into a product. And the order of torch's own sums depends
-on the device.
+host, because three things are avoided: a product and a sum in one kernel (it rounds only once), a
+division by a number of the host (torch multiplies by the reciprocal), and torch's own sums (their
+order depends on the device).
 
 The host gets copies of weights and moments after each step, for the record. They arrive while the
 GPU computes the next shard.
@@ -35,7 +35,7 @@ from entrenar_py.train.arithmetic.optimizer import (
 )
 from entrenar_py.train.arithmetic.reduction import Node
 
-BYTES_MAX = 2**28  # of the weights: larger ones and their moments would crowd out activations
+BYTES_MAX = 2**28  # of weights: more of them, with their moments, would crowd out activations
 
 
 def fits(rule: Rule, num_trainable: int) -> bool:
@@ -46,8 +46,9 @@ def fits(rule: Rule, num_trainable: int) -> bool:
 class DeviceOptimizer:
     """The optimizer of one replica; `weights` are on the device, float32 [num_trainable].
 
-    `state` has the moments on the host. It is copied, and `copy_back` writes to it. `failures`
-    returns a context that uses the device and reports what fails there (`CudaBackend.failures`).
+    `state` has the moments on the host. The device gets a copy, and `copy_back` updates the host's.
+    `failures` returns a context manager that selects the device and converts its errors
+    (`CudaBackend.failures`).
     """
 
     def __init__(
@@ -100,6 +101,14 @@ class DeviceOptimizer:
             return vector
 
         return wait
+
+    def add(self, node: Node, sibling: Node) -> Node:
+        """Return `reduction.add` of nodes on the device; its vector is new."""
+        left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
+        loss, weight = left.loss + right.loss, left.weight + right.weight
+        with self._failures():
+            total = left.vector + right.vector
+        return Node(left.level + 1, left.index // 2, total, loss, weight)
 
     def mean(self, total: Node, scale: float) -> Tensor:
         """Return `optimizer.mean` of `total`, which is on the device, float32 [num_trainable].
@@ -173,15 +182,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def leaf(shard: int, gradient: Tensor, weight: float) -> Node:
-    """Return the leaf of `shard` for `add`; its vector is on a device, and its loss unknown."""
+    """Return the leaf of `shard` for `DeviceOptimizer.add`; its loss is not known yet."""
     return Node(0, shard, cast("Vector", gradient), math.nan, weight)
-
-
-def add(node: Node, sibling: Node) -> Node:
-    """Return `reduction.add` of nodes with vectors on a device, as a new vector there."""
-    left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
-    loss, weight = left.loss + right.loss, left.weight + right.weight
-    return Node(left.level + 1, left.index // 2, left.vector + right.vector, loss, weight)
 
 
 def _added_by_halves(rows: Tensor) -> Tensor:

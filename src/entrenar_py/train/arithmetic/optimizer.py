@@ -146,7 +146,8 @@ def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: floa
         decayed = None if rule.decayed is None else rule.decayed[part]
         parts = {name: one if name == "count" else one[part] for name, one in state.items()}
         here, room = Rule(rule.kind, rule.weight_decay, decayed), spare[: len(weights[part])]
-        with np.errstate(over="ignore", invalid="ignore"):  # the current thread's memory
+        # set here, because numpy keeps it for each thread
+        with np.errstate(over="ignore", invalid="ignore"):
             _STEPS[rule.kind](here, weights[part], gradient[part], parts, rate, room)
 
     _for_blocks(len(weights), of)

@@ -150,7 +150,7 @@ T = TypeVar("T")
 
 
 class Aside:
-    """A thread that does long work in the order of calls, and ends with this object."""
+    """A background thread that runs functions in the order of the calls."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)

@@ -53,12 +53,12 @@ class Workload(ABC):
 
     @property
     def is_static(self) -> bool:
-        """See above."""
+        """True if the shapes of a batch determine the operations of `loss_of`."""
         return False
 
     @property
     def may_wait(self) -> bool:
-        """True if `batch` may wait for data that are still being made."""
+        """True if `batch` may wait for data that are still being produced."""
         return False
 
     @property

@@ -30,7 +30,7 @@ _NUM_RECEIVED = 3
 
 @dataclass(frozen=True)
 class _ReceiveSlot:
-    """Receive memory for one piece. The event `free` is recorded once the piece has been added."""
+    """Memory that receives one piece. The event `free` is recorded once the piece was added."""
 
     memory: Tensor  # uint8
     free: torch.cuda.Event

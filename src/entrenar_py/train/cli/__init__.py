@@ -41,7 +41,7 @@ OWN_WIRE, WIRE_2 = WIRES = ("own", "v2")
 BANDWIDTH = "10Gbit"
 DIAGRAMS = ("mermaid", "dot", "svg")
 ORDERS = ("given", "best")
-DOCTOR = "doctor"  # instead of a file of workers
+DOCTOR = "doctor"  # a value of --workers: this machine's own devices, instead of a file
 _TASK = "text"
 _PART = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
 _HELP_COLUMNS = 98
@@ -584,7 +584,7 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return words[:place], words[place + 1 :]
 
 
-# --- the doors ------------------------------------------------------------------------------------
+# --- entry points ---------------------------------------------------------------------------------
 
 Others = Mapping[str, Callable[[argparse.Namespace], int]]
 

@@ -61,10 +61,10 @@ class Copy:
         )
 
     def difference(self, other: Copy) -> tuple[int, int] | None:
-        """Return the block, and the index in it, of the first vector element that differs.
+        """Return the block, and the index in it, of the first vector element that differs, or None.
 
-        If it is None, the losses and weights of the nodes may still differ; `equals` compares
-        these, too.
+        If no element differs, the losses and weights of the nodes may; `equals` compares these,
+        too.
         """
         for block in sorted(self.nodes):
             ours, theirs = (copy.nodes[block][0].vector for copy in (self, other))
@@ -98,7 +98,10 @@ class Copies:
         return list(self._whole.get(shard, []))
 
     def conclude(self, effect: Conclude, locate: Locate) -> tuple[Copy | None, list[trace.Event]]:
-        """Return the copy that counts, or None, and the events to record; drop the copies."""
+        """Return the copy that counts, or None, and the events to record of an audit that ends.
+
+        Drops all copies of its shard.
+        """
         copies = self._whole.pop(effect.shard, [])
         chosen = None if effect.copy is None else copies[effect.copy]
         wrong = [copy for copy in copies if copy.rank == effect.culprit]

@@ -145,7 +145,7 @@ class Member:
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Load the state before `welcome.step`; raise ProtocolError if it does not fit."""
         self.rank = welcome.rank
-        self.recorder.drain()  # events of an earlier session
+        self.recorder.drain()  # drops the events of an earlier session
         self._applied = None
         self.replicas.workers = {self.rank: self.replicas.take_over(self.rank, payload)}
         self._first = self._ahead = None
@@ -188,7 +188,7 @@ class Member:
         return problems[0] if problems else self.named(step, nodes)
 
     def _has_all(self, shards: Sequence[int]) -> bool:
-        """Return whether the average is certain to be that of `shards`, and of nothing else."""
+        """Return whether the average is certain to be the average of `shards` alone."""
         return (
             self._comes is Average
             and self._exchange is None
@@ -207,7 +207,7 @@ class Member:
         if device is None or begun is None:
             return
         leaf = on_device.leaf(shard, begun.gradients, begun.weight)
-        self._placed = reduction.fold([*self._placed, leaf], plan.num_shards, on_device.add)
+        self._placed = reduction.fold([*self._placed, leaf], plan.num_shards, device.add)
         total = self._placed[0]
         if total.level < reduction.height(plan.num_shards):
             return
@@ -311,7 +311,7 @@ class Member:
         self._begin(step)
 
     def _use(self, worker: Worker, step: int) -> trace.Update:
-        """Return an Update with the values that a worker knows; load the new weights."""
+        """Load the new weights that arrived; return an Update with the worker's own values."""
         worker.replica.copy_from(self.held.vector)
         loss, weight = self.held.total
         return trace.Update(

@@ -1,4 +1,4 @@
-"""The workers of one run in this process: their shards, their steps, and the record of these.
+"""The workers of one run in this process: their shards, their steps, and their records.
 
 Every system that trains with logical shards and the tree uses this module. The system itself is
 responsible for communication between workers.
@@ -47,8 +47,8 @@ from entrenar_py.train.wire.terms import Terms
 class Worker:
     """One worker: its replica and its optimizer state.
 
-    With an `on_device`, steps are taken there. `settle` copies their results to the host. `begun`
-    has the shards, by step and number, that the device computes already.
+    If `on_device` is not None, it takes the steps, and `settle` copies their results to the host.
+    `begun` has the shards, by step and number, that the device is already computing.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class Worker:
                 )
 
     def settle(self) -> None:
-        """Wait until weights and state on the host are those after the last step."""
+        """Wait until the host has the weights and the state after the last step."""
         if self.on_device is not None:
             self.on_device.copy_back(self.replica.parameters)
 
@@ -90,9 +90,11 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Clipped:
-    """The `gradient` of one step after clipping, where steps are taken, and the learning `rate`.
+    """The `gradient` of one step after clipping, and the learning `rate`.
 
-    `norm` is the L2 norm before clipping, and `norm_of` computes such a norm.
+    `gradient` is on the device that takes the steps, or on the host. `norm` is the L2 norm before
+    clipping, and `norm_of` computes such a norm. `is_as_before` is true if clipping changed
+    nothing.
     """
 
     gradient: Any
@@ -138,7 +140,7 @@ class Replicas:
     ) -> None:
         """Start without workers.
 
-        `backend_of` returns a rank's backend. Backends and `workload` default to those of the plan.
+        `backend_of` returns a rank's backend. By default, backends and `workload` are the plan's.
         `faults` are injected.
         """
         self.plan, self.faults = plan, faults
@@ -199,7 +201,7 @@ class Replicas:
                 worker.begun[step, shard] = begun
 
     def compute(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> reduction.Node:
-        """Return the leaf of a shard, which may have begun already, and record it."""
+        """Return the leaf of the tree for a shard, and record it; `begin` may have started it."""
         rate = self.plan.dropout
         draws = rate or self.workload.draws
         drop = engine.Dropout(rate, self.plan.rng("dropout", step, shard)) if draws else None
@@ -253,7 +255,7 @@ class Replicas:
     def clipped(self, gradient: Any, device: DeviceOptimizer | None = None) -> Clipped:
         """Return an averaged `gradient`, float32 [num_trainable], clipped for the next step.
 
-        With a `device`, `gradient` is there.
+        If a `device` is given, `gradient` must be on it.
         """
         of: Any = optimizer if device is None else device
         norm = of.norm_l2(gradient)
@@ -266,7 +268,7 @@ class Replicas:
             is_as_before=clipped is gradient,
         )
         if device is not None:
-            _ = result.applied_norm  # later the device would compute the next shard first
+            _ = result.applied_norm  # now: later the device would compute the next shard first
         return result
 
     def averaged(
@@ -274,8 +276,8 @@ class Replicas:
     ) -> Average:
         """Return the Average that every worker's step needs; `mean` is the averaged vector.
 
-        `loss` is the batch's summed loss, not yet divided by the batch's `weight`. The gradient is
-        clipped here, on the host, unless that is done already.
+        `loss` is the batch's summed loss, not yet divided by the batch's `weight`. Without
+        `clipped`, the gradient is clipped here, on the host.
         """
         gradient = mean[: self.layout.num_trainable]
         return Average(
@@ -367,7 +369,7 @@ class Replicas:
         backend = self.backend_of(rank)
         replica = engine.Engine(self.workload, backend, tensors, scale=self.scale)
         state = optimizer.initial_state(self.plan.optimizer, self.layout.num_trainable)
-        if moments is not None:  # `state` needs them in order
+        if moments is not None:  # in the order of `state`
             state = {name: moments[name].copy() for name in state}
         return Worker(rank, replica, state)
 

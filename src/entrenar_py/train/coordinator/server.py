@@ -1,9 +1,9 @@
 """The work of a coordinator: it adds and averages gradients, and keeps the state and the record.
 
-The protocol's state machine (`train/wire/coordinator.py`) decides, and its end carries out each
-decision by a call to a `Server`. A step is `gather`; then `require`, `keep` and `deliver` for each
-delivery; then `complete` and `reduce` for each block, in any thread; and finally `apply_average`.
-If the server applies the optimizer, `prepare` comes before that.
+The protocol's state machine (`train/wire/coordinator.py`) decides, and its endpoint carries out
+each decision by a call to a `Server`. A step is `gather`; then `require`, `keep` and `deliver` for
+each delivery; then `complete` and `reduce` for each block, in any thread; and finally
+`apply_average`. If the server applies the optimizer, `prepare` comes before that.
 
 A payload is taken over together with its memory, which `room` provides, because copying every
 gradient would double the memory of a large model.
@@ -262,8 +262,9 @@ class Server:
         self.reduction.sums.complete(block)
 
     def reduce(self, block: int) -> tuple[float, float] | str:
-        """Return summed loss and weight of `block`, now averaged, or the reason to halt."""
-        self._moved()  # with the previous average: this one reuses its memory
+        """Average `block`; return its summed loss and its weight, or the reason to halt."""
+        # the last step may still read the previous average, and this one reuses its memory
+        self._moved()
         averaged = self.reduction.reduce(block)
         if averaged is None:
             return "the average gradient or loss is not finite, though each worker's is"
@@ -289,7 +290,7 @@ class Server:
             self._beside = self.replicas.new_worker(_NOBODY, self.replica.replica.arrays)
         self._beside.follow(self.replica)
         self.replicas.move(self._beside, average.clipped, average.mean)
-        _ = average.record  # of the vector, which changes now
+        _ = average.record  # recorded now, because the vector changes next
         self._beside.replica.copy_to(self.reduction.vector)
         return self.reduction.total
 

@@ -89,7 +89,7 @@ class Held:
 
 
 class TreeExchange:
-    """The addition of a mesh: the nodes of the blocks that this worker averages, along the tree.
+    """Addition in a mesh: adds the nodes of the blocks that this worker averages, along the tree.
 
     `nodes` and `held` belong to the worker; averages go to `held`. Sums are multiplied by `scale`.
     """
@@ -136,7 +136,7 @@ class TreeExchange:
 
 
 class RingExchange:
-    """The addition of a ring: this worker's own part is added to every block that passes.
+    """Addition in a ring: adds this worker's own part to every block that passes.
 
     `nodes`, `held` and `scale` are as in TreeExchange.
     """
@@ -168,7 +168,7 @@ class RingExchange:
         self.held.there.add(block)  # an average from another worker must not replace it
 
     def reduce(self, block: int) -> tuple[float, float] | None:
-        """Average a block that has passed every worker; return the same as TreeExchange.reduce."""
+        """Average a block that has passed every worker; the result is as in TreeExchange."""
         total = self.passing[block]
         self.held.total = total.loss, total.weight
         is_finite = blocks.average(total, self.scale, out=self.held.part(block))
@@ -195,7 +195,7 @@ class RingExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One topology: the classes of its machines, ends and clients.
+    """One topology: the classes of its state machines, endpoints and clients.
 
     `trainer` is its name in a plan. `exchange` adds the blocks that a worker receives from other
     workers; it is None in a star, where everything goes to the coordinator. `down` lists the
@@ -251,7 +251,7 @@ def of(plan: TrainingPlan) -> Topology:
 def num_blocks(plan: TrainingPlan, num_elements: int) -> int:
     """Return the number of blocks of a vector; option `block_bytes` limits their size.
 
-    Raises UsageError if that is not a size.
+    Raises UsageError if the option is not a valid size.
     """
     if "block_bytes" not in plan.options:
         return blocks.num_blocks(num_elements, of(plan).num_owners(plan.world_size))

@@ -34,7 +34,7 @@ from entrenar_py.train.distill.teacher import Generation
 from entrenar_py.train.model import preparation, rows
 from entrenar_py.train.model.settings import Completions, Distillation, Settings
 
-_VERSION = 1  # of the list of facts that an answer depends on
+_VERSION = 1  # the version of the list of facts that an answer depends on
 LEAST_TEMPERATURE = 1e-3  # the least one above 0; below it, logits overflow
 _ENDS = (".jsonl", ".ndjson")
 
@@ -44,7 +44,7 @@ class Source(Protocol):
 
     @property
     def identity(self) -> list[str]:
-        """The source of the answers: different sources may give different answers."""
+        """Texts that identify the source: a source with different texts may answer differently."""
         ...
 
     @property
@@ -82,14 +82,17 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """The estimated seconds until all prompts are asked; None before the first result."""
+        """The estimated seconds until every prompt is done; None before the first result."""
         left = self.total - self.done - len(self.failed)
         return left / self.per_s if self.per_s else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Counts of the written rows: `lacking` is how many original rows were too few."""
+    """Counts of the written rows.
+
+    `lacking` is by how many rows the originals fall short of the configured mix.
+    """
 
     synthetic: int
     original: int
@@ -103,7 +106,7 @@ class Asking:
     def __init__(
         self, settings: Settings, section: Distillation, *, url: str | None, backend: str | None
     ) -> None:
-        """Read all rows; ask nothing. `url` replaces the endpoint and the teacher of `section`.
+        """Read all rows; send nothing. `url` replaces the endpoint and the teacher of `section`.
 
         Raises UsageError for settings or rows that can't be used.
         """
@@ -135,7 +138,7 @@ class Asking:
         return blake3(prompts.dump(facts).encode()).hexdigest(16)
 
     def run(self, listen: Callable[[Progress], None], stopping: threading.Event) -> Progress:
-        """Ask every prompt that has no answer, until `stopping` is set.
+        """Request an answer for every prompt that has none, until `stopping` is set.
 
         Calls `listen` with the progress after each result. Raises UsageError for an error that
         every prompt would meet, and SystemFailure if the journal can't be written.
@@ -231,7 +234,8 @@ def _source(
 def _require_output(settings: Settings, text: Completions) -> None:
     """Raise UsageError for a temperature that is too low, or a file that can't be used for rows.
 
-    `finetune` must be able to read its name, no input may match it, and it must be new or ours.
+    The name must end as `finetune` requires, and no configured input may include the file. A file
+    that exists must have this command's journal next to it.
     """
     if not text.rows.name.lower().endswith(_ENDS):
         raise UsageError(

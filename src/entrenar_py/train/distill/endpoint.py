@@ -137,9 +137,9 @@ _AROUND_BYTES, _TOKEN_BYTES = 2**20, 2**10
 CONNECT_S = 30.0
 FIRST_WAIT_S = 1.0  # before the first retry; doubled for each further retry
 WAIT_S_MAX = 600.0
-HOPELESS = 16  # after this many prompts in a row that the server failed, no more are asked
+HOPELESS = 16  # after the server fails this many prompts in a row, no more are sent
 _TICK_S = 0.2  # between checks for signals
-_AGAIN = (408, 409, 425, 429)  # statuses below 500 that a retry may change
+_AGAIN = (408, 409, 425, 429)  # statuses below 500 for which a retry may help
 _REFUSALS = {
     401: "name the environment variable with the right key in distill.text.key_variable",
     403: "use a key that may use the model (distill.text.key_variable)",
@@ -210,9 +210,10 @@ def key(variable: str | None) -> str | None:
 
 
 class _TroubleError(Exception):
-    """A request without an answer. `again` says whether to retry, after `after_s` seconds if given.
+    """Raised when a request gets no answer. `again` says whether to retry.
 
-    `is_servers` is False if the prompt itself is at fault.
+    The retry waits `after_s` seconds, or the usual time if None. `is_servers` is False if the
+    prompt itself is at fault.
     """
 
     def __init__(
@@ -224,11 +225,11 @@ class _TroubleError(Exception):
 
 @dataclass(frozen=True)
 class _Unserved(Failed):
-    """A prompt that failed because of the server, which may therefore fail all others, too."""
+    """A prompt's failure that is the server's fault, so that all other prompts may fail, too."""
 
 
 class Endpoint:
-    """A server, and the way its requests are sent. The API key is never printed."""
+    """An OpenAI-compatible server that answers prompts. The API key is never printed."""
 
     def __init__(self, section: Completions, place: Address, *, seed: int) -> None:
         """Raises UsageError if the model's name, the key or the HTTP library is missing."""
@@ -249,12 +250,12 @@ class Endpoint:
 
     @property
     def day(self) -> None:
-        """None: the server has the template, and its own clock."""
+        """None: the server applies the template, with its own clock."""
         return
 
     @property
     def identity(self) -> list[str]:
-        """The source of the answers: URL and model."""
+        """Texts that identify the source: the URL and the model's name."""
         return [self._place.url, self._model]
 
     def answers(
@@ -349,7 +350,10 @@ class Endpoint:
     async def _exchange(
         self, path: str, body: dict[str, Any], client: httpx2.AsyncClient
     ) -> tuple[int, float | None, bytes]:
-        """Return a reply's status, the seconds to wait before a retry (or None), and its body."""
+        """Send a request; return the reply's status, the seconds until a retry, and the body.
+
+        The seconds are None if the reply doesn't say when to retry.
+        """
         content = json.dumps(body, default=str).encode()
         request = client.build_request("POST", f"{self._place.url}/{path}", content=content)
         try:

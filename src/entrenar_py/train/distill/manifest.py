@@ -193,7 +193,7 @@ CLAIMS_FILE = "claims.lock"
 _FORM = "hhqqi0q"  # struct flock of Linux: type, whence, start, length, process
 APPENDING_S = 60.0  # writing a line takes milliseconds, but a stopped process keeps its lock
 CLAIM_LOOK_EVERY_S = 0.02
-_APPENDING = 2**40  # the byte that stands for the lists; those of shards begin at 0
+_APPENDING = 2**40  # the byte that stands for the lists; the bytes of shards begin at 0
 
 
 class Claims:
@@ -328,7 +328,7 @@ class Listed:
 
 
 def name_of(part: tuple[int, int] | None) -> str:
-    """Return the name of a list: of all shards, or of one part of several."""
+    """Return the file name of the list of all shards (None), or of part number k of n, (k, n)."""
     return "manifest.jsonl" if part is None else f"manifest-{part[0]}-of-{part[1]}.jsonl"
 
 

@@ -82,7 +82,10 @@ class Stage:
     """The command `entrenar distill logits` in one process."""
 
     def __init__(self, prepared: Prepared, name: str, part: Part | None = None) -> None:
-        """Read no weights yet; `name` is the backend. Raises UsageError for unusable settings."""
+        """Check the settings, without reading weights; `name` is the backend.
+
+        Raises UsageError for settings that can't be used.
+        """
         section = student.of(prepared)
         self.device = teacher.device_of(name)
         self.prepared, self.folder, self._part = prepared, section.shards, part
@@ -235,7 +238,10 @@ class Stage:
 
 
 class _Writing:
-    """Writes pieces of shards in a thread with a queue. A context, which ends with the thread."""
+    """Writes pieces of shards in a background thread with a queue.
+
+    The context manager ends the thread.
+    """
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -262,7 +268,8 @@ class _Writing:
     def submit(self, write: Callable[[], None]) -> None:
         """Let the thread write a piece.
 
-        If the queue is full, waits for the oldest entry, and raises what that raised.
+        If the queue is full, waits for the oldest entry, and raises the exception of its writing,
+        if any.
         """
         while len(self._pending) >= WAITING_MAX:
             self._take()
@@ -277,7 +284,7 @@ class _Writing:
             seconds = time.monotonic() - began_s
             return Made(shard=shard, rows=entry.rows, tokens=tokens, seconds=seconds), entry
 
-        # It holds no rows, so the limit of waiting pieces doesn't apply.
+        # `finish` holds no rows, so the limit of waiting pieces doesn't apply.
         self._pending.append(self._thread.submit(finish))
 
     def finished(self) -> list[tuple[Made, Entry]]:

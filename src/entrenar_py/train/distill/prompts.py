@@ -271,7 +271,7 @@ class Journal:
                 self.damaged += 1
 
     def _holds(self, outcome: str, most: int) -> bool:
-        """Return whether an outcome under the limit `most` is also valid under this limit.
+        """Return whether an outcome under the limit of `most` tokens holds under this run's limit.
 
         A whole answer stays the same with a higher limit, and a truncated one with a lower limit.
         """
@@ -322,7 +322,7 @@ def journal_of(rows: Path) -> Path:
 
 
 def day_of(journal: Path) -> str | None:
-    """Return the day with which the first answer in a journal was given; None if there is none."""
+    """Return the day noted with the first answer in a journal; None if there is none."""
     try:
         with files.open_file(journal) as file:
             record = json_text.load(next(iter(files.lines(file)), b""))

@@ -1,8 +1,8 @@
 """Shards as Parquet files: writing, checking, reading by a student, and their status.
 
-A student needs the rows of its samples in an order that differs from that of the shards, often
-while later shards are still being produced. So `TeacherRows` opens a file when its first row is
-needed, waits for one that isn't listed yet, and keeps the most recently used decoded row groups.
+A student needs the rows of its samples in a different order than the shards have them, often while
+later shards are still being produced. So `TeacherRows` opens a file when its first row is needed,
+waits for one that isn't listed yet, and keeps the most recently used decoded row groups.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 class Places:
-    """The place of each sample's rows, with samples in the order of the first epoch with `seed`.
+    """The shard and the rows of each sample. Samples are in the order of the run's first epoch.
 
-    So the first epoch reads one shard after another, and can begin while later ones are produced.
+    So the first epoch reads one shard after another, and can begin while later shards are produced.
     """
 
     def __init__(self, samples: Samples, visit: Sequence[int], num_each: int) -> None:
-        """`visit` has the number of each sample once; a shard has `num_each` samples."""
+        """`visit` has the number of each sample, in order; a shard has `num_each` samples."""
         self._samples = samples
         self.of_shards = [visit[n : n + num_each] for n in range(0, len(visit), num_each)]
         self._place = np.empty(len(visit), np.int64)
@@ -430,7 +430,10 @@ def _wait_on(ended: threading.Event, folder: Path, seconds: float) -> None:
 
 
 class TeacherRows:
-    """The teacher's rows of any samples. Not safe for use by several threads."""
+    """Reads the teacher's rows of any samples, and waits for shards that are still missing.
+
+    Not safe for use by several threads.
+    """
 
     def __init__(
         self,

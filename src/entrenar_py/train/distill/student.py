@@ -5,8 +5,8 @@
 It is summed over positions. The classes of the teacher's distribution are its k most likely tokens
 and, as one more class, all other tokens together. The student's distribution is put into the same
 classes. Both are then raised to 1 / T and normalised. If all tokens are kept, there is no class of
-other tokens, and the divergence is that of softmax(z / T). Everything is computed in float32, from
-log-softmax.
+other tokens, and the divergence is the one of softmax(z / T). Everything is computed in float32,
+from log-softmax.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Student(Finetuning):
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """See `Tuned`."""
+        """See `train.model.workload.Tuned`."""
         return {
             "distill.shards": self.teacher.facts.digest,
             "distill.alpha": self.mix.alpha,

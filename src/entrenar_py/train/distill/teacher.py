@@ -1,4 +1,4 @@
-"""A teacher: a checkpoint that runs forward. Gives its most likely tokens, and answers prompts."""
+"""A teacher: a checkpoint that computes its most likely tokens, or answers prompts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Kept:
     copied: torch.cuda.Event | None = None
 
     def arrays(self) -> list[Any]:
-        """Return the tensors as arrays. Waits until a GPU has copied them, but no longer."""
+        """Return the tensors as arrays. Waits only for the GPU's copy of them."""
         if self.copied is not None:
             self.copied.synchronize()
         return [one.numpy() for one in (self.tokens, self.log_probabilities, self.rest)]
@@ -89,9 +89,9 @@ class Teacher:
 
     @torch.inference_mode()
     def kept(self, tokens: Tensor, places: Tensor) -> Kept:
-        """Return what is kept at `places`, int64 [m], which are indices into all of `tokens`.
+        """Return the stored part of the distributions at `places`, int64 [m].
 
-        `tokens` is int64 [n, t].
+        Places are indices into all elements of `tokens`, int64 [n, t], in C order.
         """
         replaced = (
             nullcontext() if self._head is None else objectives.replaced_by_identity(self._head)
@@ -129,7 +129,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def kept_of(logits: Tensor, *, top_k: int, known: int, stored: torch.dtype) -> Kept:
-    """Return what is kept of `logits` [m, vocabulary]: the `top_k` largest of the first `known`.
+    """Return the stored part of `logits` [m, vocabulary]: the `top_k` largest of the first `known`.
 
     Log-probabilities are rounded to the dtype `stored`. The rest is NaN where logits are not
     finite. The memory of `logits` is overwritten.
@@ -344,7 +344,7 @@ class Batch:
         self.num_tokens = sum(map(samples.length, ids))
 
     def rows(self, kept: Kept) -> Rows:
-        """Return the batch's rows with what was kept of them.
+        """Return the batch's rows, with the distributions in `kept`.
 
         Raises SystemFailure if the teacher's logits are not finite.
         """
@@ -393,7 +393,7 @@ class Generation:
 
     @property
     def identity(self) -> list[str]:
-        """The source of the answers: digests and precision. Reads the whole checkpoint."""
+        """Texts that identify the source: digests and the precision. Reads the whole checkpoint."""
         ends = self._own.model / "generation_config.json"
         return [
             model_folder.digest(self._own.model),

@@ -158,7 +158,7 @@ def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str =
         from entrenar_py.train.finetune.strategies import launch  # brings torch
 
         here = launch.world(environment)
-    except EntrenarError as error:  # on one host alone; the others wait for it
+    except EntrenarError as error:  # on this host only; the other hosts wait for it
         if environment.get("LOCAL_RANK", "0") == "0":
             _tell(error)
         return _code(error)

@@ -35,7 +35,8 @@ PAGE_FILE = "report.html"
 def write_page(section: Distillation, progress: Progress) -> Path:
     """Write the page, and return its path. Only warns if it can't be written: the shards exist.
 
-    Processes that share the folder write the same file, so it shows the last one's progress.
+    Processes that share the folder write the same file, so it shows the progress of the process
+    that wrote it last.
     """
     path = section.shards / PAGE_FILE
     own = path.with_name(f".{PAGE_FILE}.{secrets.token_hex(8)}")
@@ -234,7 +235,10 @@ _FAILURES_SHOWN = 20  # failed prompts that are listed
 
 
 def text(arguments: argparse.Namespace) -> int:
-    """Ask the teacher; return the exit code. Raises as `Asking` does."""
+    """Get the teacher's answers, and write the rows; return the exit code.
+
+    Raises as `Asking` does.
+    """
     settings, section = settings_of(arguments.config)
     asking = Asking(settings, section, url=arguments.endpoint, backend=arguments.backend)
     with closing(asking.journal):

@@ -265,7 +265,7 @@ def _elsewhere(key: str, own: Mapping[str, Collection[str]]) -> str:
 
 
 def of_targets(targets: Collection[str]) -> Iterator[str]:
-    """Yield problems of `lora.targets`: a name for all layers that is another tool's, or not alone.
+    """Yield problems of `lora.targets`: a foreign name for all layers, or ours next to others.
 
     `all` is LLaMA-Factory's name.
     """

@@ -61,7 +61,7 @@ def say_skipped(settings: Settings, skipped: Sequence[BadRow]) -> None:
 
 
 def keep_skipped(prepared: Prepared) -> None:
-    """List all skipped rows in a file of the output folder, or remove that of an earlier run.
+    """List all skipped rows in a file of the output folder, or remove an earlier run's file.
 
     Raises UsageError if the file can't be written.
     """

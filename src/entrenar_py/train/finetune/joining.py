@@ -124,7 +124,7 @@ def _fits(samples: Samples, listed: Contents, settings: Settings) -> bool:
     return samples.is_consistent and is_of_task and len(listed.class_weights) == num_labels
 
 
-INDEX_BYTES_MAX = 2**26  # an entry, with a weight's and a file's name, takes about 150
+INDEX_BYTES_MAX = 2**26  # an entry, with a weight's and a file's name, takes about 150 bytes
 
 
 async def obtain_stage(
@@ -366,8 +366,8 @@ def _workload(
 ) -> Finetuning:
     """Return the model with its samples. `folder` is not needed after that.
 
-    `own` is this machine's copy of the checkpoint, `logits` that of a teacher's shards. Shards are
-    waited for until `ended` is set.
+    `own` is this machine's copy of the checkpoint, `logits` its copy of a teacher's shards. Shards
+    are waited for until `ended` is set.
     """
     settings = _with_shards(settings_of(listed), logits)
     settings = replace(settings, model=_checkpoint(listed, files, folder) if own is None else own)

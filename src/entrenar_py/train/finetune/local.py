@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,11 +28,12 @@ from entrenar_py.shared import scenario, trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.arithmetic.reduction import Aside
 from entrenar_py.train.coordinator import topology
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.distill import student
 from entrenar_py.train.finetune import foresight, outputs, settings_file, staffing, task
-from entrenar_py.train.model import preparation
+from entrenar_py.train.model import model_folder, preparation
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Distillation, Settings
 from entrenar_py.train.model.workload import Finetuning
@@ -46,46 +47,63 @@ from entrenar_py.train.wire_io.processes import Crew, Hand, Job
 from entrenar_py.train.wire_io.tcp import WorkerClient
 
 REPORT_EVERY_S = 2.0
+T = TypeVar("T")
 
 
 def work(pipe: Connection) -> None:
-    """Do the one job that arrives through `pipe`, in two parts.
+    """Do the one job that arrives through `pipe`, in three parts.
 
-    The settings come first, so that the model is loaded while the coordinator loads it. The rest
-    comes when the coordinator listens. Until then a failure is kept: if it is the coordinator's
-    too, the coordinator reports it.
+    The backend's name comes at once, and the settings when the coordinator has read the rows. So
+    libraries, device and model are loaded while the coordinator loads its own. The rest comes when
+    the coordinator listens. Until then failures are kept: if one is the coordinator's too, the
+    coordinator reports it.
     """
     torch.set_num_threads(1)  # the number of threads changes the order of sums
     desk = Job(pipe)
-    settings = desk.next()
-    if settings is None:
+    if (name := desk.next()) is None:
         return
-    failure: Exception | None = None
-    try:
-        workload = _loaded(settings.decode())
-    except Exception as error:  # noqa: BLE001  (raised below, unless the coordinator failed, too)
-        failure = error
-    job = desk.next()
-    if job is None:
+    backend = _kept(lambda: _opened_ahead(name.decode()))
+    if (settings := desk.next()) is None:
+        return
+    workload = _kept(lambda: _loaded(settings.decode()))
+    if (job := desk.next()) is None:
         return
     try:
-        if failure is not None:
-            raise failure
-        finish = asyncio.run(_stay(desk, workload, json.loads(job)))
+        finish = asyncio.run(_stay(desk, workload(), backend(), json.loads(job)))
     except SystemFailure as error:  # a teacher's shard is missing, which no restart fixes
         finish = Finish("failed", str(error))
     desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
+
+
+def _kept(load: Callable[[], T]) -> Callable[[], T]:
+    """Call `load`; return a function that returns its result or raises its exception."""
+    try:
+        result = load()
+    except Exception as error:  # noqa: BLE001  (raised by the function)
+        failure = error
+
+        def fails() -> T:
+            raise failure
+
+        return fails
+    return lambda: result
+
+
+def _opened_ahead(name: str) -> Backend:
+    model_folder.library()
+    return backends.open_backend(name)
 
 
 def _loaded(settings: str) -> Finetuning:
     return student.workload(preparation.prepare(settings_file.of_text(settings, "the settings")))
 
 
-async def _stay(desk: Job, workload: Finetuning, job: Mapping[str, Any]) -> Finish:
+async def _stay(
+    desk: Job, workload: Finetuning, backend: Backend, job: Mapping[str, Any]
+) -> Finish:
     loop = asyncio.get_running_loop()
     loop.add_reader(desk.fileno(), _abandoned)
     plan = TrainingPlan.from_dict(job["plan"])
-    backend = backends.open_backend(job["backend"])
     member = Member(plan, lambda rank: backend, workload)
     machine = topology.of(plan).worker(
         member.replicas.terms,
@@ -171,17 +189,24 @@ def train(
             f"--backend={','.join(names)}: {path} has lora.dora: true, and backend wgpu has no "
             "kernel for its norms; use cpu or cuda, or leave dora out"
         )
-    devices = _opened(names)
-    prepared = preparation.prepare(settings)
-    settings = prepared.settings
-    foresight.say_rows(prepared)
-    num_workers, limit = _staff(prepared, names, resume=resume)
-    settings = replace(settings, workers=num_workers)
-    prepared = replace(prepared, settings=settings)
-    foresight.look(path, prepared, names)
-    with closing(_Workers(settings, names)) as workers:
+    with closing(_Workers(names)) as workers:
+        if (given := _number_given(settings, names)) is not None:
+            workers.open(given)
+        imported = Aside().start(model_folder.library)
+        devices = _opened(names)
+        imported()
+        prepared = preparation.prepare(settings)
+        settings = prepared.settings
+        foresight.say_rows(prepared)
+        num_workers, limit = _staff(prepared, names, resume=resume)
+        settings = replace(settings, workers=num_workers)
+        prepared = replace(prepared, settings=settings)
+        foresight.look(path, prepared, names)
+        workers.open(num_workers)
+        workers.settings = settings
         if settings.distill is None:  # a student may have to wait for its teacher
             workers.load()
+        torch.set_num_threads(1)  # more would wait for each other while a checkpoint is mapped
         workload = student.workload(prepared)
         foresight.say_teacher(workload)
         foresight.say_warnings()
@@ -226,12 +251,17 @@ def _staff(prepared: Prepared, names: Sequence[str], *, resume: bool) -> tuple[i
     """Return the number of workers, and the reason why no more cores are used."""
     settings = prepared.settings
     most = staffing.busy(staffing.num_cores(), settings.training.num_shards)
-    if settings.workers is not None or tuple(names) != ("cpu",):
-        chosen = max(settings.num_workers, len(names))
-        return chosen, f"workers: {most} would use more cores, with the same bits"
+    if (given := _number_given(settings, names)) is not None:
+        return given, f"workers: {most} would use more cores, with the same bits"
     if resume and (begun := staffing.begun_with(settings.output / task.LEDGER)):
         return begun, "the run began with this many workers"
     return foresight.workers_that_fit(prepared, most), "this machine has no memory for more workers"
+
+
+def _number_given(settings: Settings, names: Sequence[str]) -> int | None:
+    """Return the number of workers; None if it depends on this machine's cores and memory."""
+    depends = settings.workers is None and tuple(names) == ("cpu",)
+    return None if depends else max(settings.num_workers, len(names))
 
 
 def _following(settings: Settings, follow: bool | None) -> Settings:
@@ -247,28 +277,41 @@ def _opened(names: Sequence[str]) -> dict[str, str]:
 
 
 class _Workers:
-    """The worker processes, one for each rank. One that dies is started again, up to a limit.
+    """The worker processes, one for each rank. A process that dies is restarted, up to a limit.
 
-    They load the model after `load`, and take part after `start`.
+    They load their libraries and open their devices after `open`, load the model after `load`, and
+    take part after `start`. `settings` must be there before `load`.
     """
 
-    def __init__(self, settings: Settings, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
+        self.settings: Settings | None = None
         self._names = names
-        # Not the file's name: the file may have changed when a worker is started again.
-        self._settings = settings_file.to_text(settings_file.to_record(settings))
-        preload = staffing.preloaded(names)
-        self._crew = Crew(work, preload=preload, one_job=True)
+        self._crew = Crew(work, preload=staffing.preloaded(names), one_job=True)
         self._give_up: Callable[[str], None] = lambda _: None
-        self._num_workers = settings.num_workers
         self._hands: dict[int, Hand] = {}
+        self._is_loading = self._take_part = False
         self._deaths = Counter[int]()
         self._peaks: dict[int, Memory] = {}
         self._address = LOOPBACK
         self.are_gone = False
 
+    def open(self, num_workers: int) -> None:
+        """Start the processes that don't run."""
+        for rank in range(num_workers):
+            if rank not in self._hands:
+                self._hands[rank] = self._new(rank)
+
+    def load(self) -> None:
+        """Send the settings, once."""
+        if not self._is_loading:
+            self._is_loading = True
+            for hand in self._hands.values():
+                self._send_settings(hand)
+
     def start(self, config: Config, address: Address, give_up: Callable[[str], None]) -> None:
         self._config, self._address, self._give_up = config, address, give_up
         self.load()
+        self._take_part = True
         for rank, hand in self._hands.items():
             self._join(rank, hand)
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
@@ -277,22 +320,23 @@ class _Workers:
         return measures.total([measures.memory_peak(), *self._peaks.values()])
 
     def close(self) -> None:
+        if not self._take_part:  # the run was refused, and they may load for long
+            for hand in self._hands.values():
+                hand.process.kill()
         self._crew.dismiss()
 
-    def load(self) -> None:
-        """Start the processes that don't run, which load the model."""
-        for rank in range(self._num_workers):
-            if rank not in self._hands:
-                self._hands[rank] = self._new()
+    def _new(self, rank: int) -> Hand:
+        return self._crew.give(self._names[rank % len(self._names)].encode())
 
-    def _new(self) -> Hand:
-        return self._crew.give(self._settings.encode())
+    def _send_settings(self, hand: Hand) -> None:
+        assert self.settings is not None, "they are set before a model is loaded"
+        # Not the file's name: the file may have changed when a worker is started again.
+        hand.add(settings_file.to_text(settings_file.to_record(self.settings)).encode())
 
     def _join(self, rank: int, hand: Hand) -> None:
         job = {
             "plan": self._config.plan.to_dict(),
             "rank": rank,
-            "backend": self._names[rank % len(self._names)],
             "host": self._address.host,
             "port": self._address.port,
             "secret": self._config.secret.hex(),
@@ -307,7 +351,8 @@ class _Workers:
             return
         printing.say(f"worker {rank} died ({how}) and is started again")
         try:
-            self._hands[rank] = self._new()
+            self._hands[rank] = self._new(rank)
+            self._send_settings(self._hands[rank])
             self._join(rank, self._hands[rank])
         except SystemFailure as error:  # the next check finds it dead again
             printing.say(f"worker {rank}: {error}")
@@ -319,7 +364,7 @@ class _Workers:
             self._give_up(f"no worker is left: {reason}")
 
     def _look(self) -> None:
-        """Read the workers' notes, and start workers again that died.
+        """Read the workers' notes, and restart workers that died.
 
         By then, the coordinator has given their shards to others.
         """

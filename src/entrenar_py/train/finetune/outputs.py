@@ -1,4 +1,4 @@
-"""The output folder: written such that a partial output is never used, and read back later."""
+"""Writes the output folder so that a partial output is never used, and reads it back later."""
 
 from __future__ import annotations
 
@@ -189,7 +189,10 @@ def keep(
     *,
     model_digest: str,
 ) -> None:
-    """Write an evaluated state to `folder`, for later commands. Raises SystemFailure."""
+    """Write an evaluated state to `folder`, for later commands.
+
+    Raises SystemFailure if a file can't be written.
+    """
     with replacing(folder, marks=(*MARKS, SETTINGS), advice="make room or give access") as partial:
         _fill(partial, prepared, module, tensors, model_digest=model_digest)
         (partial / _KEPT).write_text(json.dumps(asdict(kept)) + "\n", encoding="utf-8")
@@ -234,7 +237,7 @@ def tokenizer_digest(folder: Path) -> str:
 def require_own(settings: Settings) -> None:
     """Raise UsageError if an export would replace files in the output folder that no run wrote.
 
-    These are the checkpoint that is trained, or any other checkpoint.
+    Such files belong to the checkpoint that is trained, or to another one.
     """
     output = settings.output
     problem = f"output={output}: it has a checkpoint that no run of `entrenar` wrote"
@@ -279,7 +282,7 @@ class Output:
 
 
 def load(path: Path, *, trusts: bool) -> Output:
-    """Return what a run wrote to the folder `path`. Raises UsageError if it is no output.
+    """Return the model that a run wrote to the folder `path`. Raises UsageError if no run did.
 
     Python code of the checkpoint runs only if the user `trusts` it, whatever the folder says.
     """
@@ -301,7 +304,7 @@ def load(path: Path, *, trusts: bool) -> Output:
 
 
 def _require_same(path: Path, settings: Settings, digests: Digests | None) -> None:
-    """Raise UsageError if the model under the adapters, or the tokenizer, is not the run's."""
+    """Raise UsageError if the model under the adapters, or the tokenizer, isn't the run's own."""
     if digests is None:
         printing.warn(
             f"entrenar: warning: {path / SETTINGS}: an older release wrote no digests of "
@@ -338,7 +341,7 @@ class Sampling:
 
 
 def sampling_of(output: Output, arguments: argparse.Namespace) -> Sampling:
-    """Return what the command line says. Raises UsageError for options without an effect."""
+    """Return the sampling of the command line. Raises UsageError for options without an effect."""
     values = {field.name: getattr(arguments, field.name) for field in fields(Sampling)}
     chosen = {name: value for name, value in values.items() if value is not None}
     sampling = Sampling(**chosen)
@@ -385,8 +388,9 @@ def answer(output: Output, prompt: str, sampling: Sampling) -> Iterator[str]:
 def answers(output: Output, path: Path, sampling: Sampling) -> Iterator[str]:
     """Yield a line of JSON for each row at `path`: its place, and its answer or classes.
 
-    A conversation is answered up to its last answer. Raises RowsError for rows that can't be used,
-    unless the run's `data.on_error` skips them, and UsageError for one that can't be answered.
+    The answer that ends a conversation is replaced by the model's. Raises RowsError for rows that
+    can't be used, unless the run's `data.on_error` skips them, and UsageError for one that can't be
+    answered.
     """
     questions = [
         row if isinstance(row, BadRow) else prompts.of_row(row, output.settings)
@@ -445,7 +449,10 @@ def _answer(
 
 
 def _asked(tokenizer: Any, prompt: Conversation, day: str | None) -> list[int]:
-    """Return the tokens of a question in the chat template. Raises UsageError if it is refused."""
+    """Return the tokens of a question in the chat template.
+
+    Raises UsageError if the template refuses the conversation.
+    """
     try:
         return ChatEncoder(tokenizer, day).prompt(prompt)
     except BadConversationError as error:

@@ -1,6 +1,6 @@
 """`entrenar coordinator` with a model of the trainer's own (`workload`), for tests and benchmarks.
 
-The file is read as one that fine-tunes, and has the same section `coordinator`.
+The file is read like a fine-tuning configuration, and has the same section `coordinator`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZED = ("mlp", "vectors")  # workloads with a variable `width`
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRun:
-    """The configuration of a run. Fields that a TrainingPlan has, too, stand first."""
+    """The configuration of a run. The fields that TrainingPlan has, too, come first."""
 
     workload: Annotated[
         str,

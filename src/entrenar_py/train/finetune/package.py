@@ -173,10 +173,10 @@ def _file(record: Any) -> File:
     return File(name, num_bytes, digest)
 
 
-WAIT_S = 0.2  # for another worker that fetches the same file
+WAIT_S = 0.2  # between looks at a file that another worker fetches
 HASHED_BYTES = 2**20  # bytes hashed at a time
 TOUCHED_EVERY_S = 0.5
-WRONG_MAX = 2  # attempts to fetch a file that end with a wrong digest
+WRONG_MAX = 2  # the most attempts to fetch a file that end with a wrong digest
 
 # Fetches files. The first argument lists what is missing, and is called before each connection; the
 # second one stores a piece.
@@ -305,10 +305,11 @@ class ReceivedFiles:
         return True
 
     def _unlock(self, file: File) -> None:
-        os.close(self._locks.pop(file.digest))  # it stays: another process may wait for it
+        # the lock's file stays: another process may be waiting for it
+        os.close(self._locks.pop(file.digest))
 
     def _touch(self) -> None:
-        """Show processes that wait for this process's locks that it makes progress."""
+        """Touch this process's locks, so that the processes that wait for them see progress."""
         if time.monotonic() - self._touched_s >= TOUCHED_EVERY_S:
             self._touched_s = time.monotonic()
             for handle in self._locks.values():

@@ -2,7 +2,7 @@
 
 It has no scripts and makes no requests. Text from files, such as names of classes, is escaped.
 
-Curves are read back from the metrics: those of the whole run, however often it was resumed. Long
+Curves are read back from the metrics, and show the whole run, however often it was resumed. Long
 runs are thinned out while they are read, so that memory does not grow with the number of steps.
 """
 
@@ -31,7 +31,7 @@ PASSES_MAX = 2_000  # more passes are not drawn
 
 
 def passes_of(record: Mapping[str, Any]) -> dict[int, list[Timed]]:
-    """Return each rank's passes in a record of the metrics; an empty mapping if it is malformed."""
+    """Return each rank's forward and backward passes in a metrics record; {} if it is malformed."""
     passes = dict[int, list[Timed]]()
     given = record.get("passes_us")
     for rank, times in given.items() if isinstance(given, dict) else ():
@@ -47,7 +47,7 @@ def passes_of(record: Mapping[str, Any]) -> dict[int, list[Timed]]:
 
 
 def draw_passes(passes: Mapping[int, Sequence[Timed]], num_shards: int) -> Iterator[str]:
-    """Yield a drawing of `passes`, by rank, with the waiting time, and that of equal stages."""
+    """Yield a drawing of `passes` by rank, and a sentence on the time that stages waited."""
     every = [timed for of_rank in passes.values() for timed in of_rank]
     idle = pipeline.idle_share(passes)
     if idle is None or len(every) > PASSES_MAX:
@@ -100,8 +100,8 @@ class History:
 
     Steps are grouped into stretches of equal length: `losses` are their means, `norms` their
     maxima. `alerts` has the texts of the last NOTES_MAX notes that are alerts; `num_alerts` counts
-    all alerts by name. `evaluations` are records of `run_events.Scored`, by step. `passes` are
-    those of each rank of a layer pipeline in the last step.
+    all alerts by name. `evaluations` are records of `run_events.Scored`, by step. `passes` has the
+    times of each rank's passes in the last step of a layer pipeline.
     """
 
     num_steps: int
@@ -178,7 +178,7 @@ class Outcome:
     """The end of a run: `status` with its `reason`, after `made` steps of `num_steps`.
 
     `ledger` is the last line of its ledger, None without one. `num_rows` has the numbers of
-    training rows and of validation rows. `digest` is that of the trained tensors.
+    training rows and of validation rows. `digest` is the digest of the trained tensors.
     """
 
     status: str

@@ -114,7 +114,7 @@ def _tell_order(
 
 
 def _at_its_line(path: Path, error: UsageError) -> None:
-    """Raise `error` with its line if it is about a field of the configuration."""
+    """Raise `error` with the line of the field that it is about; return if it names no field."""
     problems = Problems()
     root = settings_file.read(path, problems)
     if error.field and root is not None:

@@ -49,7 +49,7 @@ _Stamp: TypeAlias = tuple[int, int, int]  # inode, bytes, nanoseconds of the las
 
 
 class OfferedFiles:
-    """The files that one run offers. `package` is what the protocol must know about them."""
+    """The files that one run offers; `package` describes them for the protocol."""
 
     def __init__(self, prepared: Prepared) -> None:
         """Hash all files. Raises UsageError if one can't be read."""
@@ -131,7 +131,8 @@ def shared_settings(settings: Settings) -> dict[str, object]:
         workers=Settings.workers,
         evaluate_every=Settings.evaluate_every,
         keep=Keep(),
-        lora=replace(settings.lora, start_from=None),  # it gets the values with the run's state
+        # a worker gets these values with the run's state
+        lora=replace(settings.lora, start_from=None),
     )
     record = settings_file.to_record(plain)
     return {**record, "model": "model", "output": "output", "data": _data(record["data"])}
@@ -193,7 +194,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     prepared = preparation.prepare(settings)
     settings = prepared.settings
     foresight.say_rows(prepared)
-    foresight.remark(path, prepared)  # memory is not checked: that of workers is not known here
+    foresight.remark(path, prepared)  # memory is not checked: the workers' memory is not known here
     is_pipeline = settings.strategy == LAYER_PIPELINE
     workload = server.workload_of(prepared) if is_pipeline else student.workload(prepared)
     foresight.say_teacher(workload)
@@ -262,7 +263,7 @@ def require_star(kind: Topology, *, halt_on_spike: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """The section after reading: address, secret and certificates instead of texts and paths."""
+    """The section `coordinator` after reading: secret and certificates instead of paths."""
 
     section: Serving
     listen: address.Address
@@ -329,7 +330,7 @@ def _both(path: Path) -> tuple[Settings, Service]:
 def connected(
     section: Serving, root: MapNode, problems: Problems, *, num_workers: int, key: str
 ) -> Service | None:
-    """Return what the section says about connections; None after reporting what can't be used.
+    """Return the connections that `section` allows; None after reporting what can't be used.
 
     `num_workers` is the number of workers that the file allows by `key`.
     """

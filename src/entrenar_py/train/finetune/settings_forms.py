@@ -46,7 +46,7 @@ def template() -> str:
 
 
 def _lines(section: type[Any], *, is_hidden: bool) -> Iterator[str]:
-    """Yield the lines of a section. With `is_hidden`, the caller makes comments of all."""
+    """Yield the lines of a section. With `is_hidden`, the caller turns all into comments."""
     for field in fields_of(section):
         choices = f": {', '.join(field.key.choices)}" if field.key.choices else ""
         yield f"# {field.key.meaning}{choices}"

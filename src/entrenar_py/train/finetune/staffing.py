@@ -70,7 +70,7 @@ def begun_with(path: Path) -> int | None:
 def remark(num_workers: int, *, num_shards: int, limit: str) -> str:
     """Return a text that says how many workers and cores are used, and why no more.
 
-    `limit` is the reason if `num_shards` is not.
+    The reason is `limit`, or that there are only `num_shards` shards.
     """
     cores = num_cores()
     said = f"{counted(num_workers, 'worker')} with one thread each, on {counted(cores, 'core')}"

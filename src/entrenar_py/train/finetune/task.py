@@ -155,8 +155,8 @@ class Evaluator:
 class _Keeper:
     """Keeps the best adapters, and the last ones, as the settings say.
 
-    A resumed run goes on with the best loss of its plan that is noted there. If it evaluates a step
-    again, that step has the same bits.
+    A resumed run continues from the best loss that an earlier part of the same plan noted. If it
+    evaluates a step again, that step has the same bits.
     """
 
     def __init__(self, prepared: Prepared, module: nn.Module, plan: TrainingPlan) -> None:
@@ -167,7 +167,7 @@ class _Keeper:
         self._least = best.loss if best is not None and is_own else math.inf
 
     def keep(self, step: int, loss: float, tensors: Mapping[str, Array]) -> None:
-        """Keep the state after `step`, and remove one for which there is no room any more.
+        """Keep the state after `step`, and remove the oldest one if there are more than configured.
 
         Raises SystemFailure if it can't be written.
         """
@@ -244,7 +244,7 @@ def opened(
 ) -> Iterator[Task]:
     """Yield the task of the run `plan`; validation rows are scored on `device`.
 
-    The other arguments are those of `Task`.
+    The other arguments are as in `Task`.
     """
     evaluator = Evaluator(prepared, workload, device=device, plan=plan)
     with closing(evaluator):

@@ -38,7 +38,8 @@ from entrenar_py.train.model.rendering import (
 Rows = TypeVar("Rows", Conversation, Chats)
 Found = TypeVar("Found")
 
-# Before and after a part, with the part's number. No text has these, which are not characters.
+# Tags before and after a part, next to the part's number. They are Unicode's noncharacters, which
+# no text contains.
 _OPEN, _CLOSE, _END = "\ufdd2", "\ufdd3", "\ufdd4"
 _TAG = re.compile(f"[{_OPEN}{_CLOSE}]([0-9]+){_END}")
 _THINK = re.compile(r"(</?think>)")
@@ -72,8 +73,8 @@ class Parts:
     differs once the tags are removed (say, because a template checks how a content begins), the
     tags prove nothing. Then each part must at least occur in the text.
 
-    `places` are those of the messages' parts, each with the index of its message, as far as they
-    are known. It is empty if the tags prove nothing.
+    `places` has the message's index and the range of each part of a message that was located. It is
+    empty if the tags prove nothing.
     """
 
     def __init__(self, template: ChatTemplate, conversation: Conversation, written: str) -> None:
@@ -271,8 +272,8 @@ def _bare(text: str) -> str:
     return "".join(text.split()).casefold()
 
 
-# Two texts that replace a turn. They begin and end differently, so the text that a conversation has
-# in common with both versions lies around the turn.
+# Two texts that replace a turn. They have different first and last characters, so whatever a
+# conversation has in common with both versions lies around the turn.
 _OTHERS = ("\u00a7 other", "\u00b6 another \u00a4")
 
 
@@ -305,8 +306,8 @@ class ChatEncoder:
     def pair(self, pair: Chats) -> Encoded:
         """Return the tokens of both sides of a pair: a completion begins after their prompt.
 
-        The prompt ends where its own tokens, with the generation prompt, and those of the sides
-        differ, as in TRL. Raises BadConversationError as `encode` does.
+        As in TRL, the prompt ends at the first token in which a side differs from the prompt alone,
+        rendered with the generation prompt. Raises BadConversationError as `encode` does.
         """
         return _with_either(self._pair, pair, _pair_of_texts)
 
@@ -383,9 +384,10 @@ class ChatEncoder:
     def _closing(self, rest: str, so_far: Conversation, turn: str | None) -> int:
         """Return how many characters at the beginning of `rest` close the last turn of `so_far`.
 
-        These are the characters that close the turn where it is the last of all, in the text
-        `turn`. A template may close earlier turns with a different token, or refuse a conversation
-        that ends there. Then the closing is one special token.
+        `turn` is the rendered conversation `so_far`, in which the turn is the last one: `rest`
+        should begin with the characters that close it there. If it doesn't, because the template
+        closes earlier turns with a different token, or if the template refuses to end there (`turn`
+        is None), the closing is one special token.
         """
         try:
             if turn is None:
@@ -402,8 +404,7 @@ class ChatEncoder:
     def _before_special(self, text: str, place: int) -> int:
         """Return `place`; if it is inside a special token of `text`, where that token begins.
 
-        Such a token begins like the text that really follows: `</s>` like `<|user|>`, which may not
-        be a token.
+        A place can be inside a special token if two such tokens begin alike: `</s>` and `<|user|>`.
         """
         begins = [
             begin
@@ -510,7 +511,7 @@ def _without_thoughts(message: Message) -> Message:
 def _with_either(
     encode: Callable[[Rows], Found], row: Rows, texts: Callable[[Rows], Rows]
 ) -> Found:
-    """Return what `encode` returns; if it raises, with the arguments of calls as texts.
+    """Return `encode` of `row`; if it raises, of `row` with texts as arguments of calls.
 
     Some templates need such arguments.
     """

@@ -125,7 +125,7 @@ def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
 
 
 def _answered(fields: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """Return a row in the format of a pair with an empty answer if it lacks one."""
+    """Return the row; if it is a prompt without an answer, with an empty answer."""
     has = [name for name, value in fields.items() if value is not None]
     if field != USUAL or field in has or _SHAREGPT in has:
         return fields

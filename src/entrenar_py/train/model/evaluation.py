@@ -29,8 +29,9 @@ class Scores:
     """The mean loss over tokens or samples with a total of `weight`, and the confusion matrix.
 
     `confusion[i, j]` is the number of samples of class i that were classified as j. It is int64
-    [classes, classes], empty without classes. Of pairs, `num_right` chosen sides have the higher
-    reward, and `margin` is the mean of what their reward is higher by.
+    [classes, classes], empty without classes. For pairs, `num_right` is the number of pairs in
+    which the chosen side has the higher reward, and `margin` is the mean difference of the rewards,
+    chosen minus rejected; both are None otherwise.
     """
 
     loss: float
@@ -41,21 +42,21 @@ class Scores:
     margin: float | None = None
 
     def recall(self, label: int) -> float:
-        """Return the fraction of the class's samples that were classified as it; NaN if none."""
+        """Return the fraction of the class's samples that were classified so; NaN if none."""
         return _share(self.confusion[label, label], self.confusion[label].sum())
 
     def precision(self, label: int) -> float:
-        """Return the fraction of samples classified as the class that are in it; NaN if none."""
+        """Return the fraction of samples classified as `label` that belong there; NaN if none."""
         return _share(self.confusion[label, label], self.confusion[:, label].sum())
 
     def f1(self, label: int) -> float:
-        """Return the harmonic mean of recall and precision; NaN if no sample has or gets it."""
+        """Return the harmonic mean of recall and precision; NaN if the class never occurs."""
         found = self.confusion[label, label]
         return _share(2 * found, self.confusion[label].sum() + self.confusion[:, label].sum())
 
     @property
     def accuracy(self) -> float:
-        """The fraction of samples that were classified correctly; NaN for next tokens."""
+        """The fraction of samples classified, or pairs ranked, correctly; NaN for next tokens."""
         if self.num_right is not None:
             return _share(self.num_right, self.weight)
         return _share(int(np.trace(self.confusion)), int(self.confusion.sum()))
@@ -99,7 +100,8 @@ def _told(share: float) -> str:
     return "-" if math.isnan(share) else f"{share:.3f}"
 
 
-Logits = Callable[[Tensor, Tensor], Tensor | None]  # of tokens and mask, None if elsewhere
+# (tokens, mask) -> logits; None if another rank has them
+Logits = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class Examination:
@@ -134,16 +136,17 @@ class Examination:
     def totals(
         self, number: int, logits_of: Logits, device: torch.device
     ) -> NDArray[np.float64] | None:
-        """Return the totals of batch `number`; None if `logits_of` does, for logits elsewhere.
+        """Return the totals of batch `number`; None if another rank has the logits.
 
-        `logits_of` gets tokens and mask, int64 [n, t], on `device`.
+        `logits_of` gets tokens and mask, int64 [n, t], on `device`, and returns None on such a
+        rank.
         """
         tokens, mask, targets = (one.to(device) for one in self._batch(number))
         logits = logits_of(tokens, mask)
         if not self._found.are_pairs:
             return None if logits is None else self._totals(logits, targets)
         policy = _completions(logits, targets)
-        del logits  # those of the reference need the memory
+        del logits  # the reference's logits need their memory
         with stock.without_adapters(self._module):
             reference = _completions(logits_of(tokens, mask), targets)
         if policy is None or reference is None:

@@ -20,15 +20,15 @@ from entrenar_py.train.model import model_folder
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Settings
 
-# The highest learning rates of adapters, by the model's number of parameters. Those of full
-# fine-tuning are a tenth. QLoRA's paper uses 2e-4 for models up to 13 billion parameters, and 1e-4
-# for larger ones.
+# The highest learning rates of adapters, by the model's number of parameters. For full fine-tuning
+# they are a tenth. QLoRA's paper uses 2e-4 for models up to 13 billion parameters, and 1e-4 for
+# larger models.
 _RATES = ((10**8, 1e-2), (10**9, 5e-3), (20 * 10**9, 1e-3), (math.inf, 5e-4))
 _RATE_MIN = 1e-6
-_FULL = 0.1  # a rate of full fine-tuning, relative to that of adapters
+_FULL = 0.1  # the learning rate of full fine-tuning, relative to the adapters' rate
 _BATCH_MAX = 128
 _STEPS_MIN = 10
-_ALPHA_SHARES = (0.25, 8.0)  # bounds of alpha / rank: that of QLoRA, and of LoRA with GPT-2
+_ALPHA_SHARES = (0.25, 8.0)  # bounds of alpha / rank: QLoRA's value, and LoRA's for GPT-2
 _LONGEST = 0.99
 _SLACK = 2.0  # the highest ratio of the longest row to the 99th percentile
 _ROUNDED = 8

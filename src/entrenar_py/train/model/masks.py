@@ -27,7 +27,7 @@ from entrenar_py.train.model import blocks
 
 
 class Masks(TorchFunctionMode):
-    """While entered, dropout draws by `key`, int32 [2]; if that is None, nothing is dropped.
+    """A torch mode in which dropout draws by `key`, int32 [2]; without a key, nothing is dropped.
 
     `first` is the number of the next draw.
     """
@@ -77,7 +77,7 @@ def entered() -> Masks | None:
 
 
 def repetition() -> Masks:
-    """Return masks that repeat the draws of those entered now; without any, they drop nothing."""
+    """Return masks that repeat the draws of the entered masks; if there are none, drop nothing."""
     found = entered()
     return Masks(None) if found is None else found.again()
 
@@ -157,8 +157,8 @@ class _Recomputed:
     """A block's forward pass, which is computed again in the backward pass.
 
     A gradient may be taken with respect to tensors that are in the block only during the forward
-    pass (torch.func.functional_call). So they are put there again, which transformers' own
-    checkpointing doesn't do.
+    pass (torch.func.functional_call). So the second pass puts these tensors into the block again,
+    which transformers' own checkpointing doesn't do.
     """
 
     def __init__(self, block: nn.Module) -> None:

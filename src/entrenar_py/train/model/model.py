@@ -28,7 +28,8 @@ from entrenar_py.train.model.settings import Settings
 
 _MARKERS = ("▁",)  # marks the start of a word; even tokenizers without files have it
 _SHOWN = 12  # layers in a message
-_ROUNDED = 1e-4  # of the logits' norm: rounding changes less, tokens that an encoder sees more
+# a part of the logits' norm: rounding changes less, and a later token that is seen changes more
+_ROUNDED = 1e-4
 
 
 def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
@@ -113,10 +114,10 @@ def part(
     *,
     unties: bool,
 ) -> nn.Module:
-    """Return the part of the model that `shorten` leaves, with its adapters, as `load` would.
+    """Return the part of the model that `shorten` leaves, with its adapters, as `load` returns it.
 
     No other weights of the checkpoint are read. Only parameters with a name in `trains` are
-    trained. Their values are not those with which a run begins.
+    trained. They don't have a run's initial values.
     """
     module, new = _base(settings, shorten, unties=unties)
     stock.set_padding(module, pad_token)
@@ -196,8 +197,8 @@ def _draw(seed: int, module: nn.Module, new: Sequence[str]) -> None:
 def _require_causal(settings: Settings, module: nn.Module) -> None:
     """Raise UsageError if the model predicts a token from that token itself or later ones.
 
-    An encoder with the head of a language model does: its loss would soon be 0. Rounding may differ
-    if a later token changes how rows are grouped (experts).
+    An encoder with the head of a language model does: its loss would soon be 0. Differences as
+    small as rounding are allowed: with experts, a later token may change how rows are grouped.
     """
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
     with in_evaluation(module), precision.applied(precision.of_products(settings), tokens.device):

@@ -3,8 +3,8 @@
 Python code of a checkpoint runs only with the user's consent (`trust_remote_code`). Other keys make
 transformers, peft or tokenizers fetch something, import a module, or read files that have no
 recorded digest. Consent doesn't cover these, so they are refused before a library sees them.
-`library` also keeps the libraries off the network, which they would use even without any key
-(kernels for a kind of model).
+`require_offline` also keeps the libraries off the network, which they would use even without any
+key (kernels for a kind of model).
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ _NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors for weights th
 _COMPUTED = re.compile(r"(^|\.)(rotary_\w+\.(inv_freq|cos_cached|sin_cached)|position_ids)$")
 _MASK = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
 _ADAPTER = re.compile(r"lora_|\.base_layer\.|modules_to_save")
-_STRETCHED = ("linear", "dynamic", "yarn")  # max_position_embeddings may be the number before
+# with these, max_position_embeddings may be the number before stretching
+_STRETCHED = ("linear", "dynamic", "yarn")
 _ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_coef")
 # Parts that our tasks don't use: an encoder's pooler and head for the next sentence, and a
 # decoder's layers for predicting several tokens at a time.
@@ -441,7 +442,7 @@ def _positions(config: Any) -> int | None:
     """Return the number of positions in a configuration, None if it doesn't say.
 
     Rotary positions may be stretched by a factor. `llama3` and `longrope` state the number after
-    stretching, which others may do, too. If layers differ, the smallest number counts.
+    stretching, and other kinds may, too. If layers differ, the smallest number counts.
     """
     number = getattr(config, "max_position_embeddings", None)
     found = getattr(config, "rope_parameters", None) or {}
@@ -608,6 +609,6 @@ def reading(folder: Path, what: str) -> Iterator[None]:
     """Turn any exception of transformers about files that can't be read into a UsageError."""
     try:
         yield
-    except Exception as error:  # it raises what it likes
+    except Exception as error:  # transformers may raise any type
         told = escaping.shortened(" ".join(str(error).split()), chars_max=_TOLD_CHARS)
         raise UsageError(f"{folder}: its {what} can't be loaded ({told})") from error

@@ -34,7 +34,7 @@ _PROBED_TOKENS = (1, 2, 3, 4)  # tokens that every vocabulary has
 
 
 def head_of(module: nn.Module) -> nn.Linear | None:
-    """Return the layer that computes the logits of `module`; None if more than it does.
+    """Return the layer that computes the logits of `module`; None if other operations change them.
 
     Logits that are capped or scaled afterwards are not a layer's output, and an adapter on the head
     adds to its product. Runs the model on four tokens.
@@ -243,7 +243,7 @@ _LOOKS = {"find_packed_sequence_indices": _nowhere, "is_tracing": _never}
 
 
 def require_apart(module: nn.Module, products: torch.dtype, name: object) -> None:
-    """Raise UsageError if samples of a row see each other, or compute other values than alone.
+    """Raise UsageError if packed samples see each other, or get other values than in separate rows.
 
     Runs the model on a few tokens. `products` is the dtype of its matrix products.
     """
@@ -288,7 +288,7 @@ _UNPACKED = 3  # tensors of a language model's batch; packed rows add their posi
 
 
 class Objective(nn.Module, ABC):
-    """A loss of the model `module`."""
+    """A loss of the model `module`, computed from the tensors of a batch."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -352,11 +352,11 @@ class NextTokens(Objective):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._head = [head_of(module)]  # in a list, since its weights belong to the module
-        self.compiles = False  # the loss, as `cross_entropy` does
+        self.compiles = False  # whether `cross_entropy` compiles the loss
 
     @property
     def head(self) -> nn.Linear | None:
-        """The layer that computes the logits; None if more than it does."""
+        """The layer that computes the logits; None if other operations change them."""
         return self._head[0]
 
     def kind(self, batch: Batch) -> tuple[bool, ...]:

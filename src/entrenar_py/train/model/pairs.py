@@ -2,9 +2,10 @@
 
 A row has `prompt`, `chosen` and `rejected`, as in TRL: all texts, or all lists of messages. Without
 a prompt, or with a text next to lists of messages, the prompt is what both sides begin with. Both
-sides are tokenised as a whole, together with the prompt. A side's completion begins where its
-tokens and those of the prompt differ, and the earlier place counts for both sides. So both have the
-same prompt, token by token, even if a token reaches over its end.
+sides are tokenised as a whole, together with the prompt. A side's completion begins at the first
+token in which it differs from the prompt; of the two places, the earlier one counts for both sides.
+So both sides have the same prompt, token by token, even if a token contains both the end of the
+prompt and more text.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True)
 class Chats:
-    """A pair of messages that follow those of a prompt, in the form that chat templates take."""
+    """Two lists of messages that follow a prompt's messages, in the form of chat templates."""
 
     prompt: Sequence[Message]
     chosen: Sequence[Message]
@@ -134,7 +135,7 @@ def _messages(name: str, values: list[Any]) -> list[Message]:
 
 
 def _differ_at(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how much both begin with. If one is the beginning of the other, both keep an item."""
+    """Return the length of the common prefix, minus one if it is a whole sequence."""
     both = enumerate(zip(first, second, strict=False))
     shorter = min(len(first), len(second))
     return next((place for place, (a, b) in both if a != b), max(shorter - 1, 0))
@@ -150,7 +151,7 @@ def of_texts(pair: Texts, tokenise: Callable[[str], list[int]], end: str | None)
 
 
 def encoded(prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int]) -> Encoded:
-    """Return the tokens of both sides, and how many of them are those of the prompt in both."""
+    """Return the tokens of both sides, and how many first tokens both share with the prompt."""
     shared = min(_num_shared(prompt, chosen), _num_shared(prompt, rejected))
     return Encoded(num_prompt=shared, chosen=chosen, rejected=rejected)
 

@@ -46,7 +46,8 @@ def prepare(module: nn.Module, settings: Settings) -> None:
     for tensor in module.parameters():
         if tensor.requires_grad:
             tensor.data = tensor.data.float()
-    # peft would copy activations. DoRA rounds its norms as its input, so it needs peft's float32.
+    # peft would copy activations to float32, which autocast makes unnecessary. DoRA rounds its
+    # norms as its input is rounded, so it needs peft's float32 input.
     casts = settings.precision == "float32" or settings.lora.dora
     for layer in module.modules():
         if hasattr(layer, "cast_input_dtype_enabled"):
@@ -176,8 +177,8 @@ def settle_quantised(module: nn.Module) -> None:
     """Make quantised layers compute in evaluation, and in a captured graph, as they do in training.
 
     On CPUs with AVX512-BF16, bitsandbytes would pack the weights again when a model is evaluated,
-    and from then on compute in bfloat16 without gradients. In a graph, a layer's product is that of
-    `backends.nf4` with the tensors `weight` and TABLES.
+    and from then on compute in bfloat16 without gradients. In a graph, `compute.nf4` computes a
+    layer's product from the tensors `weight` and TABLES.
     """
     for _, layer in quantised_layers(module):
         layer.support_avx512bf16_for_cpu = False
@@ -190,7 +191,7 @@ def settle_quantised(module: nn.Module) -> None:
 
 @cache
 def _settled_kind() -> Any:
-    """Return the class of settled layers: one for all, so that blocks compile to one program."""
+    """Return the class of all settled layers: with one class, blocks compile to one program."""
     import bitsandbytes
 
     class Settled(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]

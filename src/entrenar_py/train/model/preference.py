@@ -1,10 +1,10 @@
 """Direct preference optimisation: the loss of pairs, and their workload.
 
 Rafailov et al., arXiv:2305.18290, equation 7. A side's reward is beta times the log-probability of
-its completion, less that of the reference. A pair's margin m is the reward of its chosen side less
-that of its rejected side, and its loss is -log sigmoid(m). With a label smoothing of e, the sides
-are taken to be exchanged in a fraction e of all rows: (1 - e) (-log sigmoid(m)) + e (-log
-sigmoid(-m)).
+its completion, minus beta times the log-probability that the reference gives it. A pair's margin m
+is the reward of its chosen side minus the reward of its rejected side, and its loss is -log
+sigmoid(m). With a label smoothing of e, the sides are taken to be exchanged in a fraction e of all
+rows: (1 - e) (-log sigmoid(m)) + e (-log sigmoid(-m)).
 
 The reference is the model without its adapters. It computes in the same step, without a gradient:
 its weights are in memory anyway, and a worker needs nothing but the rows. Dropout is off in it, so
@@ -34,7 +34,7 @@ SIDES = 2  # rows of a pair: the chosen side, then the rejected one
 
 
 def margins(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
-    """Return each pair's reward of the chosen side less that of the rejected side, [n].
+    """Return the reward of each pair's chosen side minus the reward of its rejected side, [n].
 
     Both arguments are log-probabilities of the sides' completions, [n, 2].
     """
@@ -114,7 +114,7 @@ class DirectPreference(Finetuning):
     def __init__(
         self, module: nn.Module, pairs: Samples, *, preference: settings.Preference, **options: Any
     ) -> None:
-        """Take the arguments of `Finetuning`, and those of the loss."""
+        """Take the arguments of `Finetuning`, and the settings of the loss."""
         self.preference = preference
         super().__init__(module, pairs, **options)
 

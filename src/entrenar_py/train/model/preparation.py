@@ -55,7 +55,7 @@ class Prepared:
     def workload(self, kind: type[Finetuning] | None = None, **more: Any) -> Finetuning:
         """Return a workload of class `kind` with the model and its samples; loads the checkpoint.
 
-        Without a `kind`, it is the one of the task. `more` are further arguments of `kind`. Raises
+        By default, the task determines the class. `more` are further arguments of `kind`. Raises
         UsageError if the checkpoint is not complete, or if tokenizer, rows or settings don't fit
         it.
         """
@@ -202,7 +202,7 @@ def model_digest(run: TrainingPlan) -> str:
 
 
 def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
-    """Return the other facts that decide what a run learns. A resumed run must have the same."""
+    """Return the other facts that decide what a run learns; they must stay the same on resuming."""
     data, lora, classes = settings.data, settings.lora, settings.classes
     decisive: dict[str, Any] = {
         _MODEL: model_folder.digest(settings.model),

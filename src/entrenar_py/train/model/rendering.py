@@ -83,8 +83,8 @@ class TokenRanges:
     ) -> tuple[list[int], list[bool]] | None:
         """Find the tokens of parts by counting the tokens before them, without offsets.
 
-        None if the tokens of the text up to the beginning or end of a part differ from those of the
-        whole.
+        None if the text up to the beginning or end of a part has other tokens than the same piece
+        of the whole text.
         """
         tokens = self.tokens(text)
         is_target = [False] * len(tokens)
@@ -223,7 +223,7 @@ class ChatTemplate:
             )
         except EndlessTemplateError:
             raise
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # a template may raise anything
             raise TemplateRefusalError(f"the chat template refuses it: {error}") from error
         return str(rendered)
 
@@ -266,7 +266,7 @@ class ChatTemplate:
 
 
 def _bound(environment: Any) -> None:
-    """Make a sandbox refuse results longer than LENGTH_MAX. It gets its own tables."""
+    """Make a sandbox refuse results longer than LENGTH_MAX, with tables of its own."""
     plain, call = environment.binop_table, environment.call
 
     def operated(_: Any, operator: str, left: Any, right: Any) -> Any:

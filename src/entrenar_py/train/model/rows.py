@@ -22,7 +22,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import json_text
 
 _LINES, _LISTS, _TABLES = (".jsonl", ".ndjson"), (".json",), (".parquet",)
-_PACKED = ".gz"  # may follow one of the first two
+_PACKED = ".gz"  # the ending of a compressed file of lines or of a list
 _KINDS = ".jsonl (or .ndjson), .json, either with .gz, or .parquet"
 ROW_BYTES_MAX = 2**24  # bytes of a line, or of a row in other files
 LIST_BYTES_MAX = 2**31  # bytes of a list, which is in memory as a whole
@@ -52,7 +52,7 @@ class Row:
 class BadRow:
     """A row that can't be used: its place, and the problem.
 
-    `num_tokens` is the number of its tokens if the problem is that these are too many.
+    `num_tokens` is the number of its tokens if the problem is that it has too many, else None.
     """
 
     place: str
@@ -127,7 +127,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _of_json(path: Path) -> Iterator[Row | BadRow]:
-    """Yield one object for each line, or those of one list, whatever the file's name ends with."""
+    """Yield one object for each line, or the objects of one list, whatever the name's ending."""
     with _opened(path) as file:
         first = next((line for line in map(_unmarked, _lines(file)) if line.strip()), b"{}")
     if first.lstrip().startswith(b"["):

@@ -1,9 +1,9 @@
 """The samples of a run: tokenised once, and kept in a file with a name that depends on its sources.
 
 A row becomes tokens, and for each token the information whether it is predicted: in `text` every
-token except the first, in `instruct` only those of the assistant's turns. In `classify` the class
-of the whole text is predicted. In `preference` a sample is a pair: the tokens of the chosen side,
-then those of the rejected side, each with the prompt (`pairs`). A row that can't be used is a
+token except the first, in `instruct` only the tokens of the assistant's turns. In `classify` the
+class of the whole text is predicted. In `preference` a sample is a pair: the tokens of the chosen
+side, then those of the rejected side, each with the prompt (`pairs`). A row that can't be used is a
 `BadRow` with its place, never an exception. So all of them can be reported at once, or skipped
 (data.on_error).
 
@@ -52,7 +52,7 @@ _MANY_CHARS = re.compile(r"has \d+ characters, too many for data\.max_tokens=")
 
 @dataclass(frozen=True)
 class Sample:
-    """The tokens of a row. `is_target` says for each whether it is predicted from those before it.
+    """The tokens of a row. `is_target` says for each token whether earlier tokens predict it.
 
     `label` is the number of the row's class, NO_LABEL if there are no classes. `cut` is the number
     of tokens of a pair's chosen side, 0 if the row is no pair.
@@ -65,7 +65,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the model gets in one row: of a pair, those of a side."""
+        """The number of tokens that the model gets in one row; for a pair, of the longer side."""
         return max(self.cut, len(self.tokens) - self.cut)
 
 
@@ -120,7 +120,7 @@ class Encoder:
 
     @cached_property
     def _chats(self) -> ChatEncoder:
-        """Created for the first chat: it may copy the tokenizer, which no other task needs."""
+        """The encoder of chats, created for the first one: it may copy the tokenizer."""
         return ChatEncoder(self._tokenizer, self._settings.data.date)
 
     def encode(self, row: Row) -> Sample | BadRow:
@@ -235,7 +235,7 @@ class Encoder:
 
 
 def _name_of(label: object) -> str:
-    """Return a label as a configuration writes it: 1 for 1.0, which a column with gaps has."""
+    """Return a label as a configuration writes it: 1 also for 1.0, as in a column with gaps."""
     if isinstance(label, bool):
         return str(label).lower()
     if isinstance(label, float) and label.is_integer():
@@ -252,7 +252,8 @@ def _hint(label: str, num_labels: int) -> str:
     return ""
 
 
-VERSION = 6  # of the file, and of what is learned from a row; others are created again
+# of the file, and of what is learned from a row; files of other versions are created again
+VERSION = 6
 _SHOWN = 20  # bad rows in a message
 
 
@@ -283,7 +284,7 @@ class Samples:
 
     @cached_property
     def rows(self) -> Samples:
-        """The model's rows: of pairs, each chosen side and then its rejected side."""
+        """The rows for the model. A pair has two: the chosen side, then the rejected side."""
         if not self.are_pairs:
             return self
         inner = self.starts[:-1] + self.cuts
@@ -296,7 +297,7 @@ class Samples:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of each sample's row, of a pair of its longer row: int64 [n]."""
+        """The number of tokens of each sample's row (of a pair, of its longer row): int64 [n]."""
         each = np.diff(self.rows.starts)
         found: NDArray[np.int64] = each.reshape(-1, 2).max(1) if self.are_pairs else each
         return found
@@ -556,7 +557,7 @@ def class_counts(found: Samples, labels: Sequence[str]) -> tuple[int, ...]:
 def require_rows(counts: Sequence[int], labels: Sequence[str], setting: str, other: str) -> None:
     """Raise UsageError if a class has no sample, which `setting` needs.
 
-    `other` is the advice for the case that the class should stay.
+    `other` says what to do if the class should stay without samples.
     """
     if not all(counts):
         raise UsageError(

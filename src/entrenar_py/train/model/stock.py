@@ -118,7 +118,7 @@ def start(settings: Settings, module: Any) -> None:
 
 
 def _saved(names: Sequence[str], module: nn.Module, new: Sequence[str]) -> list[str]:
-    """Return the names of the parts that are trained whole: `new` ones, and those of `names`.
+    """Return the names of the parts that are trained whole: those in `new` and in `names`.
 
     Raises UsageError for a name that no part has, and for weights that another part shares.
     """
@@ -196,7 +196,7 @@ def has_target(module: nn.Module, target: str) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress peft's warnings about later releases of transformers, and about what it fixes."""
+    """Suppress peft's warnings about later releases of transformers, and about its own repairs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")

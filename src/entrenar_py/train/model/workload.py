@@ -74,9 +74,9 @@ def compile_blocks(module: nn.Module) -> None:
     Blocks are the members of a list of layers that isn't inside another list. Kernels are chosen by
     rules, never by timing, so that every process has the same kernels.
 
-    If the embedding is frozen, the first block's input needs no gradient. That block would be a
-    program of its own, and twice as long would be spent on compiling. So the embedding's output is
-    made to need a gradient, which costs one block's share of the backward pass.
+    If the embedding is frozen, the first block's input needs no gradient. Then that block would be
+    compiled separately, and compiling would take twice as long. So the embedding's output is made
+    to need a gradient, which costs one block's share of the backward pass.
     """
     from torch._inductor import config
     from torch.fx.experimental import _config as shapes
@@ -85,8 +85,8 @@ def compile_blocks(module: nn.Module) -> None:
     # Otherwise a length that happens to equal the hidden size would be treated as a constant.
     cast("Any", shapes).use_duck_shape = False
     dynamo = cast("Any", torch._dynamo.config)
-    # A module's float, as the scale of an adapter, would be a symbol at first, and after all has
-    # been traced a constant: torch would trace everything again.
+    # A module's float, such as the scale of an adapter, would at first be a symbol, and a constant
+    # once everything is traced: then torch would trace everything again.
     dynamo.specialize_float = True
     dynamo.recompile_limit = max(dynamo.recompile_limit, _KINDS_MAX)
     stacks = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
@@ -151,14 +151,14 @@ class Rows:
 
 
 class Tuned(Workload):
-    """Samples, and the trainable tensors of `module` that learn from them.
+    """The base class of workloads that train a transformers model, on samples of tokens.
 
-    The weight of a sample is its number of tokens to predict, or the weight of its class. Each pair
-    has the weight 1.
+    The trainable tensors of `module` are trained. The weight of a sample is its number of tokens to
+    predict, or the weight of its class. Each pair has the weight 1.
     """
 
     name = "finetune"
-    draws = True  # from outside, nobody can know which layers of a model have dropout
+    draws = True  # the trainer can't know which layers of a model have dropout
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class Tuned(Workload):
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """Further facts that decide what is learned, by key. A resumed run must have the same."""
+        """Further facts that decide what is learned, by key. They stay the same on resuming."""
         return {}
 
     def require(self, ids: Sequence[int]) -> None:
@@ -270,7 +270,7 @@ class Tuned(Workload):
 
 
 def following(targets: Tensor) -> Tensor:
-    """Return the target that each place's logits predict, that of the token after it: [n, t]."""
+    """Return `targets` shifted by one: at each place, the target that its logits predict."""
     return F.pad(targets[:, 1:], (0, 1), value=IGNORED)
 
 

@@ -168,7 +168,7 @@ def _tensor_parallel(shape: Shape, load: Load) -> Memory:
 
 
 def _sequence_parallel(shape: Shape, load: Load) -> Memory:
-    """Return the memory of a rank where the tensors outside of the shared layers are shared, too.
+    """Return the memory of a rank of sequence parallelism, which also cuts tensors between layers.
 
     Plain tensor parallelism divides a part s of the activations by the number of ranks n, and
     leaves a part r whole. So the whole model keeps s + r, and a rank of plain tensor parallelism

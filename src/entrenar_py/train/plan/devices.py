@@ -29,8 +29,8 @@ _MEMORY_MAX = 2**60
 class Device:
     """A device with `memory` bytes for workers, None if it reports none.
 
-    `kind` is cpu, cuda or wgpu. `bandwidth` is that of its link to the other devices, in bytes per
-    second, None if not given.
+    `kind` is cpu, cuda or wgpu. `bandwidth` is the speed of its link to the other devices, in bytes
+    per second, None if not given.
     """
 
     name: str

@@ -281,7 +281,7 @@ class _Reader:
         return OldStage(record=record, number=number, layers=layers, is_last=is_last)
 
     def _hosts(self, record: Record, keys: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts of those `keys` that are present. At least one must be."""
+        """Return the values of those `keys` that are present; report a problem if none is."""
         present = [key for key in keys if key in record.node.fields]
         if not present:
             record.error(keys[0], f"{' and '.join(keys)} are missing; give one")

@@ -1,8 +1,8 @@
 """The model of a run without its weights: its sizes, and the memory that a micro-batch takes.
 
 A micro-batch is rehearsed on torch's meta device: the trainer's own code runs on tensors without
-data. The storage of every tensor is counted until it is freed. So activations and peak are those of
-this model, batch and length, whatever the architecture.
+data. The storage of every tensor is counted until it is freed. So activations and peak are right
+for this model, batch and length, whatever the architecture.
 """
 
 from __future__ import annotations
@@ -167,10 +167,11 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Answers(TorchFunctionMode):
-    """Answers what code asks of tensor values, such that the larger case is rehearsed.
+    """Answers what code asks about values of meta tensors; the case with more memory is assumed.
 
     Rows are assumed to be padded, so not all elements of a mask [n, t] are set. No row is assumed
-    to hold several texts; transformers asks a tensor [n] about that. Dtypes are those of autocast.
+    to hold several texts; transformers asks a tensor [n] about that. Dtypes are the ones that
+    autocast selects.
     """
 
     def __init__(self, kind: str) -> None:

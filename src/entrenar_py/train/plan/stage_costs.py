@@ -1,4 +1,4 @@
-"""The costs of a model's stages by the blocks that they have: bytes on a worker's device, and work.
+"""The costs of a stage as functions of its blocks: bytes on a worker's device, and operations.
 
 All functions of blocks take one stage, or arrays of many. A matrix [num_blocks + 1, num_blocks + 1]
 has at [a, b] the value of a stage with blocks a to b - 1.
@@ -80,7 +80,7 @@ class Place:
 
     @property
     def num_kept(self) -> int:
-        """The maximal number of shards between their two passes (`protocol.pipeline.order`)."""
+        """The maximal number of shards between their two passes (`train.wire.pipeline.order`)."""
         return 1 if self.is_last else min(self.num_stages - self.stage + 1, self.shards)
 
     @property

@@ -1,4 +1,4 @@
-"""Plans the stages of a layer pipeline: those of a configuration, or the best possible ones.
+"""Plans the stages of a layer pipeline: as a configuration says, or the best possible stages.
 
 Stages are assigned to workers in the order in which the user lists the workers. That order is part
 of the user's decision: the first worker sees the tokens, the last one sees the targets, and
@@ -27,12 +27,12 @@ Costs = NDArray[np.float64]
 
 
 def best_cut(costs: Sequence[Costs]) -> tuple[range, ...] | None:
-    """Return the blocks of each stage with the least largest cost; None if no cut is finite.
+    """Return the blocks of each stage with the least maximal cost; None if no cut is finite.
 
     `costs` has for each stage a float64 [num_blocks + 1, num_blocks + 1]: at [a, b] the cost of
     blocks a to b - 1, infinite if that stage is impossible. Each stage gets at least one block. If
-    several cuts have the same largest cost, one with the minimal sum of costs is returned, which
-    gives the shortest step: a step takes the sum once, and the largest cost for each further shard.
+    several cuts have the same maximal cost, one with the minimal sum of costs is returned, which
+    gives the shortest step: a step takes the sum once, and the maximal cost for each further shard.
     """
     largest = _ends(costs, np.maximum)
     if largest is None:
@@ -52,7 +52,7 @@ def total(costs: Sequence[Costs], stages: Sequence[range]) -> float:
 
 
 def _ends(costs: Sequence[Costs], join: np.ufunc) -> tuple[range, ...] | None:
-    """Return the stages with minimal costs, joined by `join`; None if no cut is finite.
+    """Return the stages with the minimal total cost, combined by `join`; None if no cut is finite.
 
     Dynamic programming over prefixes: without its last stage, the best cut of the first b blocks
     into k stages is a best cut of some a < b blocks into k - 1 stages. That requires a monotone
@@ -185,11 +185,11 @@ def of_settings(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan
 
 
 def propose(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
-    """Return the stages that fit and have the fastest slowest stage, one for each of `workers`.
+    """Return stages that fit, one for each of `workers`; the slowest is as fast as possible.
 
     Workers get stages in their order. Raises UsageError if there are more workers than blocks, or
-    if no cut fits. Then it names the stage that lacks the most memory, in the cut that lacks the
-    least.
+    if no cut fits. Of the cut that lacks the least memory, the error names the stage that lacks the
+    most.
     """
     if len(workers) > costs.num_blocks:
         raise UsageError(

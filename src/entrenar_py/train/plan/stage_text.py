@@ -126,7 +126,7 @@ def _term_rows(plan: StagesPlan) -> Iterator[tuple[str, ...]]:
 
 
 def _step(plan: StagesPlan) -> Iterator[str]:
-    """Yield the time of a step and the terms that it is the sum of."""
+    """Yield the time of a step, and the terms that add up to it."""
     num_shards, num_stages = plan.costs.num_shards, len(plan.stages)
     if plan.step_seconds is None:
         sentence = (
@@ -156,7 +156,7 @@ _NAME_CHARS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class _Box:
-    """A drawn stage. `after` labels the link to the next stage, `up` that to the coordinator."""
+    """A drawn stage. `after` labels its link to the next stage, `up` the coordinator's link."""
 
     lines: tuple[str, ...]
     after: str

@@ -40,7 +40,7 @@ class StageWorker:
     """A worker on a device of `kind` with `memory` bytes, None if that is not known.
 
     Its speed is `flops` (operations per second), or `seconds_per_block` (one shard, forward and
-    backward), or unknown. `bandwidth` is that of its link, in bytes per second.
+    backward), or unknown. `bandwidth` is the speed of its link, in bytes per second.
     """
 
     name: str

@@ -118,7 +118,7 @@ COMPONENT_MAX = 2**8 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingConfig:
-    """The settings of one coordinator."""
+    """The settings of an averaging coordinator."""
 
     run: AveragingRun
     listen: Address
@@ -215,7 +215,7 @@ class _Reader:
         return tuple(values)
 
 
-TRAINER = "averaging"  # names in the plan of such a ledger
+TRAINER = "averaging"  # the trainer's name in the plan of an averaging coordinator's ledger
 _HALTED = "halted"
 
 
@@ -244,7 +244,7 @@ class AveragingRecord:
         self._told = (0, 0)
 
     def notify(self, effect: Effect) -> None:
-        """Record `effect`, which the end has carried out."""
+        """Record `effect`, which the endpoint has carried out."""
         match effect:
             case terms.Enlist(worker, step, late, asked):
                 self._write(trace.Membership(step=step, rank=worker, change="joined"))

@@ -71,7 +71,7 @@ class Task:
     folder `tensorboard`, if given. `package` has the files that workers may fetch; `piece` reads
     them. After a signal, the current step has `grace_s` seconds, by default no limit. `make_server`
     creates the object that does the coordinator's arithmetic. `machine` is the coordinator's state
-    machine, by default that of the plan's topology.
+    machine, by default the one of the plan's topology.
     """
 
     workload: Workload | None = None

@@ -105,7 +105,7 @@ class Host:
         self._passes: dict[int, tuple[int, ...]] = {}  # of the current step, by rank
         self._told = (0, 0)  # the traffic at the last step reported to listeners
 
-    # --- what the protocol wants done -------------------------------------------------------------
+    # --- called by the protocol -------------------------------------------------------------------
 
     def notify(self, effect: Effect) -> None:
         """Record `effect`, which the server has carried out, and notify the listeners."""
@@ -206,7 +206,7 @@ class Host:
         self._write()
         self.note("saved", f"checkpoint before step {step}: {path}")
 
-    # --- what the service wants done --------------------------------------------------------------
+    # --- called by the service --------------------------------------------------------------------
 
     def resume(self) -> int:
         """Return the next step, after restoring the state from the checkpoint, if it exists."""

@@ -39,7 +39,8 @@ def mark_record(last: Mark | None) -> Mapping[str, Any] | None:
 def gap_since(progress: Mapping[str, Any], path: Path) -> trace.Gap:
     """Return the Gap event that begins a new ledger after a resume from the checkpoint at `path`.
 
-    `progress` is that checkpoint's metadata. Raises CheckpointError if its KEY entry is malformed.
+    `progress` is that checkpoint's metadata. Raises CheckpointError if its LEDGER_KEY entry is
+    malformed.
     """
     step = int(progress["step"])
     named = progress.get(LEDGER_KEY)

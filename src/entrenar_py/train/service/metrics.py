@@ -30,7 +30,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 _NAMES = {StepMade: "step", StepAveraged: "step", Scored: "evaluation"}
 
-_OF_SOME = ("passes_us", "idle_share", "margin")  # keys of pipelines, and of pairs
+# keys that only layer pipelines have, and (margin) pairs
+_OF_SOME = ("passes_us", "idle_share", "margin")
 
 
 class Metrics:

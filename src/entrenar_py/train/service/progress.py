@@ -54,7 +54,7 @@ def traffic(step: StepMade) -> list[str]:
 
 
 def scored(scores: Scored) -> str:
-    """Return scores as a line: loss, perplexity, accuracy, margin, and those of some classes."""
+    """Return scores as a line: loss, perplexity, accuracy, margin, and scores of some classes."""
     parts = [f"loss {scores.loss:.4f}"]
     if scores.perplexity is not None:
         parts.append(f"perplexity {scores.perplexity:.4g}")
@@ -103,7 +103,7 @@ class Screen:
         self._scored: Scored | None = None
 
     def __call__(self, happening: StepMade | Scored) -> None:
-        """Show this from the next refresh on."""
+        """Show `happening` from the next refresh on."""
         if isinstance(happening, Scored):
             self._scored = happening
         else:
@@ -236,7 +236,7 @@ class Pace:
 
 
 class Lines:
-    """Prints notes and the last step, and at most one more step and save in LINE_EVERY_S."""
+    """Prints all notes and the last step; else at most one step and one save in LINE_EVERY_S."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console

@@ -75,7 +75,7 @@ class StepAveraged(StepMade):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassScored:
-    """Scores of one class, from 0 to 1; None without rows of, or predictions of, this class."""
+    """Scores of one class, from 0 to 1; None if the class has no rows, or no predictions."""
 
     label: str
     recall: float | None

@@ -23,7 +23,7 @@ from entrenar_py.train.service import exit_codes
 if TYPE_CHECKING:
     import asyncio  # slow to import, and not needed by `entrenar --help`
 
-LOST_S = 3.0  # after an interrupt; by then it was swallowed
+LOST_S = 3.0  # after an interrupt; if the process still runs then, the interrupt was swallowed
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _noted: list[signal.Signals] = []  # the signals that interrupted this process so far
@@ -40,7 +40,7 @@ def interrupt() -> None:
 
 
 def settle() -> None:
-    """Stop watching interrupts: they have arrived, or are requests to stop from now on."""
+    """Cancel the timer of `end_soon`: the interrupt has taken effect, or is a request to stop."""
     while _watch:
         _watch.pop().cancel()
 

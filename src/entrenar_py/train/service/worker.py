@@ -32,7 +32,7 @@ from entrenar_py.train.wire_io.tcp import MeshClient, WorkerClient
 
 
 class Joining(Protocol):
-    """A different way to join a run, such as with a stage of its model."""
+    """A way to join a run other than with the whole workload, such as with one stage."""
 
     def client(self, told: Told, stay: Stay) -> WorkerClient:
         """Return the client for the run that the coordinator described."""

@@ -33,7 +33,7 @@ from entrenar_py.train.wire.terms import Run, Terms
 
 
 class StageBlocks:
-    """All blocks of a vector in which each stage has a given number of elements.
+    """The division of the whole model's vector into blocks, and no block spans two stages.
 
     It has the interface of `Blocks`.
     """
@@ -127,7 +127,7 @@ class Cut:
 
     @property
     def places(self) -> Places:
-        """The places for the wire protocol."""
+        """The ranks, stages and backends in the format of the wire protocol."""
         return Places(self.ranks, tuple(self.blocks.of_stage), self.backends, self.names)
 
     def stage_of_rank(self, rank: int) -> int:
@@ -172,7 +172,7 @@ class Cut:
         return replace(plain, manifest=str(blake3(text.encode()).hexdigest(16)))
 
     def placed(self, run: Run) -> Run:
-        """Return `run` with the places of these stages."""
+        """Return `run` with the ranks of these stages."""
         number = self.places.num_ranks
         return replace(run, places=self.places, world_size=number, num_awaited=number)
 

@@ -298,7 +298,7 @@ _OPTIMIZER = "sgd"  # promise of workers: the coordinator applies their steps
 
 
 class StageHands:
-    """The hands of a worker that loads, with `make`, the stage that the coordinator assigns.
+    """A worker's arithmetic. It loads, with `make`, the stage that the coordinator assigns.
 
     `hidden_bytes` is the largest size of one shard's hidden states.
     """
@@ -389,7 +389,7 @@ class StageHands:
         self.stage.bind(asked)
 
     def run(self, asked: do.Pass) -> Passed | NonFinite:
-        """Make the pass that `request` names, in any thread."""
+        """Make the pass `asked`, in any thread."""
         return self.stage.run(asked)
 
     def regroup(self, number: int) -> None:

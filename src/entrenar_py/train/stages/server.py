@@ -34,13 +34,13 @@ from entrenar_py.train.wire.terms import Run, Terms
 
 
 def plan_of_stages(plain: TrainingPlan) -> TrainingPlan:
-    """Return the plan of the same training run by stages, independent of their number."""
+    """Return the plan `plain` for training by stages; it doesn't depend on their number."""
     options = {**plain.options, workers.OPTION: workers.SERVER}
     return plain.with_(world_size=1, options=options)
 
 
 class Coordinated(Tuned):
-    """The trainable tensors of a model. The workers have its stages."""
+    """The coordinator's workload: the trainable tensors of a model; workers have its stages."""
 
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
@@ -123,7 +123,7 @@ class PipelineServer(Server):
         return self.cut.terms(super().terms)
 
     def run_between(self, first: int, last: int) -> Run:
-        """See `Server`. The places are those of the cut."""
+        """Return the same as `Server.run_between`, with the ranks of the stages."""
         return self.cut.placed(super().run_between(first, last))
 
     def apply_average(self, step: int) -> None:
@@ -143,7 +143,7 @@ class PipelineServer(Server):
         return super().restore()
 
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
-        """See `Server`. A worker with weights different from those sent is refused, too."""
+        """See `Server`. A worker with weights different from the sent weights is refused, too."""
         super().require(rank, message, payload)
         if isinstance(message, TreeNode):
             self._require_weight(message)
@@ -177,7 +177,7 @@ class PipelineServer(Server):
         return float(self.replicas.workload.weight(ids)) if ids else 0.0
 
     def _require_own(self, event: trace.Start | trace.Update) -> None:
-        """Raise ProtocolError if a worker's weights of its stage differ from those here."""
+        """Raise ProtocolError if a worker's weights of its stage differ from the coordinator's."""
         names = [spec.name for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]]
         if isinstance(event, trace.Start):
             arrays = self.replica.replica.arrays
@@ -195,7 +195,7 @@ class PipelineServer(Server):
                 )
 
     def _completed(self, event: trace.Event) -> trace.Event:
-        """Complete the weights that a worker recorded for its stage with those of the other stages.
+        """Add the weights of the other stages to the weights that a worker recorded for its stage.
 
         So each worker's record has the weights of the whole model.
         """
@@ -221,7 +221,7 @@ class PipelineServer(Server):
         return total
 
     def _held(self, step: int) -> trace.Tensors:
-        """Return the record of all weights before `step`, the current weights."""
+        """Return the record of all weights before `step`, which are the current ones."""
         if self._recorded[0] != step:
             self._recorded = step, self._record_of(self.replica)
         return self._recorded[1]

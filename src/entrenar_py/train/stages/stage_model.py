@@ -156,7 +156,7 @@ class Stage:
 
 
 def _require_runs(module: nn.Module, own: range, tokens: Tensor) -> None:
-    """Run a stage on `tokens`. Raises UsageError if its blocks lack something of earlier ones.
+    """Run a stage on `tokens`. Raises UsageError if it needs something from an earlier stage.
 
     In some models blocks share the keys and values of an earlier block.
     """
@@ -164,7 +164,7 @@ def _require_runs(module: nn.Module, own: range, tokens: Tensor) -> None:
         output_of(module, tokens)
     except (UsageError, _InTuples, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a model of others raises what it likes
+    except Exception as error:  # foreign model code may raise anything
         named = type(blocks.decoder_of(module)).__name__
         part, problem = wording.spanned("block", own), f"{type(error).__name__}: {error}".strip()
         raise UsageError(
@@ -184,7 +184,7 @@ def _require_hidden(hidden: Tensor) -> None:
 
 
 def unlike_at_the_end(module: nn.Module, products: torch.dtype) -> Tensor:
-    """Return the outputs [2, 4, d] of two rows of tokens, or of hidden states, that end unlike."""
+    """Return the outputs [2, 4, d] for two rows that differ only in the last token."""
     place = next(module.parameters()).device
     tokens = torch.tensor([PROBED, (*PROBED[:-1], PROBED[-1] + 1)], device=place)
     with in_evaluation(module), precision.applied(products, place):
@@ -201,12 +201,12 @@ def with_hidden(
 
 
 def hidden_of(output: Any) -> Tensor:
-    """Return the hidden states among what a block returned."""
+    """Return the hidden states in the output of a block."""
     return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
 
 def _example(hidden: Tensor) -> Tensor:
-    """Return values of the shape of `hidden`, [n, t, d], instead of those that no stage has sent.
+    """Return example values in the shape of `hidden`, [n, t, d]: no earlier stage has sent any.
 
     Rows are the same except for their last token.
     """
@@ -265,7 +265,7 @@ class StageWorkload(Finetuning):
         super().__init__(module, samples, **options)
 
     def _has_drawn(self) -> bool:
-        """Return whether this stage, or the others like it, draw random numbers by key.
+        """Return whether this stage draws random numbers by key, in a forward pass on an example.
 
         Raises UsageError for a model that draws from torch's own generator, because that
         generator's state depends on all previous layers.

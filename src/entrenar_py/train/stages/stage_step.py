@@ -48,13 +48,13 @@ class StageStep(Protocol):
     def forward(
         self, shard: int, ids: Sequence[int], received: Received | None, drop: DropFunction
     ) -> Hidden | Backward:
-        """Return the result of the forward pass of `shard`, in the last stage of both passes."""
+        """Return the result of the forward pass of `shard`; in the last stage, of both passes."""
         ...
 
     def backward(self, shard: int, gradient: Tensor) -> Backward:
         """Return the result of the backward pass.
 
-        `gradient` is that of the hidden states sent on.
+        `gradient` is the gradient of the hidden states that were sent on.
         """
         ...
 
@@ -125,7 +125,7 @@ class TorchStage:
         return Backward(gradients, of_hidden, loss)
 
 
-_HOST = torch.device("cpu")  # dtype of all tensors while a graph is captured
+_HOST = torch.device("cpu")  # the device of all tensors while a graph is captured
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class WgpuStage:
 
 
 def _backward(shard: Shard, gradients: Sequence[Array], loss: float = 0.0) -> Backward:
-    """Return the gradients of `shard`; that of hidden states has their received dtype."""
+    """Return the gradients of `shard`; the hidden states' gradient has their received dtype."""
     if shard.hidden is None:
         return Backward(list(gradients), None, loss)
     *of_weights, of_hidden = gradients

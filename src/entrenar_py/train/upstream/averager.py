@@ -103,7 +103,7 @@ class AveragingWorker:
         self.shard = None
         self.num_done += 1
 
-    # --- what it sends ----------------------------------------------------------------------------
+    # --- its messages -----------------------------------------------------------------------------
 
     def require_legal(self, message: WireMessage) -> None:
         """Raise ProtocolError if the worker may not send this type of message now."""
@@ -243,7 +243,7 @@ class Averager:
         return []
 
     def not_finite(self, peer: Peer, upload: Upload, element: int, value: float) -> list[Effect]:
-        """Return the effects of a NaN or Inf, `element` of the gradients in `upload`: a halt."""
+        """Return the effects of a NaN or Inf at `element` of the gradients in `upload`: a halt."""
         return self._halt(self.peers[peer], upload, f"gradients[{element}]={value} in")
 
     def averaged(self, step: int, part: Part, now: float) -> list[Effect]:

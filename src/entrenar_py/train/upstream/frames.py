@@ -39,7 +39,7 @@ COORDINATOR, WORKER, EITHER = "coordinator", "worker", "either"
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True)
 class WireMessage:
-    """A message. `tag` is its type on the wire, `sender` the end that sends it.
+    """A message of the type `tag`; `sender` is COORDINATOR, WORKER or EITHER.
 
     Every subclass is a frozen dataclass with the message's fields.
     """

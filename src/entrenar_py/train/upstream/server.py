@@ -46,7 +46,7 @@ from entrenar_py.train.wire_io.processes import Thread
 
 
 class Wire(Protocol):
-    """The place to which the end writes its messages."""
+    """The place to which an `AveragingEnd` writes its messages."""
 
     def write(self, peer: Peer, message: WireMessage, buffers: Sequence[Buffer]) -> None:
         """Send `message`, encoded in `buffers`, after all earlier messages."""
@@ -57,7 +57,7 @@ class Wire(Protocol):
         ...
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Close the connection after everything is sent; the end gets no more of its events."""
+        """Close the connection after all messages are sent; its later events are dropped."""
         ...
 
 
@@ -73,10 +73,10 @@ class Average(NamedTuple):
 
 
 class AveragingEnd:
-    """Carries out the effects of `machine`. `finished` is its Finish effect, None until then.
+    """The endpoint of the state machine `machine`: carries out the effects that it returns.
 
-    `frame_bytes_max` limits frames from workers. Averages are computed in `background`. `averages`
-    has the averages of the current step, by part.
+    `finished` is its Finish effect, None until then. `frame_bytes_max` limits frames from workers.
+    Averages are computed in `background`. `averages` has the averages of the current step, by part.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class AveragingServer:
     async def finish(self) -> do.Finish:
         """Return the Finish of the run, after the last messages are sent.
 
-        Raises any exception that the end raised during the run.
+        Raises any exception that the endpoint raised during the run.
         """
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
@@ -288,7 +288,7 @@ class AveragingServer:
         self.end.stop(reason, at_once=at_once)
         self._look()
 
-    # --- what the end writes ----------------------------------------------------------------------
+    # --- called by the end ------------------------------------------------------------------------
 
     def write(self, peer: Peer, message: WireMessage, buffers: Sequence[Buffer]) -> None:
         """Send a message.
@@ -324,7 +324,7 @@ class AveragingServer:
         stopped = finish is not None and finish.status == "stopped"
         return FAREWELL_S if stopped else self.end.machine.patience.shard_s
 
-    # --- what the network tells -------------------------------------------------------------------
+    # --- called by the network --------------------------------------------------------------------
 
     def _opened(self, sock: socket.socket, visit: Visit) -> None:
         link = Link(sock, buffer=self.end.buffer, filled=self._filled, lost=self._lost)

@@ -143,7 +143,7 @@ class Member:
         return f"non-finite {what} on {place}: training halted before any update"
 
 
-THROWN_OUT_MAX = 3  # times for the same reason, with no step applied in between
+THROWN_OUT_MAX = 3  # expulsions for one reason that end the run, with no step applied in between
 
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -166,7 +166,7 @@ class Expulsions:
 
 
 def problem(rank: int | None, step: int, times: int, reason: str) -> str:
-    """Return the reason that coordinator and worker report when they stop trying."""
+    """Return the reason to give up on a worker that was expelled `times` times for `reason`."""
     return (
         f"worker {rank} was thrown out {times} times before step {step} was made, each time for "
         f"the same reason: {reason}"

@@ -61,7 +61,7 @@ class Coordinator(Dealing):
         """
         member = self.peers.get(peer)
         if member is None:
-            return []  # this end closed the connection while the message was on its way
+            return []  # this coordinator closed the connection while the message was on its way
         member.heard = now
         legal = self.may_say[member.phase]
         if member.phase is not Phase.CHALLENGED:
@@ -251,7 +251,7 @@ class Coordinator(Dealing):
         say.Heartbeat: lambda *_: [],
     }
 
-    # --- how the run goes on ----------------------------------------------------------------------
+    # --- the next move of the run -----------------------------------------------------------------
 
     def _settle(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -333,8 +333,8 @@ class Coordinator(Dealing):
     def _throw_out(self, peer: Peer, reason: str, now: float) -> list[Effect]:
         """Close the connection of a peer that broke the protocol; tell a welcomed worker why.
 
-        End the run if the same rank is thrown out repeatedly for the same reason, with no step made
-        in between, because it would come back for ever.
+        If the same rank is thrown out repeatedly for the same reason, with no step made in between,
+        end the run: the worker would return again and again.
         """
         member = self.peers[peer]
         if member.phase in (Phase.CHALLENGED, Phase.FETCHING, Phase.WAITING, Phase.ASKED):
@@ -371,7 +371,7 @@ class Coordinator(Dealing):
         self.stage = Stage.OVER
         return [*self._dismiss(farewell, finish.reason or finish.status), finish]
 
-    # --- small things -----------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _welcome(self, member: Member) -> say.Welcome:
         resumed = self.run.resumed and not self._begun

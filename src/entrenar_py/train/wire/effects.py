@@ -23,7 +23,7 @@ class Effect:
         dataclass(frozen=True)(cls)
 
 
-# --- both -------------------------------------------------------------------------------------
+# --- both ends --------------------------------------------------------------------------------
 
 
 class Send(Effect):
@@ -140,7 +140,7 @@ class Left(Effect):
 class Dealt(Effect):
     """From `step` on, each rank gets `counts[rank]` shards.
 
-    A shard takes it `costs[rank]` seconds.
+    The rank takes `costs[rank]` seconds for a shard.
     """
 
     step: int

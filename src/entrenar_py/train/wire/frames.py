@@ -150,7 +150,7 @@ MAGIC = b"ENTP"
 CHUNK_BYTES = 2**22
 JOINED_BYTES_MAX = 2**17  # up to this size, copying a frame costs less than three calls
 HEADER_BYTES_MAX = 2**21  # room for the longest list of the longest numbers
-UNKEYED_HEADER_BYTES_MAX = 2**12  # the most memory that a stranger can make this end allocate
+UNKEYED_HEADER_BYTES_MAX = 2**12  # the most memory that a peer without a proof can make us allocate
 
 FIELDS = struct.Struct("<4sBBBBQIIQ")
 _NONCE = slice(4, 16)  # fields of the nonce: version, tag, first, direction, number

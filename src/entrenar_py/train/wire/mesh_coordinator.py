@@ -45,7 +45,7 @@ class Grouping(Coordinator):
     def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
         ours, secret = self.run.terms, self.secret
         entitled = terms.refusal(hello, member.challenge, ours, secret=secret) is None
-        if entitled and hello.port is None:  # `super` answers strangers and applicants
+        if entitled and hello.port is None:  # `super` answers peers without a proof, and applicants
             raise ProtocolError("Hello port=null: in a mesh every worker has to listen")
         host = f"[{member.host}]" if ":" in member.host else member.host
         member.address = f"{host}:{hello.port}"
@@ -54,7 +54,7 @@ class Grouping(Coordinator):
     def _unreachable(
         self, peer: Peer, member: Member, said: say.Unreachable, now: float
     ) -> list[Effect]:
-        """Begin another round; at the third complaint, expel the worker that most of them involve.
+        """Begin another round; at the third complaint, expel the worker that most complaints name.
 
         Both ends may complain about the same broken connection: the second complaint then arrives
         in the round that the first one started. Such a pair counts once.
@@ -186,7 +186,7 @@ class MeshCoordinator(Grouping):
         say.Leave: _leave,
     }
 
-    # --- how the run goes on ----------------------------------------------------------------------
+    # --- the next move of the run -----------------------------------------------------------------
 
     def _is_staged(self) -> bool:
         return self.stage is Stage.COMPUTING

@@ -48,7 +48,7 @@ AGAIN = "it has connected again"
 class Link:
     """One connection to another worker.
 
-    `rank` is the other worker's, None if unknown; `proof` is the one expected in its Accept.
+    `rank` is the other worker's, None if unknown; `proof` is the proof that its Accept must have.
     """
 
     nonce: str
@@ -56,7 +56,7 @@ class Link:
     said: float
     rank: int | None = None
     proof: str = ""
-    dial: do.Dial | None = None  # its request; None if the other end connected
+    dial: do.Dial | None = None  # the request that opened it; None if the other end connected
     ready: bool = False
 
 
@@ -71,7 +71,8 @@ class Links:
     secret: bytes
     backend: str
     timing: Timing
-    num_ranks: int | None = None  # addresses of the run's workers, if known beforehand
+    # the number of ranks of the run, None if it is not known beforehand
+    num_ranks: int | None = None
     own: int | None = None
     addresses: Mapping[int, str] = field(default_factory=dict)
     _links: dict[Peer, Link] = field(default_factory=dict)
@@ -155,7 +156,7 @@ class Links:
         raise ProtocolError(f"{type(message).__name__} from a worker that has proved nothing")
 
     def lost(self, peer: Peer, reason: str) -> tuple[list[Effect], int | None]:
-        """Return the effects that close a broken link, and the other end's rank if in the group."""
+        """Return the effects that close a broken link, and its worker's rank if in the group."""
         rank = self._links[peer].rank
         return self._close(peer, reason), rank if rank in self.addresses else None
 
@@ -180,7 +181,7 @@ class Links:
         reason = "this worker left its group"
         return [effect for peer in list(self._links) for effect in self._close(peer, reason)]
 
-    # --- small things -----------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _hello(self, peer: Peer, link: Link, challenge: Challenge) -> list[Effect]:
         greeting = terms.greet(
@@ -270,7 +271,7 @@ class MeshWorker(Worker):
         An illegal message ends link and round.
         """
         if not self.links.has(peer):
-            return []  # this end closed the link while the message was on its way
+            return []  # this worker closed the link while the message was on its way
         rank = self.links.rank_of(peer)
         try:
             if rank is None:
@@ -290,7 +291,7 @@ class MeshWorker(Worker):
         return effects if rank is None else [*effects, *self._complain(rank, reason)]
 
     def reduced(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
-        """Return the effects that send an owned block, which is finite, to the other workers."""
+        """Return the effects that send the finite average of an owned block to the others."""
         group = self._group
         if group is None:
             return []  # requested on a connection that has ended
@@ -432,7 +433,7 @@ class MeshWorker(Worker):
     def _postpone(self, peer: Peer) -> list[Effect]:
         """Postpone an early message.
 
-        Raises ProtocolError if there are more than a round can have.
+        Raises ProtocolError if there are more such messages than a round can have.
         """
         self._num_postponed += 1
         most = self._num_blocks * (len(self._holders) + 1)

@@ -453,8 +453,8 @@ class PeerPhase(StrEnum):
     LOADING = "loading"  # the state is on its way to it
     READY = "ready"  # has nothing to do
     COMPUTING = "computing"  # has shards to deliver
-    STAGING = "staging"  # all of the average, or of the new weights, was sent to it
-    STAGED = "staged"  # holds all of that
+    STAGING = "staging"  # was sent the whole average, or all new weights
+    STAGED = "staged"  # holds the whole average, or all new weights
     APPLYING = "applying"  # was told to apply the step
     GIVING = "giving"  # was asked for its state
     ASKED = "asked"  # waits, and was asked for the state that it may still hold
@@ -522,7 +522,7 @@ class WorkerPhase(StrEnum):
     OVER = "over"
 
 
-# The phases of an admitted worker. In these, the end that closes the connection sends the reason.
+# The phases of an admitted worker. In these, whoever closes the connection sends the reason.
 TAKING_PART = (WorkerPhase.READY, WorkerPhase.COMPUTING, WorkerPhase.STAGED)
 
 WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {

@@ -55,7 +55,7 @@ class PipelineCoordinator(Grouping):
         if hello.rank is None:
             unsuited = unsuited | self._named()
         ours, secret = self.run.terms, self.secret
-        # The secret is checked first: a stranger doesn't learn the plan of the stages.
+        # The secret is checked first: a peer without it doesn't learn the plan of the stages.
         if reason and terms.refusal(hello, member.challenge, ours, secret=secret) is None:
             del self.peers[peer]
             refuse = say.Refuse(reason=reason, retry=False)
@@ -244,8 +244,8 @@ class Passed:
     """The result of a pass.
 
     `dtype` is the dtype of the hidden states for the next stage, which draws random numbers from
-    number `draws` on. `nodes` has the nodes of all blocks, after the last pass of the step. `began`
-    and `ended` are seconds of the driver's clock.
+    number `draws` on. `nodes` has the nodes of all blocks, after the last pass of the step.
+    `began_s` and `ended_s` are times of the driver's clock, in seconds.
     """
 
     dtype: str = ""
@@ -323,9 +323,9 @@ class PipelineWorker(MeshWorker):
     # --- passes -----------------------------------------------------------------------------------
 
     def passed(self, effect: do.Pass, outcome: Passed | say.NonFinite) -> list[Effect]:
-        """Return the effects of the result of `effect`.
+        """Return the effects of the outcome of the pass `effect`.
 
-        None if its round or connection has ended.
+        There are none if the round or the connection of the pass has ended.
         """
         if effect != self._running:
             return []

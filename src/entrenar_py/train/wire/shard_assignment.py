@@ -114,7 +114,7 @@ def verdict(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
 
 MEASURED = 9  # steps; the median of this many last ones counts
 NEEDED = 3  # fewer are not enough: a worker's first step may compile its kernels
-GAIN = 0.1  # a new deal has to shorten the step by this fraction, so noise doesn't change the deal
+GAIN = 0.1  # a new assignment must shorten the step by this fraction, so noise doesn't change it
 # A worker that is too slow for any shard gets a shard again when the steps without it took this
 # many times longer than its shard takes. A worker that stays slow costs 5 % of the time.
 RETRY = 20.0
@@ -125,7 +125,7 @@ Counts = Mapping[int, int]  # rank -> number of shards
 
 
 class Pace:
-    """The measured workers of one run, and the last deal."""
+    """The measured speeds of a run's workers, and the last assignment of shards to them."""
 
     def __init__(self) -> None:
         self.counts: Counts = {}
@@ -175,7 +175,7 @@ class Pace:
         self._in_step.clear()
 
     def _with_retry(self, costs: Mapping[int, float]) -> Counts:
-        """Return the deal, with one shard for each idle rank that is due for another attempt."""
+        """Return the assignment, with one shard for each idle rank that is due for a retry."""
         counts, step_s = dict(self.counts), makespan(self.counts, costs)
         for rank in [rank for rank, count in self.counts.items() if not count]:
             self._idle_s[rank] = self._idle_s.get(rank, 0.0) + step_s
@@ -187,7 +187,7 @@ class Pace:
 
 
 def proportional(num_shards: int, costs: Mapping[int, float]) -> Counts:
-    """Return the deal of `num_shards` with which the last rank finishes as early as possible.
+    """Return the assignment of `num_shards` with which the last rank finishes earliest.
 
     `costs` has the seconds that each rank takes for a shard. Among equally fast ranks, the first
     ones get more.
@@ -379,7 +379,7 @@ class Dealing(Attendance):
         return [do.Reduce(self.step, block)]
 
     def _keep_whole(self, member: Member) -> list[Effect]:
-        """Keep the deliveries of `member` even if it leaves, unless an audit or delivery is open"""
+        """Keep the deliveries of `member` even if it leaves, unless it or an audit is at work."""
         if self._audits or member.delivering or not member.delivered:
             return []
         member.delivered.clear()

@@ -81,7 +81,7 @@ def _mac(secret: bytes, use: bytes, challenge: Challenge, hello: Hello) -> bytes
     return hmac.digest(secret, b"\n".join(lines), "sha256")
 
 
-# Shows a digest in full, and shortens longer texts, because they may come from a stranger.
+# Shows a digest in full, and shortens longer texts, because anyone may have sent them.
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = 70
 
@@ -138,10 +138,10 @@ class Run:
 class Timing:
     """The timeouts, in seconds.
 
-    Each end sends something at least every `heartbeat_s`, and counts as dead after `dead_after_s`
-    of silence. A connection must be opened within `hello_s`, and its handshake must succeed within
-    another `hello_s`. A run with too few workers fails after `gather_s`. A worker has `gather_s` to
-    load the state.
+    Every process sends something on each connection at least every `heartbeat_s`, and counts as
+    dead after `dead_after_s` of silence. A connection must be opened within `hello_s`, and its
+    handshake must succeed within another `hello_s`. A run with too few workers fails after
+    `gather_s`. A worker has `gather_s` to load the state.
     """
 
     heartbeat_s: float = 5.0
@@ -230,10 +230,10 @@ def admit(
     taken: Collection[int | None],
     barred: Collection[int] = (),
 ) -> Admission | Refuse:
-    """Return the answer to `hello`. The secret is checked first, so strangers learn nothing else.
+    """Return the answer to `hello`. The secret is checked first.
 
-    `taken` has the ranks in use, `barred` the ranks that nobody may have. A hello without a rank
-    gets the lowest free rank.
+    So a client that doesn't know the secret learns nothing else. `taken` has the ranks in use,
+    `barred` the ranks that nobody may have. A hello without a rank gets the lowest free rank.
     """
     asks = Terms(run=hello.run, manifest=hello.manifest, data=hello.data) == UNKNOWN
     refused = refusal(hello, challenge, UNKNOWN if asks else terms, secret=secret)

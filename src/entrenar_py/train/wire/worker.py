@@ -197,7 +197,7 @@ class Worker:
         return self._end(do.Finish("failed", f"refused: {refuse.reason}"))
 
     def _depart(self, reason: str) -> list[Effect]:
-        """End the connection after a breach of protocol; leave for good after three equal ones."""
+        """End the connection after a breach of protocol; leave for good the third time."""
         times = self._thrown_out.count(self.rank, reason)
         if times < THROWN_OUT_MAX:
             return self._drop(reason)

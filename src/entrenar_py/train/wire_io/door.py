@@ -109,9 +109,7 @@ def shared_address(host: str) -> str:
 
 
 class Attention:
-    """A clock for `grace_s`.
-
-    It counts at most `most_s` of a pause in which the process reads nothing.
+    """A clock that measures `grace_s`, and counts only `most_s` of a longer pause in reading.
 
     A proof that arrives in such a pause is still unread, so a guest's grace must not expire in it.
     """
@@ -127,7 +125,7 @@ class Attention:
         return self.seconds
 
 
-TAKEN_UP_MAX = 16  # in one turn of the loop: a burst of strangers must not delay the workers
+TAKEN_UP_MAX = 16  # in one turn of the loop: a burst of unknown clients must not delay the workers
 # The process, or the machine, has run out of files or memory.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
 REST_S = 1.0  # from that error to the next attempt

@@ -1,8 +1,8 @@
-"""One end of the protocol: a state machine, its codecs and its hands, without the network.
+"""One endpoint of the protocol: a state machine with its codecs, without the network.
 
-A driver passes received bytes and clock ticks to an end. The end carries out the effects of its
-state machine, and writes to the driver's `Wire`. The *hands* of an end are the object that does the
-arithmetic and records the run's events.
+A driver passes received bytes and clock ticks to an endpoint (`End`). The endpoint carries out the
+effects of its state machine, and writes to the driver's `Wire`. The *hands* of an endpoint are the
+object that does the arithmetic and records the run's events.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ServedPieces:
 
 
 class ServerHands(Protocol):
-    """The coordinator's arithmetic and recording (`coordinator.server`)."""
+    """The coordinator's arithmetic and recording, as in `coordinator.server`."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
     def room(self, message: Message, num_bytes: int) -> memoryview: ...
@@ -178,7 +178,7 @@ class ServerHands(Protocol):
 
 
 class MemberHands(Protocol):
-    """A worker's arithmetic and recording (`coordinator.member`)."""
+    """A worker's arithmetic and recording, as in `coordinator.member`."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
     def room(self, message: Message, num_bytes: int) -> memoryview: ...
@@ -211,19 +211,19 @@ def payload_of(received: Received | None) -> Buffer:
 
 
 class Wire(Protocol):
-    """The place to which an end writes its messages."""
+    """The place to which an endpoint writes its messages."""
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Send `message`, encoded in `buffers`, after all earlier messages."""
         ...
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Close the connection after everything is sent; the end gets no more of its events."""
+        """Close the connection after all messages are sent; its later events are dropped."""
         ...
 
 
 class Background(Protocol):
-    """A thread, or a simulated one, for an end's longer work."""
+    """A thread, or a simulated one, for an endpoint's longer work."""
 
     def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
         """Call `work` in this thread, then `done` with its result, in the order of calls."""
@@ -247,7 +247,7 @@ class Connection:
 
 
 class End:
-    """The connections of one state machine, and the effects that coordinator and worker share.
+    """An endpoint with its connections, and the effects that coordinator and worker share.
 
     `finished` is the Finish effect, None until the state machine requests it.
     """
@@ -471,7 +471,7 @@ class CoordinatorEnd(End):
 
 
 class WorkerEnd(End):
-    """A worker's end of the protocol.
+    """A worker's endpoint of the protocol.
 
     The driver's `compute` carries out a Compute, then calls the method `computed`. `speak` may
     falsify messages. `meter` counts messages from and to the coordinator.

@@ -78,8 +78,8 @@ class Link:
         """Queue `buffers` for sending, in order.
 
         Each buffer is taken when it can be sent. It is not copied, so it must not change until the
-        other end has received it. `befalls` is a fault to inject into the bytes or the connection.
-        The driver injects faults of the process.
+        other end has received it. `befalls` is a fault to inject into the bytes or the connection;
+        a fault of the process is left to the driver.
         """
         if self._socket is None:
             return

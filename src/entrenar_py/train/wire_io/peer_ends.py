@@ -1,4 +1,4 @@
-"""The ends of workers that talk to each other, in a mesh, a ring or a layer pipeline."""
+"""The endpoints of workers that talk to each other, in a mesh, a ring or a layer pipeline."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RingExchange(Exchange, Protocol):
 
 
 class MeshHands(MemberHands, Protocol):
-    """The arithmetic of a worker in a mesh, or a ring (`coordinator.member`)."""
+    """The arithmetic of a worker in a mesh or a ring, as in `coordinator.member`."""
 
     @property
     def exchange(self) -> Exchange: ...
@@ -59,7 +59,7 @@ class MeshHands(MemberHands, Protocol):
 
 
 class MeshEnd(WorkerEnd):
-    """A mesh worker's end of the protocol.
+    """A mesh worker's endpoint of the protocol.
 
     The driver's `dial` connects, then calls the method `dialed` or `undialable`. `links_meter`
     counts the messages from and to other workers.
@@ -179,7 +179,7 @@ class MeshEnd(WorkerEnd):
 
 
 class PipelineHands(MeshHands, Protocol):
-    """The arithmetic of one stage (`stages.member`)."""
+    """The arithmetic of one stage, as in `stages.member`."""
 
     def receive(self, message: Message, payload: Buffer) -> None: ...
     def take(self, welcome: Welcome, payload: Buffer) -> None: ...
@@ -189,7 +189,7 @@ class PipelineHands(MeshHands, Protocol):
 
 
 class PipelineEnd(MeshEnd):
-    """A stage's end of the protocol; its work is passes."""
+    """The endpoint of a stage's worker; its work is passes."""
 
     machine: PipelineWorker
     hands: PipelineHands

@@ -195,7 +195,7 @@ class Crew:
     def gather(self, timeout_s: float) -> None:
         """Wait until all busy processes have answered or died.
 
-        Kill those that do neither in time.
+        Processes that still work after `timeout_s` are killed.
         """
         deadline = time.monotonic() + timeout_s
         for hand in self._busy:

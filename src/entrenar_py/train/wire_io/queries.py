@@ -220,7 +220,7 @@ class _Talk:
     async def to_the_end(self) -> do.Finish:
         """Return the Finish of the machine, after talking until then.
 
-        Raises OSError, ProtocolError.
+        Raises OSError if the connection breaks, and ProtocolError for an illegal message.
         """
         look_s = self._machine.timing.heartbeat_s / LOOKS_A_HEARTBEAT
         reading = asyncio.ensure_future(self._reader.read(READ_BYTES))

@@ -170,7 +170,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWire:
-    """The wire of a simulated end: `send` gets each message with its bytes in one piece."""
+    """The wire of a simulated endpoint: `send` gets each message with its bytes in one piece."""
 
     send: Callable[[Peer, Message, bytes], None]
     close: Callable[[Peer, str], None]
@@ -339,7 +339,7 @@ class Simulation:
             self.later(RECONNECT_S, lambda: self._connect(node))
 
     def _work(self, node: Node, effect: do.Compute | do.Pass | do.Load) -> None:
-        """Compute in a worker, which takes a random time."""
+        """Do the work of `effect` in a worker; it takes a random time."""
 
         def done() -> None:
             # A pass in a thread runs to its end, even if its round is over.
@@ -419,7 +419,10 @@ class Simulation:
             self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
 
     def _send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
-        """Send a message, with the fault from `meddle`; it hits the worker (of two, the sender)."""
+        """Send a message, with the fault that `meddle` returns for it.
+
+        The fault hits the worker at the connection's end; of two workers, the sender.
+        """
         if connection.dead or connection.ended:
             return
         sender = connection.end(not up)

@@ -21,8 +21,8 @@ BUFFER_BYTES = 2**22
 # Seconds between attempts, at first and at most. Both are short because a worker may be sent away
 # several times before it gets one of the `Places`.
 BACKOFF_S = (0.05, 0.5)
-# Connections that wait in the kernel: a burst of strangers must not keep a worker out. The kernel
-# may allow fewer (net.core.somaxconn).
+# Connections that wait in the kernel: a burst of unknown clients must not keep a worker out. The
+# kernel may allow fewer (net.core.somaxconn).
 BACKLOG = 2**12
 
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -80,7 +80,10 @@ async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
 async def ready(
     sock: socket.socket, watch: Callable[..., None], unwatch: Callable[..., bool]
 ) -> None:
-    """Wait for `sock`, with the loop's add_reader and remove_reader or the same for writers."""
+    """Wait until `sock` can be read (`watch`, `unwatch`: the loop's add_reader, remove_reader).
+
+    With the loop's functions for writers, wait until it can be written to.
+    """
     event = asyncio.Event()
     watch(sock, event.set)
     try:

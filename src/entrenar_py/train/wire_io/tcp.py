@@ -108,14 +108,14 @@ class CoordinatorServer:
     async def finish(self) -> do.Finish:
         """Return the Finish of the run, after the last messages are sent.
 
-        Raises any exception that the hands or the state machine raised during the run.
+        Raises any exception that the arithmetic or the state machine raised during the run.
         """
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
         try:
             finish = await self._finished
             self._door.close()
-            # Don't wait for strangers: they may never disconnect.
+            # Don't wait for clients without a proof: they may never disconnect.
             leaving = [link.ended for link, visit in self._visits.items() if visit.has_proved]
             if leaving:
                 await asyncio.wait(leaving, timeout=FAREWELL_S)
@@ -253,8 +253,8 @@ class WorkerClient:
     ) -> do.Finish:
         """Take part until the run is over; return `failed` after `patience_s` without admission.
 
-        `context` is for TLS; None for plain TCP. Raises any exception that the hands or the state
-        machine raised during the run.
+        `context` is for TLS; None for plain TCP. Raises any exception that the arithmetic or the
+        state machine raised during the run.
         """
         since = time.monotonic()
         wait_s = sockets.BACKOFF_S[0]
@@ -283,7 +283,7 @@ class WorkerClient:
     def new_end(
         self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify
     ) -> WorkerEnd:
-        """Return the end that this client drives."""
+        """Return the endpoint that this client drives."""
         clock = time.monotonic
         return WorkerEnd(machine, hands, self, clock, self.compute, speak, notify=notify)
 
@@ -402,7 +402,7 @@ class MeshClient(WorkerClient):
         """Start without a connection.
 
         `door_context` is the TLS context for workers that connect to this one at `listen_port` (0:
-        any free port). The other arguments are those of WorkerClient.
+        any free port). The other arguments are as in WorkerClient.
         """
         super().__init__(
             *(machine, hands),
@@ -421,7 +421,7 @@ class MeshClient(WorkerClient):
         self._dialing: set[asyncio.Task[None]] = set()
 
     def new_end(self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify) -> MeshEnd:
-        """Return the end that this client drives; `machine` and `hands` must be for a mesh."""
+        """Return the endpoint that this client drives; `machine` and `hands` must be for a mesh."""
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
         clock, self._background = time.monotonic, Thread()
@@ -519,8 +519,8 @@ class MeshClient(WorkerClient):
     async def _reach(self, host: str, port: int) -> socket.socket:
         """Return a connection on which the other worker has sent something, or raise OSError.
 
-        A worker with too many strangers may close the connection before it sends anything. Then try
-        again, for `hello_s` in total, before complaining to the coordinator.
+        A worker with too many connections without a proof may close this one before it sends
+        anything. Then try again, for `hello_s` in total, before complaining to the coordinator.
         """
         patience_s = self.end.machine.timing.hello_s
         until = time.monotonic() + patience_s
@@ -563,7 +563,7 @@ class PipelineClient(MeshClient):
     def new_end(
         self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify
     ) -> PipelineEnd:
-        """Return the end that this client drives; `machine` and `hands` must be for a pipeline."""
+        """Return the endpoint that this client drives; `machine` and `hands` are for a pipeline."""
         assert isinstance(machine, PipelineWorker)
         clock, self._background = time.monotonic, Thread()
         return PipelineEnd(

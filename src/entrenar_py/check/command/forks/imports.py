@@ -1,9 +1,9 @@
 """Imports before any fork: the modules that a script imports, and their side effects.
 
 The script is read, not executed. So are the imported modules that are not installed: those in its
-folder, and those of packages that are installed in place. All of them are searched for sets, since
-their order may matter. This file needs only the standard library, since it is loaded in the Python
-of the command.
+folder, and those of packages that are installed in place. All these files are searched for sets,
+since the order of a set may matter. This module needs only the standard library, since it is loaded
+in the Python of the command.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 
 FILES_MAX = 300
 BYTES_MAX = 2**21
-OWN = "entrenar_py"  # it orders nothing by a hash
-# Functions for which the order of a set does not matter.
+OWN = "entrenar_py"  # this package orders nothing by a hash
+# Functions with results that don't depend on the order of a set.
 _WITHOUT_ORDER = ("sorted", "len", "min", "max", "any", "all", "isinstance", "sum")
 _BY_HASH = ("set", "frozenset", "hash")
 
@@ -34,11 +34,11 @@ _BY_HASH = ("set", "frozenset", "hash")
 class Imported:
     """The modules and settings that a script needs from its interpreter.
 
-    - `installed`: the modules of installed packages that it imports, in order, each with the names
-      that it imports from the module.
+    - `installed`: the imported modules of installed packages, in order, each with the names that
+      are imported from it.
     - `files`: the script, and the files that it imports and that are not installed.
-    - `by_hash`: a place at which an order may follow from a hash, which differs between
-      interpreters; "" if there is none.
+    - `by_hash`: a place (file and line) where an order may follow from a hash, and so differ
+      between interpreters; "" if there is none.
     """
 
     installed: tuple[tuple[str, tuple[str, ...]], ...]
@@ -47,7 +47,7 @@ class Imported:
 
 
 def read_script(script: Path, folder: Path) -> Imported:
-    """Return what `script` needs if it is run in `folder`.
+    """Return the imports of `script` if it is run in `folder`.
 
     Raises ValueError if a file can't be parsed as Python, or if there are too many files.
     """
@@ -95,7 +95,7 @@ def _imports_in(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...], int]]:
 def _own_files(
     module: str, names: Sequence[str], level: int, file: Path, roots: Sequence[Path]
 ) -> list[Path]:
-    """Return the files below `roots` that an import in `file` executes."""
+    """Return the files below `roots` that an import of `module` in `file` executes."""
     parts = module.split(".") if module else []
     bases = [file.parents[level - 1]] if level else roots
     files = []
@@ -117,7 +117,7 @@ def _at(place: Path) -> list[Path]:
 
 
 def _root(module: str) -> Path | None:
-    """Return the folder with the package of `module` if that is installed in place, else None."""
+    """Return the folder with the package of `module` if it is installed in place, else None."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in sys.builtin_module_names:
         return None
@@ -140,7 +140,7 @@ def _installed_in() -> list[str]:
 
 
 def _hashing(tree: ast.Module) -> Iterator[int]:
-    """Yield the lines at which an order may follow from a hash."""
+    """Yield the lines where an order may follow from a hash, and so differ between interpreters."""
     harmless = {id(node) for node in _without_order(tree)}
     for node in ast.walk(tree):
         hashes = isinstance(node, (ast.Set, ast.SetComp)) or (
@@ -151,20 +151,20 @@ def _hashing(tree: ast.Module) -> Iterator[int]:
 
 
 def _without_order(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the expressions with an order that does not matter."""
+    """Yield the expressions that are sets, but with an order that does not matter."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             yield from node.comparators
         elif isinstance(node, ast.Call) and _name(node) in _WITHOUT_ORDER:
             yield from node.args
         elif isinstance(node, ast.Set) and _is_single(node.elts):
-            yield node  # such as the class of the layers to shard
+            yield node  # one element, such as the class of the layers to shard
         elif isinstance(node, ast.FunctionDef):
             yield from _looked_up_in(node)
 
 
 def _looked_up_in(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yield the values of local names that are used only on the right side of comparisons."""
+    """Yield the values of local variables that are only used as the `s` of `x in s`."""
     harmless, loads = set[int](), list[ast.Name]()
     for node in ast.walk(function):
         if isinstance(node, ast.Compare):
@@ -187,7 +187,7 @@ def _name(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-# Imported as far as they exist. The first optimizer of a process would import the second one.
+# Imported if they exist. Otherwise the first optimizer of a process would import the second module.
 FIRST = (
     *("torch", "torch._dynamo.aot_compile", "torch.distributed.run", "torch.nn.parallel"),
     *("torch.utils.data", "numpy.random"),
@@ -195,7 +195,7 @@ FIRST = (
     *("entrenar_py.check.observing.auto.beginning", "entrenar_py.check.observing.auto.recorder"),
     *("entrenar_py.check.observing.auto.follower", "entrenar_py.check.observing.torch_calls"),
 )
-# Variables that differ from rank to rank or from run to run.
+# Variables that differ between ranks or runs.
 RANKS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "NODE_RANK", "PWD"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -207,8 +207,8 @@ PREFIXES = ("TORCHELASTIC_", "ENTRENAR_", "ACCELERATE_", "FSDP_")
 class Imports:
     """The modules that were imported before any fork, and the side effects of their imports.
 
-    - `before`: the environment at the start.
-    - `changed`: the variables that imports have set since then.
+    - `before`: the environment before the imports.
+    - `changed`: the variables that imports have set.
     - `names`: the variables that imports have read in Python code.
     - `files`: the descriptors that imports have left open.
     """
@@ -225,12 +225,13 @@ class Imports:
         script: Sequence[tuple[str, tuple[str, ...]]],
         without: Sequence[str],
     ) -> str:
-        """Import `first` and what the script imports; return a package to leave out, or "".
+        """Import `first`, then what the script imports. Return a package to leave out, or "".
 
-        A package is left out if its import reads the rank, leaves threads running, or begins to use
-        CUDA. Raises ImportError if an import in `first` does so.
+        A package must be left out (the caller starts again `without` it) if its import reads the
+        rank, leaves threads running, or begins to use CUDA. Raises ImportError if an import in
+        `first` does so.
         """
-        gc.disable()  # saves a quarter of the time: the objects stay, and each pass would scan them
+        gc.disable()  # saves a quarter of the time: each collection would scan all objects
         self._import([(name, ()) for name in first])
         if why := self._why_not():
             raise ImportError(f"torch {why}")
@@ -252,12 +253,12 @@ class Imports:
     def _import(self, modules: Sequence[tuple[str, tuple[str, ...]]]) -> None:
         with _read_noted(self.names):
             for module, names in modules:
-                # If a module can't be imported here, the script itself will meet the error.
+                # If a module can't be imported here, the script will meet the same error itself.
                 with suppress(Exception):
                     imported = importlib.import_module(module)
                     for name in names:
                         with suppress(Exception):
-                            getattr(imported, name)  # some packages import lazily, at this point
+                            getattr(imported, name)  # packages that import lazily do so here
 
     def _why_not(self) -> str:
         """Return why no rank can be forked after the latest import, or "" if one can."""
@@ -280,7 +281,7 @@ def _has_begun_cuda() -> bool:
 
 @contextmanager
 def _read_noted(names: set[str]) -> Iterator[None]:
-    """Add to `names` the environment variables that are read within the context."""
+    """Add to `names` the environment variables that are read in the body."""
     read = os._Environ.__getitem__
 
     def noted(self: Any, key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A forked process in the role of a new interpreter: its state before a script, and its end."""
+"""A forked process that acts as a new interpreter: its state before a script, and its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 def options_of(words: Sequence[str]) -> tuple[tuple[str, ...], bool, list[str]]:
-    """Return the options of `python WORDS`, whether it runs a module, and the remaining words."""
+    """Return the options of `python WORDS`, whether it runs a module (`-m`), and the rest."""
     flags, at = [], 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-m":
         flags.append(words[at])
@@ -33,13 +33,13 @@ def options_of(words: Sequence[str]) -> tuple[tuple[str, ...], bool, list[str]]:
 
 
 def set_environment(environment: Mapping[str, str]) -> None:
-    """Set the environment to `environment`, without any other variables."""
+    """Make `environment` the environment of this process, without any other variables."""
     os.environ.clear()
     os.environ.update(environment)
 
 
 def forget_draws() -> None:
-    """Reseed random generators that a fork would share (Python's `random` reseeds itself)."""
+    """Reseed the random generators that forks would share (Python's `random` reseeds itself)."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
@@ -50,7 +50,7 @@ def forget_draws() -> None:
 
 
 def run_as_main(words: Sequence[str]) -> NoReturn:
-    """Do what `python WORDS` does in a new interpreter, and end this process."""
+    """Do what `python WORDS` does in a new interpreter, then end this process."""
     _, is_module, rest = options_of(words[1:])
     sys.orig_argv = [*words]
     main = types.ModuleType("__main__")
@@ -93,7 +93,10 @@ def _exit_code(left: SystemExit) -> int:
 
 
 def _told_uncaught(error: BaseException) -> int:
-    """Print an error as Python does, without the frames of this package; return the exit code."""
+    """Print an uncaught error as Python does, without frames of this package.
+
+    Return the exit code.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
@@ -108,7 +111,7 @@ def _told_uncaught(error: BaseException) -> int:
 def _leave(code: int, before: set[str]) -> NoReturn:
     """End this process as an interpreter ends: with its threads, exit handlers, files and objects.
 
-    The modules in `before` are left as they are. Clearing them, too, would copy every page that
+    The modules in `before` are left alone. Clearing them, too, would copy every memory page that
     they share with other processes.
     """
     threading._shutdown()  # type: ignore[attr-defined]

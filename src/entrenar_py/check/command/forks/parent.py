@@ -1,6 +1,7 @@
 """The parent of all forks, and the process that represents the command of one launch.
 
-The launcher's own process requests ranks from the second one, through a replaced `Popen`.
+The launcher runs in a fork of the second process, and requests ranks from it through a replaced
+`subprocess.Popen`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def replace_popen(channel: socket.socket) -> None:
     asking = threading.Lock()
 
     class Popen(subprocess.Popen):  # type: ignore[type-arg]
-        """A process; if `channel` has forked it, it is awaited through its report."""
+        """A process like subprocess.Popen.
+
+        If `channel` forked it, its end is reported on the channel.
+        """
 
         _report: int | None = None
 
@@ -102,13 +106,13 @@ Warden = Callable[[Sequence[str], Callable[[Sequence[str]], Any]], None]
 
 
 class Parent:
-    """Forks a warden for each request that arrives on `control`."""
+    """Forks a warden for each request that arrives on the socket `control`."""
 
     def __init__(self, control: socket.socket, imports: Imports, warden: Warden) -> None:
         self._control, self._imports, self._warden = control, imports, warden
 
     def serve(self) -> NoReturn:
-        """Answer requests until there are no more, and report how each warden ends."""
+        """Answer requests until the socket is closed, and report how each warden ends."""
         woken = processes.woken_by_children()
         ready = select.poll()
         ready.register(self._control, select.POLLIN)
@@ -138,7 +142,7 @@ class Parent:
         processes.set_standard_files(output, output)
         os.close(output)
         os.chdir(message["cwd"])
-        # What Python itself sets in the C locale.
+        # Python itself sets this in the C locale.
         coerced = {k: text for k, text in self._imports.before.items() if k == "LC_CTYPE"}
         interpreter.set_environment({**coerced, **message["environment"]})
         started = partial(self._start, message["words"], status)
@@ -151,7 +155,10 @@ class Parent:
 
 
 class Command:
-    """The process that represents the command: it forks the launcher, and ranks for it."""
+    """The process that represents the command.
+
+    It forks the launcher, and ranks for the launcher.
+    """
 
     def __init__(self, words: Sequence[str], status: int, imports: Imports) -> None:
         self._words, self._status, self._imports = words, status, imports
@@ -228,7 +235,7 @@ def _brought(message: dict[str, Any], imports: Imports) -> dict[str, str]:
 
 
 def _why_no_fork(words: Sequence[str], environment: Mapping[str, str], imports: Imports) -> str:
-    """Return why a new interpreter would differ from a forked one, or "" if it would not."""
+    """Return why a new interpreter would differ from a forked one; "" if it would not."""
     if words[0] != sys.executable:
         return f"ranks run {words[0]}, and the launcher runs {sys.executable}"
     flags, module, rest = interpreter.options_of(words[1:])
@@ -252,7 +259,10 @@ def _why_no_fork(words: Sequence[str], environment: Mapping[str, str], imports: 
 
 
 def _modules_in(folder: str) -> set[str]:
-    """Return the names of the modules in `folder`. A subfolder needs an `__init__.py` to count."""
+    """Return the names of the modules in `folder`.
+
+    A subfolder counts if it has an `__init__.py`.
+    """
     names = set()
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -264,7 +274,7 @@ def _modules_in(folder: str) -> set[str]:
 
 
 def _observe() -> None:
-    """Observe a script without a line in it, as `sitecustomize` of a new interpreter would."""
+    """Observe a script without the line `observe`, as `sitecustomize` does in a new interpreter."""
     if os.environ.get(AUTO):
         spec = importlib.util.spec_from_file_location("entrenar_startup", STARTUP)
         assert spec is not None, "it is a Python file"
@@ -273,7 +283,7 @@ def _observe() -> None:
 
 
 def main(warden: Warden) -> None:
-    """Import what the settings name, then serve requests; `warden` is `subreaper.main`."""
+    """Import what the settings name, then serve requests. `warden` is `subreaper.main`."""
     settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     imports = Imports()

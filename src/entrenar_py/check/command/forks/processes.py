@@ -1,6 +1,6 @@
-"""Forked processes: how a fork leaves its parent's work, what it keeps of the parent, and messages.
+"""Forked processes: leaving the parent's work, closing the parent's files, and messages.
 
-Messages are JSON objects over Unix sockets, with open files.
+Messages are JSON objects over Unix sockets, which can also pass open files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Become(BaseException):
-    """Raised in a forked process: it abandons its parent's work, and does `work` instead."""
+    """Raised in a forked process to unwind its parent's stack; `run` then calls `work`."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def fork(work: Callable[[], object]) -> int:
 
 
 def run(work: Callable[[], object]) -> None:
-    """Do `work`; in each process forked meanwhile, do its own work, at the bottom of its stack."""
+    """Call `work`. A process that is forked meanwhile unwinds to here and calls its own work."""
     while True:
         try:
             work()
@@ -67,14 +67,14 @@ def open_files() -> set[int]:
     """Return the open file descriptors of this process."""
     numbers = set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the descriptor of the listing itself is closed
+        with suppress(OSError):  # the descriptor of the listing itself is closed by now
             os.fstat(int(name))
             numbers.add(int(name))
     return numbers
 
 
 def woken_by_children() -> int:
-    """Return a descriptor that is readable when a child has ended."""
+    """Return a descriptor that becomes readable when a child has ended."""
     awake, wake = os.pipe()
     for file in (awake, wake):
         os.set_blocking(file, False)
@@ -84,7 +84,10 @@ def woken_by_children() -> int:
 
 
 def ended(woken: int) -> Iterator[tuple[int, int]]:
-    """Yield the id and the exit code of each child that has ended."""
+    """Yield the id and the exit code of each child that has ended.
+
+    `woken` is from `woken_by_children`.
+    """
     os.read(woken, 4096)
     while True:
         try:
@@ -116,7 +119,7 @@ _FDS_MAX = 8
 
 
 def send(channel: socket.socket, message: Mapping[str, object], files: Sequence[int] = ()) -> None:
-    """Send a message, and the descriptors `files`."""
+    """Send a message and the open descriptors `files`."""
     text = json.dumps(message).encode()
     socket.send_fds(channel, [len(text).to_bytes(_LENGTH_BYTES, "big")], [*files])
     channel.sendall(text)
@@ -138,7 +141,10 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def tell(file: int, line: str, *, closes: bool = True) -> None:
-    """Write `line` to the descriptor `file`, even without a reader; then close it if `closes`."""
+    """Write `line` to the descriptor `file`, even if nobody reads it.
+
+    With `closes`, then close it.
+    """
     with suppress(OSError):
         os.write(file, line.encode())
     if closes:

@@ -1,7 +1,7 @@
-"""Observation without a line in the script: settings of the harness, and what ranks search for.
+"""Observation of scripts without the line `observe`: its settings.
 
-`startup/sitecustomize.py` waits for torch, `beginning` sets hooks, `follower` finds out what the
-script trains, and then drives an Observer or a Watch. This module imports nothing heavy, since
+`startup/sitecustomize.py` waits for torch, and `beginning` sets hooks. `follower` finds out what
+the script trains, and then drives an Observer or a Watch. This module imports nothing heavy, since
 launchers import it.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-SETTINGS = "ENTRENAR_AUTO"  # how to observe, as JSON; nothing is observed without it
+SETTINGS = "ENTRENAR_AUTO"  # how to observe, as JSON; without this variable nothing is observed
 STARTUP = Path(__file__).with_name("startup")
 
 
@@ -21,12 +21,13 @@ STARTUP = Path(__file__).with_name("startup")
 class Settings:
     """The settings with which a script without the line `observe` is observed.
 
-    - `steps`: a process ends after this many optimizer steps; None for no limit.
-    - `every`: steps between two checks of a watch, which records nothing; None for a record.
+    - `steps`: the process ends after this many optimizer steps; None for no limit.
+    - `every`: the steps between two checks of a watch, which records nothing; None to record
+      instead.
     - `contract`: only its clauses are watched; None for all clauses.
     - `seed`: the seed of generators that the script doesn't seed; None to leave them unseeded.
-    - `follows`: the script is observed without the line. If False, only what the line can't observe
-      is observed.
+    - `follows`: whether the script is observed without the line. If False, only facts that the line
+      can't observe are.
     """
 
     steps: int | None = None
@@ -43,5 +44,5 @@ class Settings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Settings:
-        """Return the settings in `environment`, as `variables` wrote them."""
+        """Return the settings that `variables` wrote to `environment`."""
         return cls(**json.loads(environment[SETTINGS]))

@@ -2,10 +2,10 @@
 
 A script without seeds begins with different weights in each run, so no two of its runs can be
 compared. Therefore the generators of torch, numpy and Python are seeded before the script begins,
-as its own first line could do. Later requests for a seed (`torch.seed()`) are answered with further
-numbers. Each rank has its own seed, since ranks without seeds draw different numbers: a script that
-forgets to give all ranks the same weights is still detected. In a run with common random numbers
-all ranks have the same seed. Generators that a script seeds itself are not changed.
+as its own first line could do. Later requests for a new seed (`torch.seed()`) get numbers that are
+derived from this seed. Each rank has its own seed, as ranks without seeds draw different numbers:
+a script that forgets to give all ranks the same weights is still detected. In a run with common
+random numbers all ranks have the same seed. Generators that a script seeds itself keep their seed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from entrenar_py.check.observing import FAULTS, FOLDER, auto
 from entrenar_py.check.rank_files import notes
 from entrenar_py.shared.faults import CONTROLLED
 
-_TORCH_S: set[int] = set()  # the seeds that torch's generator received here
+_TORCH_S: set[int] = set()  # the seeds that torch's generator got from this module
 
 
 def seed_process(seed: int) -> None:
@@ -46,7 +46,7 @@ def seed_process(seed: int) -> None:
 
 
 def is_unseeded() -> bool:
-    """Return whether the script has left torch's generator with a seed from here."""
+    """Return whether torch's generator still has a seed from this module."""
     return torch.initial_seed() in _TORCH_S
 
 
@@ -66,13 +66,13 @@ def _is_rank() -> bool:
 
 
 class _Seeds:
-    """Numbers that are derived from a `place`, one after the other."""
+    """Seeds that are derived from the text `place`, one after the other."""
 
     def __init__(self, place: str) -> None:
         self._place, self._count = place, 0
 
     def next(self) -> int:
-        """Return the next number."""
+        """Return the next seed."""
         self._count += 1
         return zlib.crc32(f"{self._place} {self._count}".encode())
 
@@ -95,7 +95,7 @@ def _with_seed(original: Callable[..., Any], fresh: _Seeds) -> Callable[..., Any
             return original(*given, **named)
         return original(fresh.next())
 
-    if hasattr(original, "__self__"):  # by which the seeded generator is identified
+    if hasattr(original, "__self__"):  # the seeded generator is identified by it
         seeded.__self__ = original.__self__  # type: ignore[attr-defined]
     return seeded
 
@@ -107,7 +107,7 @@ class Waiting(Protocol):
 
 
 def begin(waiting: Waiting) -> None:
-    """Seed the process, and set torch's global hooks and, where it has none, patches."""
+    """Seed the process, and set torch's global hooks, and patches where torch has no hook."""
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
             (Path(folder) / notes.LOADED).touch()

@@ -1,4 +1,4 @@
-"""Find out what a script without the line trains, and drive an Observer or a Watch with it.
+"""Finds out what a script without the line `observe` trains, and drives an Observer or a Watch.
 
 Errors of the observation must not affect the script, which didn't request it (`guarded`). After the
 last requested step, the process is ended from within the script, in the same way on all ranks
@@ -71,12 +71,13 @@ def guarded(
     return run
 
 
-TRIES = 3  # a script that catches SystemExit this often is ended without its consent
-PATIENCE_S = 10.0  # for the script's own `finally` and exit handlers; a collective may never return
+TRIES = 3  # a script that catches SystemExit more often is ended without unwinding
+# Seconds for the script's own `finally` and exit handlers: a collective in them may never return.
+PATIENCE_S = 10.0
 
 
 class Ending:
-    """Ends this process once it `is_due`, with exit code 0.
+    """Ends this process with exit code 0, once `is_due` is true.
 
     `SystemExit` lets the script unwind: context managers close files and process groups, and exit
     handlers end a loader's workers. If they take too long, the process ends without them.
@@ -91,7 +92,7 @@ class Ending:
         atexit.register(self.at_exit)
 
     def leave(self) -> NoReturn:
-        """End the process; called where the script begins a step that is not to be taken."""
+        """End the process. Called where the script begins a step that should not be taken."""
         self._tries += 1
         if self._tries == 1:
             watchdog = threading.Timer(PATIENCE_S, self._end)
@@ -102,7 +103,7 @@ class Ending:
         raise SystemExit(0)
 
     def at_exit(self) -> None:
-        """End the process immediately if the script was made to leave."""
+        """End the process at once, after the exit handlers, if `leave` was called."""
         if self._tries and os.getpid() == self._pid:
             self._end()
 
@@ -115,7 +116,7 @@ class Ending:
 
 _LOG = logging.getLogger("entrenar_py")
 
-CURRENT: Follower | None = None  # of this process
+CURRENT: Follower | None = None  # the follower of this process
 
 
 def _stepped_by(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -135,7 +136,7 @@ def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def _takes_turns(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer]) -> bool:
     """Return whether an optimizer has a model's parameters, which may be frozen at times.
 
-    In such a case another model trains. Copies of the tensors of another optimizer don't count.
+    While they are frozen, another model trains. Copies of another optimizer's tensors don't count.
     """
     own = _stepped_by(optimizer)
     return all(isinstance(p, nn.Parameter) for p in own) and not any(
@@ -148,8 +149,8 @@ def _steps_a_copy(
 ) -> bool:
     """Return whether an optimizer has copies of what another one steps in the module `called`.
 
-    It is the outer optimizer of ranks that step alone (DiLoCo): no backward pass reaches its
-    tensors, although they may require a gradient.
+    Such an optimizer is the outer optimizer of ranks that step alone (DiLoCo): no backward pass
+    reaches its tensors, although they may require a gradient.
     """
     trained = {*called.parameters()}
     own = _stepped_by(optimizer)
@@ -165,12 +166,12 @@ def _are_copies(own: list[Any], peers: list[Any]) -> bool:
     return (
         len(peers) == len(own)
         and all(a.device == b.device for a, b in zip(own, peers, strict=True))
-        and all(torch.equal(a, b) for a, b in zip(own, peers, strict=True))  # of shapes, too
+        and all(torch.equal(a, b) for a, b in zip(own, peers, strict=True))  # also of shapes
     )
 
 
 class Follower:
-    """Follows one process, starting with the import of torch.
+    """Follows the training in one process, starting with the import of torch.
 
     An optimizer is followed if it exists in the first training forward pass of a module that has
     some of its parameters.
@@ -178,24 +179,25 @@ class Follower:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._calls: Any = None  # the hook of all modules
+        self._calls: Any = None  # the hook on the calls of all modules
         self._losses = Losses()
-        self.observation: Observation | None = None  # from the script's own call, or from here
+        # From the script's own call of `observe`, or created here.
+        self.observation: Observation | None = None
         self._recorder: Recorder | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._batches: Batches | None = None
         # The generators' states when a loader handed out a batch, before anything is observed.
         self._at_batch: States = {}
-        # A module that is called in training mode while no optimizer holds its parameters, and the
+        # A module that is called in training mode while no optimizer has its parameters, and the
         # inputs of these calls before the first backward pass.
         self._untrained: weakref.ref[nn.Module] | None = None
         self._untrained_inputs: list[Any] = []
         self._pid = os.getpid()
         self._gave_up = False
-        self._depth = 0  # backward passes that have begun: one may run inside another
-        self._stepping = 0  # steps that have begun: one may run inside another
+        self._depth = 0  # backward passes that have begun, as one may run inside another
+        self._stepping = 0  # steps that have begun, as one may run inside another
         self._ending = Ending()
-        # The module with the tensors of each optimizer; None if there is none.
+        # Optimizer -> the module with its tensors; None if there is none.
         self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, nn.Module | None] = (
             weakref.WeakKeyDictionary()
         )
@@ -218,9 +220,10 @@ class Follower:
             printing.warn(f"entrenar: this process is not watched: {reason}")
 
     def wins(self, observation: Observation) -> None:
-        """Record that the script calls `observe` itself, and drop what was recorded here.
+        """Record that the script calls `observe` itself, and drop the record that was made here.
 
-        A line that only records doesn't end a watch, since it does nothing in production.
+        In production the line does nothing unless it watches, so a line that only records doesn't
+        end a watch.
         """
         if self.settings.every is not None:
             self._gave_up |= observation.watch is not None
@@ -238,12 +241,12 @@ class Follower:
     # --- the optimizers ---------------------------------------------------------------------------
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that were built and are alive, without inner ones.
+        """Return the optimizers that were created and are alive, without inner ones.
 
-        If two have the same parameters, the later one counts, because the script has built it
-        again. If one is an attribute of the other, it is an inner one, whichever was built first.
-        An optimizer is left out if no backward pass reaches its tensors (DiLoCo's outer optimizer),
-        unless they are a model that waits for its turn.
+        If two have the same parameters, the later one counts, because the script created it again.
+        If one is an attribute of the other, it is an inner one, whichever was created first. An
+        optimizer is left out if no backward pass reaches its tensors (DiLoCo's outer optimizer),
+        unless these are the parameters of a model that is frozen until its turn.
         """
         alive = [opt for ref in self._optimizers if (opt := ref()) is not None]
         inside = _inside(alive)
@@ -262,7 +265,7 @@ class Follower:
 
     @guarded
     def built(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that `optimizer` was built."""
+        """Record that the script created `optimizer`."""
         if torch.utils.data.get_worker_info() is None:
             self._optimizers.append(weakref.ref(optimizer))
             self._control()
@@ -271,7 +274,7 @@ class Follower:
         """Begin to observe, if there are optimizers.
 
         `called` is the module that the script called with `inputs`; None in a backward pass. If no
-        optimizer holds any of its parameters, it is only remembered as not trained yet.
+        optimizer has any of its parameters, the module is only remembered as not trained yet.
         """
         from entrenar_py.check.observing import flat_parameters
 
@@ -311,11 +314,11 @@ class Follower:
         self.observation = self._recorder
         for given in before:
             self._recorder.was_called(given)
-        if called is not None:  # if None, compiled code may call the model and contain the hook
+        if called is not None:  # otherwise compiled code may call the model and contain the hook
             self.look_at_calls(False)
 
     def _watch(self, optimizer: torch.optim.Optimizer, every: int) -> None:
-        """Watch the modules that an optimizer steps, beginning with its first step."""
+        """Watch the modules that an optimizer steps, from its first step on."""
         if optimizer in self._watched:
             return
         from entrenar_py.check.observing import PATIENCE, surroundings
@@ -359,7 +362,7 @@ class Follower:
         return self._batches
 
     def look_at_calls(self, wanted: bool) -> bool:
-        """Set or remove a hook for the calls of all modules; return whether it was set before.
+        """Set or remove a hook for the calls of all modules. Return whether it was set before.
 
         The hook costs time, and torch compiles it with the module, so it is removed early.
         """
@@ -384,14 +387,14 @@ class Follower:
 
     @guarded
     def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
-        """Record the loss of a backward pass; passes inside it belong to it."""
+        """Record the loss of a backward pass. Passes inside it belong to it."""
         self._depth += 1
         if self._depth > 1:
             return
         self._stepping = 0  # the last step may have ended by an exception
         self._leave_if_due()
         if self.observation is None and self._optimizers:
-            self._begin(None)  # the model isn't called, only functions of its parameters
+            self._begin(None)  # no module is called, only functions of its parameters
         if self._recorder is not None:
             self._recorder.backward_begins(self._losses.begun(tensors, is_plain=is_plain))
 
@@ -404,7 +407,7 @@ class Follower:
 
     @guarded
     def iterated(self, loader: Any) -> LoaderListener:
-        """Record that an iteration over a DataLoader begins; return a listener for it."""
+        """Record that an iteration over a DataLoader begins, and return a listener for it."""
         from entrenar_py.check.observing.batches import Iteration
 
         call_sites.Samples.drawn()
@@ -412,9 +415,9 @@ class Follower:
         return _GuardedPass(self, Iteration(self.batches, loader))
 
     def _control(self) -> None:
-        """Draw common random numbers, or keep batches, from here on, if that is planned.
+        """Begin to draw common random numbers, or to keep batches, if that is planned.
 
-        The model has been built by now.
+        Called when the model has been built.
         """
         if os.environ.get(BATCHES):
             from entrenar_py.check.observing import replayed_batches
@@ -455,7 +458,7 @@ class Follower:
         """Examine an optimizer when its step begins, and follow its closure if it has one.
 
         If the first training pass is in this closure, the hooks of an Observer would be too late
-        for it. The result replaces the arguments of the step; None leaves them unchanged.
+        for it. The returned value replaces the arguments of the step; None leaves them unchanged.
         """
         self.step_begins(optimizer)
         if self.is_off() or self.observation is not None or self.settings.every is not None:
@@ -479,7 +482,7 @@ class Follower:
 
     @guarded
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check whether the optimizer is one of those that are followed."""
+        """End the process if that is due. Begin to observe or watch, if nothing did before."""
         self._stepping += 1
         self._leave_if_due()
         if self.settings.every is not None and self._stepping == 1:
@@ -497,7 +500,7 @@ class Follower:
             self._recorder.stranger_steps(optimizer)
 
     def _begin_late(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to observe in a step that has gradients from the script, without a backward pass.
+        """Begin to observe in a step with gradients that the script set, without a backward pass.
 
         A step with gradients of zeros trains nothing: torch.distributed.checkpoint creates
         optimizer state in this way.
@@ -512,7 +515,7 @@ class Follower:
             self._begin(None)
 
     def _note_unseen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report a step without a record, in case no step is ever recorded."""
+        """Note that a step was not recorded, which matters only if no step ever is."""
         folder = os.environ.get(FOLDER)
         if self.observation is None and self.settings.every is None and folder:
             notes.write_problem(
@@ -530,7 +533,7 @@ class Follower:
         self._perhaps_last()
 
     def _perhaps_last(self) -> None:
-        """Make the next step end the process if this one was the last requested step."""
+        """Let the next step end the process if this one was the last requested step."""
         made = getattr(self.observation, "num_steps", 0)
         if self.settings.steps is None or made < self.settings.steps or self._ending.is_due:
             return
@@ -551,7 +554,7 @@ class Follower:
 
 
 class _GuardedPass:
-    """One iteration over a DataLoader: errors of the observation don't reach the script."""
+    """One iteration over a DataLoader. Errors of the observation don't reach the script."""
 
     def __init__(self, follower: Follower, loader_pass: Iteration) -> None:
         self._follower, self._pass = follower, loader_pass

@@ -24,10 +24,10 @@ class Recorder(Observer):
     """Records one rank, with arguments of `observe` that are derived from the script's objects.
 
     Samples are identified by the model's inputs, and losses are the values on which `backward` is
-    called. `called` is the module that is about to be called; None in a backward pass. Numbers
-    drawn after the generators had the states `drawn_since` belong to the first batch. `give_up` is
-    called with the reason if something fails later. `stepped` is called after a step that no hook
-    of torch reports. Raises UsageError in the same cases as `observe`.
+    called. `called` is the module that is about to be called; None in a backward pass. Numbers that
+    were drawn after the generators had the states `drawn_since` belong to the first batch.
+    `give_up` is called with the reason if something fails later. `stepped` is called after a step
+    that no hook of torch reports. Raises UsageError in the same cases as `observe`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Recorder(Observer):
         self._micro_batches.backward_begins(begun)
 
     def was_called(self, inputs: Any) -> None:
-        """Record a pass before this record, of a model that is trained through copies."""
+        """Record a pass before this record began, of a model that is trained through copies."""
         self._micro_batches.before_forward(inputs, blocks_of(inputs))
         self._micro_batches.after_forward(inputs, is_training=True)
 
@@ -112,7 +112,7 @@ class Recorder(Observer):
         self._partitions_stepped()
 
     def closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
-        """Record that a step's closure ran, and that the step began before this record."""
+        """Record that a step's closure ran, in a step that began before this record."""
         if again:
             self._micro_batches.clear()
             return
@@ -140,15 +140,15 @@ class Recorder(Observer):
             self._recording.synchronised(outer.rule())
 
     def step_ended(self) -> None:
-        """Record that an optimizer has stepped; write facts about the script if they are new."""
+        """Record that an optimizer has stepped, and write new facts about the script."""
         self._note_facts()
 
     def fail(self, problem: str) -> None:
-        """End the record with a problem: anything after it is unknown."""
+        """End the record with a problem, since everything after it is unknown."""
         self._remove_hooks()
         self._recording.close(problem)
 
     def withdraw(self) -> None:
-        """Remove the record: the script observes itself."""
+        """Remove the record, since the script observes itself."""
         self._remove_hooks()
         self._recording.remove()

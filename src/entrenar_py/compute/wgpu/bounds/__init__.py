@@ -32,7 +32,7 @@ _ATEN = torch.ops.aten
 _SUMS = (_ATEN.add.Tensor, _ATEN.sub.Tensor)
 _PRODUCTS = (_ATEN.mul.Tensor, _ATEN.pow.Tensor_Scalar)
 _POWER_MAX = 8  # larger exponents are computed by WGSL's pow
-_MOVES = (  # they don't change absolute values, and kernels read through them
+_MOVES = (  # they change no absolute value, and kernels read through them
     _ATEN.neg.default,
     _ATEN.clone.default,
     _ATEN.expand.default,
@@ -151,7 +151,8 @@ class Walk(Interpreter):
     def run_node(self, n: Node) -> Any:
         """Return the result of node `n`.
 
-        Raises UsageError, with operation and line, if unbounded.
+        Raises UsageError, with the operation and its line, if its result has a dtype without
+        bounds.
         """
         if n.op == "call_function":
             result = n.meta["val"]
@@ -181,7 +182,7 @@ class Walk(Interpreter):
 
 
 def given(tensor: Tensor) -> Bounded:
-    """Return the bounds of an input or a constant: itself, and also zero where subnormal."""
+    """Return the bounds of an input or a constant: its value, extended to zero where subnormal."""
     if not tensor.is_floating_point():
         return Bounded(tensor, tensor, tensor)
     interval = intervals.exactly(tensor.double())

@@ -114,7 +114,7 @@ def near(
 
 def _slack(x: Tensor, relative: Tensor | float, absolute: Tensor | float) -> Tensor:
     size = torch.where(x.isfinite(), x.abs(), 0.0)
-    # The ULP of a subnormal number is that of the smallest normal number.
+    # A subnormal number has the same ULP as the smallest normal number.
     floor = torch.where((size > 0) & (size < FLUSHED), FLUSHED, size)
     return floor * (torch.as_tensor(relative) + 4 * FLOAT64_ROUNDOFF) + absolute
 

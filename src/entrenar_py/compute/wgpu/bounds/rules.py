@@ -1,6 +1,6 @@
 """Rules that compute the interval of an operation's result from the intervals of its operands.
 
-The rules for functions of one number come first, then those of all other operations.
+The rules for functions of one number come first, then the rules of all other operations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from entrenar_py.shared.errors import UsageError
 #
 # Source: the WGSL specification, section "Floating Point Accuracy" (table "Accuracy of concrete
 # floating point operations" and the table of built-in functions); u = 2^-23 >= 1 ULP. For a
-# function that WGSL lacks, the bound is that of the formula in its docstring or comment, and
+# function that WGSL lacks, the bound holds for the formula in its docstring or comment, and
 # kernels must be at least as accurate. Derivations: docs/numerics.md.
 
 Rule = Callable[..., Interval]
@@ -184,7 +184,7 @@ def evaluate(target: Any, args: Any, kwargs: Any, pick: Callable[[Bounded], Tens
         return torch.float64 if operand is torch.float32 else operand
 
     args, kwargs = pytree.tree_map(take, (args, kwargs))
-    if target is _ATEN.view.default:  # an end's strides may differ from those of the graph's tensor
+    if target is _ATEN.view.default:  # an interval's strides may differ from the graph's
         target = torch.reshape
     result: Tensor = target(*args, **kwargs)
     return result
@@ -348,7 +348,7 @@ def _known_truth(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _argument(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Return the index of an extreme element, or all indices if any element is inexact."""
+    """Return the interval of an extreme element's index: all indices if any element is inexact."""
     value = evaluate(target, args, kwargs, lambda one: one.value)
     if bool(args[0].interval.decided.all()):
         return Interval(value, value)

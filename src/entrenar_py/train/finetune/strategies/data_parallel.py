@@ -74,7 +74,7 @@ class Canonical(_Whole):
     def __init__(self, shards: Shards) -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first matrix product
         torch.use_deterministic_algorithms(True)
-        # As in `backends.cuda`: otherwise an extra kernel would fill each new tensor first.
+        # As in `compute.on_torch`: otherwise an extra kernel would fill each new tensor first.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         super().__init__(shards)
         self._model = DistributedDataParallel(self._objective, gradient_as_bucket_view=True)

@@ -86,7 +86,7 @@ _TIMEOUT = timedelta(minutes=30)  # of a collective: reading a large model may t
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process's place among those that torchrun started; `on_host` of them are here."""
+    """This process's place among the processes of torchrun; `on_host` of them are on this host."""
 
     rank: int
     local_rank: int
@@ -233,7 +233,7 @@ def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
 
 
 def settings_of(path: Path) -> Settings:
-    """Return the configuration of ranks. Raises UsageError if it has no strategy for them."""
+    """Return the configuration at `path`. Raises UsageError if its strategy needs no torchrun."""
     settings = settings_file.load(path)
     settings_file.require_other(settings, path, "torchrun")
     if settings.strategy is None:

@@ -202,7 +202,7 @@ class PipelineParallel(Strategy):
         return {name: dist.new_group(ranks) for name, ranks in copied.items()}
 
     def _require_same(self, before: strategy.Reference, tokens: Tensor) -> None:
-        """Raise UsageError on the last rank unless all stages together compute the same as before.
+        """Raise UsageError on the last rank if the stages together compute other logits.
 
         `before` are the logits of the whole model.
         """
@@ -360,7 +360,10 @@ def _filled(rows: Tensor, shape: _Shape, value: int) -> Tensor:
 
 
 def _continued(positions: Tensor, shape: _Shape) -> Tensor:
-    """Return positions of packed rows, padded to `shape`. In each row, padding is a sample."""
+    """Return positions of packed rows, padded to `shape`.
+
+    In each row, padding counts as one more sample.
+    """
     whole = torch.arange(shape[1]).repeat(shape[0], 1)
     whole[: len(positions), : positions.shape[1]] = positions
     whole[: len(positions), positions.shape[1] :] -= positions.shape[1]

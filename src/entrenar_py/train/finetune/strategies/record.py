@@ -44,7 +44,7 @@ class State:
     position: sharding.Position
     tensors: Arrays
     moments: Mapping[str, Arrays]
-    norms: Sequence[float]  # of the last steps' gradients (`service.gradient_norms`)
+    norms: Sequence[float]  # of the last steps' gradients (`train.service.measures`)
 
     @property
     def progress(self) -> dict[str, int]:

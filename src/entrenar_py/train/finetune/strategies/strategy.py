@@ -1,8 +1,8 @@
 """Common parts of all strategies: shards and their losses, how ranks hold a model, how they agree.
 
 A rank holds whole trainable tensors, or a piece of each as a DTensor, or all of some tensors.
-Batches, shards and random numbers are those of the reference trainer: they follow from the plan
-alone. A model runs on a few tokens before and after it is cut, and must give the same logits.
+Batches, shards and random numbers are the same as in the reference trainer: they follow from the
+plan alone. A model runs on a few tokens before and after it is cut, and must give the same logits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _KINDS = (CheckpointError, UsageError)  # raised again with their type; others a
 def together(action: Callable[[], Result]) -> Result:
     """Return the result of `action` on this rank, once all ranks have theirs.
 
-    If one or more ranks raise an error of this package, or an OSError, all raise that of the lowest
-    rank. A collective inside `action` must come before anything that can fail on some ranks alone,
-    or after an agreement on it: a rank that has failed already waits for the others here.
+    If `action` raises an error of this package or an OSError on some ranks, every rank raises the
+    error of the lowest of them. A collective inside `action` must come before anything that can
+    fail on some ranks alone, or after an agreement on it: a rank that failed waits here, and never
+    reaches that collective.
     """
     problem: tuple[str, object] | None = None
     try:
@@ -111,7 +112,7 @@ class Shards:
     def loss(self, objective: Objective, step: Step, shard: int) -> Tensor:
         """Return the summed loss of `shard`, computed by `objective`.
 
-        A shard without samples has a loss of zero: that of another sample, times zero.
+        A shard without samples has a loss of zero: the loss of another sample, times zero.
         """
         ids = step.shards[shard]
         self.seed(step, shard)
@@ -178,7 +179,7 @@ class Strategy(ABC):
     def squares(self) -> Tensor:
         """Return the sum of squares of the whole gradient, 0-d float64, the same on all ranks.
 
-        The squares of pieces are added over ranks; those of copies count once.
+        The squares of pieces are added over ranks. The squares of copies count once.
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of pieces, of copies
         for parameter in self.trainable.values():
@@ -199,7 +200,7 @@ class Strategy(ABC):
         return next((name for names in everyone for name in names), None)
 
     def whole(self, value_of: ValueOf) -> Arrays:
-        """Return on rank 0 whole tensors with `value_of` each parameter, on other ranks nothing.
+        """Return the whole `value_of` each parameter, by name, on rank 0; nothing on other ranks.
 
         All ranks must call it.
         """
@@ -269,7 +270,7 @@ _FILL = 0.01
 
 @contextmanager
 def filled(module: nn.Module) -> Iterator[None]:
-    """Fill trainable tensors of zeros while a model is probed: a new adapter's B hides its A."""
+    """Fill trainable tensors of zeros while a model is probed: B = 0 would hide an adapter's A."""
     empty = [name for name, p in module.named_parameters() if p.requires_grad and not p.any()]
     try:
         _fill(module, empty, _FILL)
@@ -279,7 +280,7 @@ def filled(module: nn.Module) -> Iterator[None]:
 
 
 def _fill(module: nn.Module, names: list[str], value: float) -> None:
-    """Fill by name: if the model is cut meanwhile, it has other parameters, and perhaps fewer."""
+    """Set the parameters `names` to `value`; a cut replaces parameters, and removes some names."""
     parameters = dict(module.named_parameters())
     for name in names:
         if name in parameters:
@@ -293,7 +294,7 @@ def probe_tokens() -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """A whole model's logits for a few tokens, which it must still give once it is cut.
+    """A whole model's logits for a few tokens, which must stay the same once the model is cut.
 
     `logits` are float32, on the CPU. `rounding` is how much they change, relative to their norm, if
     the result of every matrix product changes by the rounding error of its dtype.
@@ -316,7 +317,7 @@ def reference_of(workload: Finetuning, device: torch.device) -> Reference:
 def _rounded(module: nn.Module, draw: torch.Generator) -> Iterator[None]:
     def off(output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output  # such as the experts that a router chose
+            return output  # not numbers, such as the experts that a router chose
         noise = torch.rand(output.shape, generator=draw, device=output.device) * 2 - 1
         return output + (output * noise * torch.finfo(output.dtype).eps).to(output.dtype)
 
@@ -341,7 +342,7 @@ def probe_logits(workload: Finetuning, device: torch.device) -> Tensor:
 
 
 def require_same_logits(before: Reference, after: Tensor, strategy: str, kind: str) -> None:
-    """Raise UsageError unless the logits `after` a cut are those `before`, up to rounding.
+    """Raise UsageError unless the logits `after` a cut equal those `before`, up to rounding.
 
     `kind` is the name of the model's class.
     """

@@ -1,10 +1,10 @@
 """Strategies `tensor_parallel` and `sequence_parallel`: ranks share each layer, and all shards.
 
-With the second, hidden states between attentions and MLPs are cut, too: there, each rank has a part
-of every sequence. All ranks compute the loss of all shards.
+With `sequence_parallel`, hidden states between attentions and MLPs are cut, too: there, each rank
+has a part of every sequence. All ranks compute the loss of all shards.
 
-Layers are cut by the model's own plan (`train.model.blocks`), and peft's adapters with them: of a
-layer cut by columns, A is whole and B is cut; of one cut by rows, A is cut and B is whole.
+Layers are cut by the model's own plan (`train.model.blocks`), and peft's adapters with them: in a
+layer cut by columns, A is whole and B is cut; in a layer cut by rows, A is cut and B is whole.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _apply(layer: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle])
 
 
 def complete_gradients(module: nn.Module) -> None:
-    """Make the gradients of whole DTensors be added over ranks if each rank has only a term.
+    """Register hooks that sum a whole DTensor's gradient over ranks if each rank has only a term.
 
     Call it once the model is on its device, since moving the model would remove the hooks.
     """
@@ -85,7 +85,7 @@ def complete_gradients(module: nn.Module) -> None:
 
 
 def _complete(gradient: DTensor) -> DTensor:
-    """Return a gradient. If each rank has a term of it, the terms are added."""
+    """Return `gradient`; if each rank has only a term of it, return the sum over ranks."""
     if not gradient.placements[0].is_partial():
         return gradient
     return gradient.redistribute(placements=[Replicate()])

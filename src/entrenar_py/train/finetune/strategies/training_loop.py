@@ -290,7 +290,7 @@ class Loop:
             self._on_record(lambda record: record.save(state))
 
     def _state(self) -> State:
-        """Return the state of all ranks on rank 0; on others without tensors. All must call it."""
+        """Return the run's state; it has tensors only on rank 0. All ranks must call it."""
         whole = self._strategy.whole
         moments = {kind: whole(partial(self._moment, kind)) for kind in MOMENTS}
         return State(

@@ -1,8 +1,8 @@
 """Starts the observation of this process when torch is imported; Python runs this file first.
 
 The harness puts this file's folder first on PYTHONPATH. It runs in every Python of the command,
-which may be an older version, so it is written without new syntax and imports only the standard
-library. A process that never imports torch only has the cost of this file and of a finder.
+which may be an older version, so it uses no new syntax and imports only the standard library. A
+process that never imports torch only pays for this file and for a finder.
 """
 
 import importlib.machinery
@@ -17,7 +17,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class Waiting:
-    """A finder that makes the loader of an awaited module call a function after loading it.
+    """A finder that calls a function after an awaited module was loaded.
 
     `awaited` maps names of modules to the functions to call. A module stays awaited until it was
     executed, since libraries search for torch without importing it.
@@ -27,7 +27,7 @@ class Waiting:
         self.awaited = awaited
 
     def find_spec(self, name, path=None, target=None):
-        """Return the spec that the remaining finders return for an awaited module, or None."""
+        """Return the spec that the other finders return for an awaited module, or None."""
         if name not in self.awaited:
             return None
         for finder in sys.meta_path:
@@ -53,7 +53,7 @@ class Waiting:
 
 
 def note(text):
-    """Leave `text` for the harness, if its folder exists; check/rank_files/notes.py reads it."""
+    """Write `text` for the harness, if its folder exists. check/rank_files/notes.py reads it."""
     folder = os.environ.get(FOLDER)
     if not folder:
         sys.stderr.write("entrenar: " + text + "\n")
@@ -66,7 +66,7 @@ def note(text):
 
 
 def begin():
-    """Start the observation, now that torch is imported; note the reason if it is impossible."""
+    """Start the observation, now that torch is imported. If that is impossible, note the reason."""
     try:
         from entrenar_py.check.observing.auto import beginning
     except Exception as error:  # noqa: BLE001  (the user's script must continue)
@@ -100,12 +100,12 @@ WAITING = Waiting({"torch": begin})
 if os.environ.get(SETTINGS):
     sys.meta_path.insert(0, WAITING)
     if os.environ.get(FOLDER):
-        try:  # shows that this file was run, and that PYTHONPATH is not ignored
+        try:  # the file shows that PYTHONPATH is not ignored
             with open(os.path.join(os.environ[FOLDER], "auto.loaded"), "a"):
                 pass
         except OSError:
             pass
-    if "torch" in sys.modules:  # in a process that was forked after torch was imported
+    if "torch" in sys.modules:  # if the process was forked after torch was imported
         WAITING.awaited.pop("torch")()
 if __name__ == "sitecustomize":
     run_users_own()
