@@ -38,7 +38,6 @@ from entrenar_py.shared.verdict import Verdict
 OPTION = "--last-failed"
 FOLDER = Path(".entrenar-check")
 RUNS_BYTES_MAX = 2**26  # of all traces; larger ones are not kept
-RECORD_BYTES_MAX = 2**20
 FILES_MAX = 4000  # of a project; the runs of a larger one are not used again
 _RECORD, _RUNS = "last.json", "runs"
 # Options on which the runs of a command depend, besides the command itself.
@@ -98,7 +97,7 @@ def read(folder: Path) -> Last | None:
     """Return the last call that falsified a clause in `folder`; None if none is known."""
     file = folder / FOLDER / _RECORD
     try:
-        record = json_text.load(files.read(file, bytes_max=RECORD_BYTES_MAX))
+        record = json_text.load(files.read(file, bytes_max=2**20))
         if file.stat().st_uid != os.getuid():  # it names a command to run
             return None
         return Last(

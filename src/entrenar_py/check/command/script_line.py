@@ -1,7 +1,6 @@
 """The line `observe`: whether a command's script has it, or is to be observed without it.
 
-Files are read, not executed. If the script is unknown (a shell script, a console script), all files
-of the folder are searched: a false alarm costs only `--auto`, which a user can give.
+Nothing is executed. Of an unknown script (a shell script ...), all files of the folder are read.
 """
 
 from __future__ import annotations

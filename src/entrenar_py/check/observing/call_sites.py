@@ -116,7 +116,7 @@ class CallSites:
 
 
 class Backward:
-    """The place of the script's first backward pass."""
+    """The place of the first backward pass of a record."""
 
     site: Site | None = None
 

@@ -45,6 +45,7 @@ class ScriptFacts:
         self._scheduler, self._sites = scheduler, CallSites(rank)
         self._rank, self._is_line = rank, seen is None
         self._loaders: list[LoaderHooks] = []
+        call_sites.Backward.site = None
         if seen is None:
             call_sites.Samples.site = None
             self._loaders.append(LoaderHooks(lambda _: call_sites.Samples.drawn()))
