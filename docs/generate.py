@@ -14,6 +14,7 @@ from typing import Any
 
 from docs import cli_reference, finetune_schema, kill_matrix_page, original_wire
 from entrenar_py.check import kill_matrix
+from entrenar_py.check.anatomy import suspects
 from entrenar_py.check.causes.presuppositions import COMPARISONS
 from entrenar_py.check.clauses import CHECKS, Check
 from entrenar_py.check.clauses.knobs import KNOBS
@@ -51,6 +52,7 @@ SERVICE = DOCS / "entrenar.md"
 CONFIGURATION = DOCS / "configuration.md"
 YOUR_TRAINER = DOCS / "your-trainer.md"
 AUTO = DOCS / "auto.md"
+ANATOMY = DOCS / "anatomy.md"
 
 # The meaning of each field of a scenario; its type and default are read from the record.
 MEANINGS = {
@@ -131,6 +133,7 @@ PAYLOADS = {
 def pages(rows: Sequence[Row]) -> dict[str, str]:
     """Return file name -> text of every page that is generated or has generated tables."""
     return {
+        "anatomy.md": anatomy(ANATOMY.read_text(encoding="utf-8")),
         "auto.md": auto(AUTO.read_text(encoding="utf-8")),
         "cli.md": cli_reference.reference(),
         "configuration.md": configuration(CONFIGURATION.read_text(encoding="utf-8")),
@@ -258,6 +261,12 @@ def auto(page: str) -> str:
     """Return `page` with the current numbers of scripts by class."""
     head = ("by", "class", "broken scripts", "right scripts")
     return _filled(page, {"classes": _table(head, [*classes.counts(twins.every())])})
+
+
+def anatomy(page: str) -> str:
+    """Return `page` with the current table of suspects."""
+    rows = [(f"`{one.name}`", one.reason, one.decided) for one in suspects.PATTERNS]
+    return _filled(page, {"suspects": _table(("suspect", "why", "decided by"), rows)})
 
 
 def configuration(page: str) -> str:
@@ -452,24 +461,24 @@ def bounds() -> str:
     timing = Timing()
     rows = [
         (
-            "header of a message that comes without a key",
+            "header of a message without a key",
             f"{frames.UNKEYED_HEADER_BYTES_MAX} bytes",
         ),
         ("header of any other", f"{frames.HEADER_BYTES_MAX} bytes"),
         ("text in a header", f"{messages.TEXT_CHARS_MAX} characters"),
         ("list in a header", f"{messages.LIST_MAX} numbers"),
         ("payload in one frame", f"{frames.CHUNK_BYTES} bytes"),
-        ("payload of a message", "what its receiver allows: the manifest says how much is right"),
+        ("payload of a message", "what its receiver allows, by the manifest"),
         ("piece of a file", f"{terms.PIECE_BYTES} bytes"),
         ("pieces that a worker wants before the first has come", f"{terms.WANTED_MAX}"),
         (
-            "connections that fetch files, beside one for each rank",
+            "connections that fetch files, in addition to one for each rank",
             f"{attendance.FETCHING_MAX}",
         ),
-        ("from a connection to its hello", f"{timing.hello_s:g} s"),
-        ("connections on their way in or out", f"{door.STRANGERS_MAX}"),
+        ("time from a connection to its `Hello`", f"{timing.hello_s:g} s"),
+        ("connections that are joining or leaving", f"{door.STRANGERS_MAX}"),
         ("between heartbeats", f"{timing.heartbeat_s:g} s"),
-        ("silence that is death", f"{timing.dead_after_s:g} s"),
+        ("silence after which a peer counts as dead", f"{timing.dead_after_s:g} s"),
         (
             "waiting for workers before a step; for one of them to load the state",
             f"{timing.gather_s:g} s",

@@ -270,7 +270,7 @@ def _wrong_halts(run: Trace, calm: Trace, step: int) -> Iterator[str]:
         if place not in culprits:
             yield f"the halt names step {halt.step}, shard {halt.shard}: nothing was planted there"
         elif halt.ids != ids[halt.step, halt.shard or 0]:
-            yield f"the halt in step {halt.step}, shard {halt.shard} names other samples"
+            yield f"the halt in step {halt.step}, shard {halt.shard} names different samples"
 
 
 def _wrong_updates(run: Trace, calm: Trace, limit: int) -> Iterator[str]:

@@ -49,7 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help=f"random scenarios to explore per clause of --contract (default {EXAMPLES})",
     )
-    parser.addini(ALLOW, type="bool", default=False, help="skip what is inconclusive, don't fail")
+    parser.addini(
+        ALLOW, type="bool", default=False, help="skip inconclusive clauses instead of failing"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

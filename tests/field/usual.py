@@ -35,6 +35,6 @@ IN_PIECES = tuple(
     )
     for clause, words in (
         ("F-LM-001", "its weights are"),
-        ("F-LM-003", "no padding is known"),
+        ("F-LM-003", "no padding"),
     )
 )

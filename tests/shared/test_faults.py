@@ -76,7 +76,7 @@ def test_what_a_kind_does_not_look_at_is_refused(kind: str) -> None:
     given = _given(kind, (*NEEDED[kind], *(("rank",) if kind == "stranger" else ())))
     taken = (*NEEDED[kind], *OPTIONAL.get(kind, ()))
     for name in GIVEN.keys() - set(taken):
-        message = f"fault {kind} {name}=.*: this kind takes none; it takes {', '.join(taken)}"
+        message = f"fault {kind} {name}=.*: this kind doesn't take it; it takes {', '.join(taken)}"
         with pytest.raises(UsageError, match=message):
             Fault(kind=kind, **given, **{name: GIVEN[name]})
 
@@ -98,8 +98,8 @@ def test_non_finite_values_are_text(value: str) -> None:
         ({"kind": "absent", "element": -1}, "element=-1: use a whole number >= 0"),
         ({"kind": "absent", "tensor": 3}, "tensor=3: use text"),
         ({"kind": "absent", "backend": ["cpu"]}, r"backend=\['cpu'\]: use text"),
-        ({"kind": "absent", "value": "nan"}, "value='nan': this kind takes none"),
-        ({"kind": "leave", "step": 0, "rank": 0, "value": "nan"}, "this kind takes none"),
+        ({"kind": "absent", "value": "nan"}, "value='nan': this kind doesn't take it"),
+        ({"kind": "leave", "step": 0, "rank": 0, "value": "nan"}, "this kind doesn't take it"),
         ({"kind": "cut", "step": 0, "rank": 0, "at": 3}, "at=3: use text"),
         ({"kind": "cut", "step": 0, "rank": 0, "at": "Hello"}, "at='Hello': use one of Assign"),
         ({**FROZEN, "seconds": 0}, "seconds=0: use a number > 0"),

@@ -173,7 +173,7 @@ def test_the_optimizer_s_state_can_t_be_judged(stops: tuple[int, ...]) -> None:
     finding = traces.judge("optimizer_state", [traces.run(served(SIMULATED, stops=stops))])
     assert finding.verdict.name == "INCONCLUSIVE"
     assert finding.reason.startswith(
-        "the server makes the updates: it alone holds the optimizer's state"
+        "the server makes the updates: only the server holds the optimizer's state"
     )
     assert bool(finding.compared) == bool(stops)
 

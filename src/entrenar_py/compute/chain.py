@@ -98,7 +98,7 @@ def probe(backend: Backend) -> Tensor:
     if not comparison.explained:
         raise BackendUnavailable(
             f"probe product on {backend.device}: element {comparison.element} is off by "
-            f"{comparison.error:.3g}, rounding explains {comparison.bound:.3g}"
+            f"{comparison.error:.3g}, rounding explains at most {comparison.bound:.3g}"
         )
     return result
 

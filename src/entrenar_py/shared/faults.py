@@ -39,9 +39,13 @@ KINDS: dict[str, str] = {
     "the other, as its micro-batches",
     "shortened_epochs": "each epoch of a user's script ends after `value` batches of a rank; the "
     "samples of all omitted batches count as part of the last batch",
-    "more_steps": "a user's script is ended after `value` optimizer steps, later than usual",
-    "reordered_groups": "an optimizer of a user's own class is built with the parameters of each "
-    "group in another order",
+    "more_steps": (
+        "a user's script makes `value` optimizer steps, more than usual, and is then ended"
+    ),
+    "reordered_groups": (
+        "an optimizer of a user's own class is built with the parameters of each group in a "
+        "different order"
+    ),
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` joins, or rejoins, before step `step` and gets the full state",
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
@@ -124,6 +128,8 @@ OF_LOADERS = (SHORTENED, MERGED)
 LONGER = "more_steps"
 # Only for a user's script: the order of the parameters is changed, which no step may depend on.
 REORDERED = "reordered_groups"
+# These begin before a script's first line, in the module of `check/observing/` with their name.
+OF_THE_START = (REORDERED,)
 # Faults that last for a whole run.
 LASTING = (*CONTROLLED, *OF_LOADERS, *OF_RECORDS, LONGER, REORDERED)
 # Runs with these faults only show whether other runs can be compared, or what others are too short
@@ -152,7 +158,7 @@ PIPELINE_PLACES = (
 
 # The false messages that a worker can send, followed by the messages in which it can send them.
 LIES: dict[str, str] = {
-    "old_step": "it sends its message of the step before again",
+    "old_step": "it sends its message of the previous step again",
     "too_long": "the payload is four bytes longer than the manifest allows",
     "not_mine": "it names shards that were not assigned to it",
     "twice": "it sends the whole message twice",
@@ -227,7 +233,7 @@ class Fault:
         taken = (*needed, *OPTIONAL.get(self.kind, ()))
         for name in self.__dataclass_fields__:
             if name not in ("kind", *taken) and getattr(self, name) is not None:
-                self._refuse(name, f"this kind takes none; it takes {', '.join(taken)}")
+                self._refuse(name, f"this kind doesn't take it; it takes {', '.join(taken)}")
         for name in needed:
             if getattr(self, name) is None:
                 self._refuse(name, f"{self.kind} needs {' and '.join(needed)}")

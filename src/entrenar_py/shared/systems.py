@@ -225,19 +225,22 @@ SYSTEMS: dict[str, System] = {
     ),
     "finetuned_by_peer": System(
         room="systems.finetuned.peer",
-        what="the same by transformers.Trainer",
+        what="the same fine-tuning by transformers.Trainer",
         options=TUNED,
         only=("cpu",),
     ),
     "finetuned_by_ranks": System(
         room="systems.finetuned.by_ranks",
-        what="the same by torchrun's ranks",
+        what="the same fine-tuning by torchrun's ranks",
         options=BY_RANKS,
         only=("cpu",),
     ),
     "finetuned_by_stages": System(
         room="systems.finetuned.by_stages",
-        what="the same by a layer pipeline: each worker has a stage of the model, simulated",
+        what=(
+            "the same fine-tuning by a layer pipeline: each worker has a stage of the model, "
+            "simulated"
+        ),
         faults=(*_VALUE_FAULTS, "leave", *faults.ON_THE_WAY, "restart"),
         places=PIPELINE_PLACES,
         options=STAGED,

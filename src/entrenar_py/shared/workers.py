@@ -38,7 +38,7 @@ def require_possible(scenario: Scenario) -> None:
     _require_nobody_moved(scenario)
     present = initial_ranks(scenario.world_size, scenario.faults)
     if not present:
-        raise UsageError("faults join for every rank: one worker must be there from the start")
+        raise UsageError("faults join for every rank: one worker must be present from the start")
     for fault in _in_order(scenario.faults):
         if fault.value == "one_too_many" and len(present) < scenario.world_size:
             there = f"{len(present)} of {scenario.world_size} workers are present; use a full step"

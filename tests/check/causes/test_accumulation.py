@@ -36,22 +36,26 @@ SHORT = times(0.1, plus(FIRST, summed(1)))
 @pytest.mark.parametrize(
     ("applied", "changes", "words"),
     [
-        (plus(FIRST, summed(1)), {}, "gradients not cleared since step 0"),
-        (SHORT, {"kept": {"a": 0, "b": 0}}, "gradients not cleared since step 0"),
-        (FIRST, {}, "is that of step 0 once more"),
-        (times(0.3, FIRST), {}, "is that of step 0's samples"),
+        (plus(FIRST, summed(1)), {}, "gradients are not cleared since step 0"),
+        (SHORT, {"kept": {"a": 0, "b": 0}}, "gradients are not cleared since step 0"),
+        (FIRST, {}, "is step 0's gradient again"),
+        (times(0.3, FIRST), {}, "is the gradient of step 0's samples"),
         (
             plus(summed(1, which=slice(None, 1)), LAST),
             {},
-            "all but the last of 2 micro-batches, and of the last of step 0",
+            "all but the last of 2 micro-batches, and over the last of step 0",
         ),
-        (summed(1, which=slice(-1, None)), {}, "is that of the last of 2 micro-batches"),
-        (summed(1, which=slice(None, 1)), {}, "is that of the first of 2 micro-batches"),
-        (summed(1, ranks=[1]), {}, "is that of rank 1's samples alone"),
+        (summed(1, which=slice(-1, None)), {}, "is the sum over the last of 2 micro-batches"),
+        (summed(1, which=slice(None, 1)), {}, "is the sum over the first of 2 micro-batches"),
+        (summed(1, ranks=[1]), {}, "is the gradient of rank 1's samples alone"),
         (times(2, summed(1), "a"), {}, "twice as large (world_size or accumulation)"),
-        (plus(summed(1), summed(1, ranks=[1])), {}, "has that of rank 1's samples twice"),
-        (plus(summed(1), SECOND), {}, "has that of micro-batch 1 of each rank twice"),
-        (plus(summed(1), LAST), {}, "and of the last of 2 backward passes of step 0"),
+        (
+            plus(summed(1), summed(1, ranks=[1])),
+            {},
+            "contains the gradient of rank 1's samples twice",
+        ),
+        (plus(summed(1), SECOND), {}, "contains the gradient of micro-batch 1 of each rank twice"),
+        (plus(summed(1), LAST), {}, "and the last of 2 backward passes of step 0"),
         (
             plus(summed(1), LAST, FIRST),
             {},
@@ -156,7 +160,7 @@ def test_a_gradient_that_the_script_took_away_is_noted() -> None:
     taken = trace_of([FIRST, {"a": summed(1)["a"]}])
     finding = traces.judge("weighting", [taken])
     assert finding.verdict is not Verdict.FALSIFIED
-    assert "the script took the gradient from b before the update of step 1" in finding.notes
+    assert "the script removed the gradient of b before the update of step 1" in finding.notes
 
 
 def test_a_clipped_sum_is_left_alone() -> None:
@@ -215,7 +219,7 @@ def test_gradients_of_an_evaluation_are_not_to_be_applied() -> None:
     many = _evaluating(trace_of([summed(0), summed(1), summed(2)]), {1})
     broken = falsified("weighting", many)
     assert broken.step == 1
-    assert "2 backward passes in evaluation mode, and of 2 in training mode" in broken.message
+    assert "2 backward passes in evaluation mode and 2 in training mode" in broken.message
     alike = _evaluating(trace_of([summed(0), summed(1), summed(2)]), {0, 1})
     assert traces.judge("weighting", [alike]).verdict is not Verdict.FALSIFIED
     cleared = trace_of([summed(0), summed(1, which=slice(None, 1)), summed(2)])
@@ -282,7 +286,7 @@ def test_one_worker_shows_what_several_never_clear(kept: dict[str, int], is_foun
     weighting._left_in_alone(tally, runs)
     assert (tally.broken is not None) is is_found
     if tally.broken is not None:
-        assert "gradients not cleared since step 0" in tally.broken.message
+        assert "gradients are not cleared since step 0" in tally.broken.message
 
 
 # --- own sums -------------------------------------------------------------------------------------

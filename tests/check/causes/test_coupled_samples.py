@@ -59,7 +59,10 @@ def test_a_number_of_a_ranks_own_may_be_meant() -> None:
     """A loss beside it that is divided rightly doesn't hide it."""
     tally = judged(OWN, ALONE)
     assert tally.broken is None
-    assert "36 on rank 0, 64 on rank 1, and one worker by the number of all" in tally.missing[0]
+    assert (
+        "36 on rank 0, 64 on rank 1, and one worker divides it by the number of all"
+        in tally.missing[0]
+    )
 
 
 def test_a_number_of_all_ranks_is_right() -> None:

@@ -37,8 +37,8 @@ def each(change: Callable[[Any], Any]) -> Callable[[Averaged], Any]:
 
 
 ERRORS = {
-    "became what the average ema was": at(2, lambda rank: rank.average),
-    "became again what it was after step 0, while the optimizer": at(2, lambda r: r.history[1]),
+    "became the average ema": at(2, lambda rank: rank.average),
+    "has its value from after step 0 again, although the optimizer": at(2, lambda r: r.history[1]),
 }
 
 
@@ -66,7 +66,7 @@ def test_the_weights_of_rank_0() -> None:
     second = Averaged(rank=1, weights=drawn(98), edit=at(2, lambda rank: first.history[rank.made]))
     found = broken(judged(first, second))
     assert (found.step, found.rank) == (2, 1)
-    assert "became rank 0's on rank 1" in found.message
+    assert "were replaced by rank 0's on rank 1" in found.message
 
 
 def test_a_broadcast_that_comes_late() -> None:

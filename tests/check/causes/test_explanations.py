@@ -192,7 +192,10 @@ def test_shares_are_named() -> None:
     told = explanations.explain_shares(
         TRACE, UPDATE, records(weighted(0.25, 0.25, 0.75, 0.75)), 1e-4
     )
-    assert "those of rank 0 in micro-batch 0 0.5 times, rank 0 in micro-batch 1 0.5 times" in told
+    assert (
+        "the samples of rank 0 in micro-batch 0 0.5 times, rank 0 in micro-batch 1 0.5 times"
+        in told
+    )
     assert "rank 1 in micro-batch 0 1.5 times" in told
     assert "a mean of means" not in told, "all have the same weight"
 
@@ -359,7 +362,7 @@ def test_a_change_below_what_rounding_makes() -> None:
     """It is found all the same, at its tensor and element."""
     found = broken(compared(with_row(RIGHT)))
     assert (found.step, found.tensor, found.element) == (0, "b", 7)
-    assert "in what none of its micro-batches gave, allowed 0.0001" in found.message
+    assert "in a part that none of its micro-batches contributed, allowed 0.0001" in found.message
     assert compared(RIGHT).broken is None
 
 

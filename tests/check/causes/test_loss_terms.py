@@ -19,7 +19,7 @@ Terms = tuple[tuple[float, ...], ...]
 MEAN: Terms = ((8.0, 1 / 8, 8.0),)
 HALF: Terms = ((8.0, 1 / 16, 2.0, 8.0),)  # divided by 2 micro-batches
 COUNTED = "they are added without division"
-UNKNOWN = "by which number it divides their losses is unknown"
+UNKNOWN = "it is unknown by which number it divides their losses"
 
 
 def run(*terms: Terms, steps: int = STEPS) -> Trace:
@@ -73,7 +73,10 @@ def test_means_of_one_loaders_batches_that_are_added_are_wrong() -> None:
     """Ranks' means are averaged, so the sum over micro-batches is no design."""
     found = traces.judge("weighting", [of_loaders(run(MEAN), apart=False)])
     assert found.verdict is Verdict.FALSIFIED
-    assert "the sum over a rank's 2 micro-batches, 2 times that of the mean loss" in found.reason
+    assert (
+        "the sum over a rank's 2 micro-batches, 2 times the gradient of the mean loss"
+        in found.reason
+    )
 
 
 def test_a_step_without_recorded_gradients_leaves_the_others_wrong() -> None:
@@ -188,7 +191,7 @@ def test_a_window_of_another_length_that_is_divided_by_its_own() -> None:
         where = {"step": 1, "shard": shard.shard}
         known = traces.altered(known, Shard, where, terms=MEAN)
         unknown = traces.altered(unknown, Shard, where, terms=())
-    words = "steps have 2 or 4 micro-batches, and by which number"
+    words = "steps have 2 or 4 micro-batches, and it is unknown by which number"
     assert words not in reason(known)
     assert traces.judge("weighting", [known]).verdict is not Verdict.FALSIFIED
     assert words in reason(unknown)
@@ -215,7 +218,7 @@ def test_a_mean_of_means_over_other_numbers_of_samples() -> None:
     means: tuple[Terms, Terms] = (((2.0, 0.25, 2.0, 2.0),), ((1.0, 0.5, 2.0, 1.0),))
     broken = falsified("weighting", fewer_samples(run(*means)))
     assert (broken.step, broken.shard) == (0, 0)
-    assert "counts 0.75 times as much as its 2 of 6 samples" in broken.message
+    assert "counts 0.75 times as much as its share of 2 in 6 samples" in broken.message
     right: tuple[Terms, Terms] = (((2.0, 1 / 3, 3.0),), ((1.0, 1 / 3, 3.0),))
     assert traces.judge("weighting", [fewer_samples(run(*right))]).verdict is not Verdict.FALSIFIED
     declared = traces.was(fewer_samples(run(*means)), loss_over="micro-batch")
@@ -293,7 +296,7 @@ def test_each_rank_that_divides_by_its_own_tokens_is_wrong() -> None:
     trace = of_tokens(TOKENS, own)
     broken = falsified("weighting", trace)
     assert (broken.step, broken.rank) == (0, 0)
-    assert "count 1.12 times as much as its 12 of 27 elements" in broken.message
+    assert "count 1.12 times as much as its share of 12 in 27 elements" in broken.message
     declared = traces.was(trace, loss_over="micro-batch")
     assert traces.judge("weighting", [declared]).verdict is not Verdict.FALSIFIED
     one_each = {s: [*c] for s, c in TOKENS.items()}
@@ -334,7 +337,7 @@ def test_sums_whose_gradients_are_divided_after_the_last_pass(numbers: Sequence[
 def test_gradients_that_are_divided_by_other_tokens(numbers: Sequence[float], whose: str) -> None:
     """The count is overwritten, not summed over ranks, or never set to zero again."""
     broken = falsified("weighting", divided_afterwards(numbers, TOKENS))
-    assert f"is divided by the number of those of {whose}" in broken.message
+    assert f"is divided by the number of elements of {whose}" in broken.message
 
 
 def test_gradients_that_are_divided_by_a_number_of_no_count_are_left_alone() -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from entrenar_py.check.causes import parameter_order
-from entrenar_py.check.evidence.needs import REORDERED, Runs
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.trace import Event, Ruled, Start, Trace, Traits, Update
 from entrenar_py.shared.verdict import Tally
@@ -187,7 +186,7 @@ def made(order: str, rule: Rule, frozen: str = "", **changes: Any) -> Trace:
 def compared(usual: Trace, turned: Trace) -> Tally:
     """Return the tally of the comparison."""
     tally = Tally("F-TI-008", observed=True)
-    parameter_order.compare(tally, Runs(usual, witnesses={REORDERED: (usual, turned)}))
+    parameter_order.compare(tally, (usual, turned))
     return tally
 
 
@@ -200,7 +199,9 @@ def test_a_step_that_is_the_same_in_both_orders_counts() -> None:
     """Each tensor of each step is a comparison."""
     tally = both(signs)
     assert (tally.compared, tally.broken) == (12, None)
-    assert tally.notes == ["with the parameters of each group in another order: 3 steps the same"]
+    assert tally.notes == [
+        ("with the parameters of each group in a different order: 3 steps the same")
+    ]
 
 
 def test_a_sum_over_parameters_may_be_rounded_otherwise() -> None:
@@ -276,7 +277,9 @@ def test_a_step_that_moves_nothing_counts_for_nothing() -> None:
     """A rate may begin at zero; what comes then is compared."""
     tally = both(lambda *step: {n: move * (step[0] > 1) for n, move in signs(*step).items()})
     assert (tally.compared, tally.broken) == (4, None)
-    assert tally.notes == ["with the parameters of each group in another order: 1 step the same"]
+    assert tally.notes == [
+        ("with the parameters of each group in a different order: 1 step the same")
+    ]
 
 
 def test_runs_in_one_order_say_nothing() -> None:

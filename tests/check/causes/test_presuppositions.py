@@ -11,13 +11,12 @@ import pytest
 from entrenar_py.check import evidence
 from entrenar_py.check.causes import copies
 from entrenar_py.check.causes.run_comparison import Compared
-from entrenar_py.check.clauses import CHECKS
+from entrenar_py.check.clauses import CHECKS, step_rule
 from entrenar_py.check.evidence import run_names
 from entrenar_py.check.evidence.needs import (
     ALONE,
     CONTROLLED,
     NUDGED,
-    REORDERED,
     REPEATED,
     SHORTENED,
     Runs,
@@ -439,12 +438,13 @@ def test_witnesses_are_found_among_stored_runs() -> None:
     short = Fault(kind="shortened_epochs", step=0, value="2")
     stored["short"] = usual.with_(faults=(short,))
     for name in stored:
-        witnesses = companions.among(CHECKS["parity"].needs, name, stored).witnesses
-        assert witnesses == {
+        check = CHECKS["step_rule"]
+        told = companions.among(check.needs, name, stored, witnesses=check.witnesses)
+        assert told.witnesses == {
             ALONE: ("alone",),
             REPEATED: ("usual", "again"),
             NUDGED: ("alone", "nudged"),
-            REORDERED: ("alone", "reordered"),
+            step_rule.REORDERED: ("alone", "reordered"),
             CONTROLLED: ("common",),
             SHORTENED: ("short",),
         }, name

@@ -62,11 +62,15 @@ def test_what_was_restored_is_held() -> None:
         ({**MOMENTS, "a/m": values(0.0, 0.0)}, "a/m", "is zero: it was not restored"),
         ({**MOMENTS, "a/m": values(1.0, 2.0)}, "a/m", "was rounded to bfloat16"),
         ({**MOMENTS, "a/m": values(1.0, 2.5)}, "a/m", "a/m differs"),
-        ({**MOMENTS, "a/m": values(0.5, 0.5)}, "a/m", "a/m is as it was before the first step"),
+        (
+            {**MOMENTS, "a/m": values(0.5, 0.5)},
+            "a/m",
+            "a/m has its value from before the first step",
+        ),
         (
             {"a/m": MOMENTS["b/m"], "b/m": MOMENTS["a/m"]},
             "a/m",
-            "has what b/m had: restored in another order",
+            "has the value of b/m: restored in a different order",
         ),
     ],
 )
@@ -109,7 +113,7 @@ def run(batches: Sequence[tuple[int, ...]], *, resumed: bool = False) -> Trace:
 
 
 AGAIN = ": samples 0 again, which this epoch had in step 0"
-OTHERS = ": samples {}, which the run without stops doesn't draw there"
+OTHERS = ": samples {}, which the run without stops doesn't draw in this step"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +137,7 @@ def test_other_samples_are_placed(ids: tuple[int, ...], epochs: str, words: str)
     resumes.compare_data(tally, straight, run((DRAWN_STRAIGHT[0], ids), resumed=True))
     assert tally.broken is not None
     message = tally.broken.message
-    assert message.removeprefix("after the resume other samples are drawn") in (
+    assert message.removeprefix("after the resume different samples are drawn") in (
         words,
         words or ", in another order, or by another rank",
     )

@@ -138,7 +138,9 @@ def test_the_gradient_decides() -> None:
     """A rank that applied its own samples' gradient is wrong, even if it is the lower one."""
     blame = state.blame_of(apart(gradient=records(summed(1, ranks=[0]))), 1, "a", 0, 1)
     assert blame.rank == 0
-    assert blame.words == "the gradient that rank 0 applied is that of its own samples alone"
+    assert blame.words == (
+        "the gradient that rank 0 applied is the gradient of its own samples alone"
+    )
 
 
 def test_gradients_that_differ_by_a_factor_do_not_decide() -> None:
@@ -237,7 +239,7 @@ def test_weights_after_a_resume() -> None:
 @pytest.mark.parametrize(
     ("noticed", "optimizer", "words"),
     [
-        ({"doubled": ("a",)}, "sgd", "it is in the optimizer's parameters twice"),
+        ({"doubled": ("a",)}, "sgd", "it occurs twice in the optimizer's parameters"),
         ({"doubled": ("a", "b"), "shared": (("a", "b"),)}, "adamw", "in the same memory"),
         ({"doubled": ("a", "b"), "shared": (("a", "b"),)}, "sgd", ""),
     ],

@@ -81,7 +81,7 @@ def nothing(_: Averaged) -> None:
             4,
             "after step 3 it moves 0.9 of the way to the weights, not 0.25, as it did after",
         ),
-        (average, 3, "it is as it was before the first step: it was not restored"),
+        (average, 3, "it has its value from before the first step: it was not restored"),
         (made_anew, 3, "the weights with which the run resumed: it was started again from them"),
     ],
 )

@@ -67,7 +67,7 @@ def test_who_is_alone_is_open() -> None:
     verdict, reason = judged(*ran(AUDITED.with_(world_size=1)))
     assert verdict is Verdict.INCONCLUSIVE
     assert reason.startswith(
-        "shard 0 of step 0 was computed by one worker, and no other was present"
+        "shard 0 of step 0 was computed by one worker, and no other worker was present"
     )
 
 
@@ -82,12 +82,12 @@ def test_who_is_alone_is_open() -> None:
         (
             {"step": 1, "shard": 2},
             {"culprit": 2},
-            "worker 2 was named as culprit at shard 2 of step 1,",
+            "worker 2 was named as culprit for shard 2 of step 1,",
         ),
         (
             {"step": 1, "shard": 3},
             {"culprit": 1},
-            "worker 1 was named as culprit at shard 3 of step 1,",
+            "worker 1 was named as culprit for shard 3 of step 1,",
         ),
         ({"step": 2, "shard": 0}, {"ranks": (0, 0)}, "shard 0 of step 2 was audited by no other"),
         (
@@ -157,7 +157,7 @@ def test_who_disagrees_is_asked_once_more() -> None:
     place = {"step": open_.step, "shard": open_.shard}
     once = traces.altered(run, Audit, place, ranks=open_.ranks[:3], alike=open_.alike[:3])
     found = falsified("audits", once, model)
-    assert found.message.endswith("and were not both asked again")
+    assert found.message.endswith("and not both were asked again")
 
 
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])

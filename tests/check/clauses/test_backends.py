@@ -94,7 +94,10 @@ def test_own_failures_and_software_are_noted() -> None:
     result = replace(RESULT, backend="wgpu")
     finding = traces.judge("fallback", [chain_trace(NO_CUDA, BY_WGPU, result, faults=())])
     assert finding.verdict is Verdict.HELD
-    assert finding.notes == ("cuda failed by itself: cuda is full", "software adapter llvmpipe")
+    assert finding.notes == (
+        "cuda failed without a planned fault: cuda is full",
+        "software adapter llvmpipe",
+    )
 
 
 def test_stand_ins_are_noted() -> None:
@@ -231,7 +234,7 @@ def test_the_models_word_is_no_backend() -> None:
     assert "given: cpu; skipped: none" in alone.reason
     both = [replace(manifest, entries=(WEIGHT,)) for manifest in (ON_CPU, ON_WGPU)]
     finding = traces.judge("manifest", [manifest_trace(declared, *both)])
-    assert finding.reason == "gradient 1 on cpu is not the one on model"
+    assert finding.reason == "gradient 1 on cpu differs from the one on model"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +254,7 @@ def test_different_manifests_are_falsified(
     """Order, shape, dtype, name, and length each falsify; the first difference is named."""
     finding = traces.judge("manifest", [manifest_trace(ON_CPU, replace(ON_WGPU, entries=entries))])
     found = broken(finding)
-    assert finding.reason == f"gradient {position} on wgpu is not the one on cpu"
+    assert finding.reason == f"gradient {position} on wgpu differs from the one on cpu"
     assert found.tensor == tensor
 
 
@@ -319,7 +322,7 @@ def test_within_budget_and_foreseen(trace: Trace) -> None:
         (measured(budget=899), "budget is", 900),
         (measured(estimate=399), "the estimate was", 400),
         (measured(estimate=601), "the estimate was", 400),
-        (measured(peak=500), "grew by 0 bytes, the estimate was", 0),
+        (measured(peak=500), "grew by 0 bytes, but the estimate was", 0),
         (measured(peak=601, estimate=100), "the estimate was", 101),
     ],
 )

@@ -39,7 +39,7 @@ def test_replicas_are_given_the_same_rows(traits: dict[str, Any]) -> None:
 
 def test_nothing_shows_how_ranks_are_arranged() -> None:
     """Ranks may share the work on the rows if nothing shows that they don't."""
-    assert "whether they share the work on them is not known" in left_open(
+    assert "it is unknown whether they share the work on these rows" in left_open(
         "coverage", given_alike(arranged="guessed")
     )
 
@@ -70,7 +70,7 @@ def test_rows_that_come_again(order: list[int], is_open: bool) -> None:
             ids = (10 * batch + shard, 100 + 10 * batch + shard)
             trace = altered(trace, Shard, {"step": step, "shard": shard}, ids=ids)
     reason = traces.judge("coverage", [trace]).reason
-    assert ("rows come again in step 1 before all others came" in reason) is is_open
+    assert ("rows are used again in step 1 before all others were used" in reason) is is_open
 
 
 def test_rows_with_other_contents_are_not_called_other_samples() -> None:
@@ -161,7 +161,7 @@ def test_rows_that_come_again_on_one_worker_too() -> None:
             alone = altered(alone, Shard, {"step": step, "shard": shard}, ids=again)
     for runs, is_open in ((Runs(trace), True), (Runs(trace, witnesses={ALONE: (alone,)}), False)):
         finding = traces.judge("coverage", runs)
-        assert ("rows come again in step 1" in finding.reason) is is_open, finding.reason
+        assert ("rows are used again in step 1" in finding.reason) is is_open, finding.reason
 
 
 PASS = ((0, 1, 2, 3), (4, 5, 6, 7))  # the rows of a pass through the data, by step
@@ -277,7 +277,7 @@ def test_micro_batches_that_come_twice_on_one_worker_are_no_order() -> None:
             at = {"step": step, "shard": shard}
             trace = altered(trace, Shard, at, ids=batch[2 * shard : 2 * shard + 2])
     finding = traces.judge("coverage", Runs(trace, witnesses={ALONE: (alone,)}))
-    assert "rows come again in step 1" in finding.reason
+    assert "rows are used again in step 1" in finding.reason
 
 
 BLOCK = ((50, 51, 52, 53), (54, 55, 56, 57))  # the rows of another block, by step
@@ -299,7 +299,7 @@ def test_rows_that_come_again_in_whole_passes(
     """A trainer may go several times through what it has played, and then play again."""
     trace = in_passes(2, (*batches, (90, 91, 92, 93)))
     finding = traces.judge("coverage", Runs(trace))
-    assert ("before all others came" in finding.reason) is is_open, finding.reason
+    assert ("before all others were used" in finding.reason) is is_open, finding.reason
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_a_declared_loss_is_compared(over: str) -> None:
 def test_micro_batches_of_all_ranks_are_compared_if_they_are_the_same() -> None:
     """If each micro-batch has a loss of its own, all runs have to cut the same ones."""
     several, alone = own(2), coupled(own(1), 0, loss=99.0)
-    assert "cut different ones: cut the same" in undecided(
+    assert "cut different micro-batches: cut the same" in undecided(
         parity(declared(several, "micro-batch"), declared(alone, "micro-batch"))
     )
     assert traces.broken(parity(declared(several, "batch"), declared(alone, "batch"))).step == 0

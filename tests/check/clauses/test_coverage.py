@@ -101,7 +101,7 @@ def test_ranks_that_share_a_shard_draw_the_same() -> None:
     shared = traces.was(sampled(steps, apart), shared=True)
     found = falsified("coverage", shared)
     assert (found.step, found.rank, found.sample_ids) == (0, 1, (0, 1, 2, 3))
-    assert "drew other samples for shard 0 than rank 0" in found.message
+    assert "drew different samples for shard 0 than rank 0" in found.message
 
 
 def test_a_dropped_tail() -> None:
@@ -513,9 +513,7 @@ def test_one_worker_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_of_a_rank_s_own() -> None:
     """An id with other contents on another rank may be another sample, unless a sampler splits."""
     trace = run([[[0, 1], [1, 2]]], contents=True)
-    assert "sample 1 has other contents on rank 1 than on rank 0" in undecided(
-        judged_samples(trace)
-    )
+    assert "sample 1 has different contents on ranks 1 and 0" in undecided(judged_samples(trace))
     assert broken(judged_samples(was(trace, splits=True))).sample_ids == (1,)
 
 
@@ -585,7 +583,9 @@ def test_epochs_that_grow_and_are_not_told() -> None:
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        pytest.param([[[0], [4]], [[1], [5]], [[2], [6]]], "step 0 has 2, and 4 there", id="size"),
+        pytest.param(
+            [[[0], [4]], [[1], [5]], [[2], [6]]], "step 0 has 2 samples, and 4 on 1", id="size"
+        ),
         pytest.param(
             [[[1, 3], [2, 6]], [[5, 7], [0, 4]], [[7, 1], [4, 6]]], "a part of the data", id="parts"
         ),

@@ -105,7 +105,7 @@ def assert_sound(finding: Finding) -> None:
 
 
 @pytest.mark.parametrize("check", TRAINING, ids=lambda check: check.name)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_traces_crash_no_judge(check: Check, data: DataObject) -> None:
     """Events lost, doubled, moved or edited in any way give a sound finding."""

@@ -186,7 +186,7 @@ def test_right_results_hold(check: str, compared: int) -> None:
         ("device_refusals", replace(REFUSED, message="no"), "does not name inv and its line: no"),
         ("device_refusals", replace(REFUSED, in_line=False), "does not name inv and its line"),
         ("device_refusals", replace(REFUSED, submissions=1), "submissions before the refusal"),
-        ("device_refusals", replace(REFUSED, error=None), "its result is not the CPU's"),
+        ("device_refusals", replace(REFUSED, error=None), "its result differs from the CPU's"),
     ],
 )
 def test_wrong_results_are_found(check: str, wrong: Event, message: str) -> None:

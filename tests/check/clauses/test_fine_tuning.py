@@ -127,7 +127,7 @@ def test_what_is_added_has_the_rank() -> None:
     broken = traces.judge("adapter_rank", [adapted(merged=third)])
     assert "singular value 3" in traces.broken(broken).message
     wide = traces.judge("adapter_rank", [adapted(a=np.vstack([A, A]), b=np.hstack([B, B]))])
-    assert "has 4 rows, rank 2" in traces.broken(wide).message
+    assert "has rank 4, but the configuration has rank 2" in traces.broken(wide).message
     left_open("adapter_rank", traces.hand_written())
 
 
@@ -173,7 +173,7 @@ def test_weights_in_nf4_are_the_stock_ones() -> None:
 
     assert judged(due=True, held=codes).verdict is Verdict.HELD
     assert judged(due=False, held={}).verdict is Verdict.HELD
-    assert "should be, and no others" in judged(due=False, held=codes).reason
+    assert "should be in NF4, and no others" in judged(due=False, held=codes).reason
     assert "q is not in NF4" in judged(due=True, held={}).reason
     other = judged(due=True, held={**codes, "scales": traces.values(3)})
     assert "q has different scales than" in traces.broken(other).message

@@ -99,7 +99,7 @@ def test_a_nan_without_a_halt() -> None:
 def test_the_halt_names_the_place(wrong: dict[str, int | None]) -> None:
     """A halt that names another step, worker or shard is falsified."""
     found = falsified("finiteness", altered(traces.run(POISONED), Halt, {}, **wrong))
-    assert "another place" in found.message
+    assert "a different place" in found.message
     assert (found.step, found.rank) == (2, 1)
 
 
@@ -123,7 +123,7 @@ def test_what_the_halt_does_not_name_is_missing(unnamed: dict[str, Any], missing
 def test_a_halt_that_names_half_a_wrong_place() -> None:
     """The part of the place that a halt names must be right."""
     trace = altered(traces.run(POISONED), Halt, {}, rank=None, shard=4)
-    assert "another place" in falsified("finiteness", trace).message
+    assert "a different place" in falsified("finiteness", trace).message
 
 
 def test_the_halt_names_the_tensor() -> None:
@@ -147,7 +147,7 @@ def test_the_halt_names_the_tensor() -> None:
 def test_the_halt_names_the_samples() -> None:
     """The halt must name the samples of the bad shard."""
     found = falsified("finiteness", altered(traces.run(POISONED), Halt, {}, ids=(99,)))
-    assert "other samples" in found.message
+    assert "different samples" in found.message
     assert found.got == "(99,)"
 
 

@@ -252,7 +252,7 @@ def test_what_the_script_declares() -> None:
     undeclared = judged(None)
     assert undeclared.verdict is Verdict.INCONCLUSIVE
     assert "e changed in step 1 without a gradient" in undeclared.reason
-    assert "which was not declared" in undeclared.notes[0]
+    assert "but were not declared" in undeclared.notes[0]
     assert broken(judged(("e",))).message == "a frozen tensor changed: e differs"
     assert judged(()).verdict is Verdict.HELD
     assert broken(judged(("e", "w"))).message.startswith("a frozen tensor changed (it requires a")
@@ -309,7 +309,7 @@ def test_adapters_that_are_merged_and_go_on() -> None:
     base = [[1.0] * 6, [1.0] * 6, merged(0.5, 1), merged(0.5, 1), merged(0.5, 1)]
     found = falsified("liveness", adapted(base))
     assert (found.step, found.tensor) == (1, "0.base")
-    assert "adapters were merged into what they adapt" in found.message
+    assert "adapters were merged into the weights that they adapt" in found.message
 
 
 @pytest.mark.parametrize("left", [0.0, 0.5])
@@ -330,7 +330,7 @@ def test_adapters_that_are_merged_and_taken_out_again() -> None:
 def test_a_frozen_weight_that_moves_otherwise_is_left_open() -> None:
     """A memory or a codebook may be written to on purpose."""
     base = [[1.0 + step * n for n in range(6)] for step in range(5)]
-    assert "it was not declared whether it may" in left_open("liveness", adapted(base))
+    assert "no declaration says whether it may" in left_open("liveness", adapted(base))
 
 
 @pytest.mark.parametrize("num_shrunk", [1, 2])

@@ -197,8 +197,8 @@ def test_masks_drawn_per_rank_are_compared_without_dropout(check: str) -> None:
     subject = scenario(system="textbook", dropout=0.3, detail="values")
     finding = traces.held(check, *traces.family(check, subject))
     assert finding.notes == (
-        "under dropout textbook draws its masks per rank: on one worker the run is a different one,"
-        " and was not compared",
+        "under dropout textbook draws its masks per rank: on one worker the training is a "
+        "different one, and was not compared",
     )
 
 

@@ -64,7 +64,7 @@ def judged(check: str, *events: Event) -> Any:
         ((USED, replace(AGAIN, chosen=-3.25)), Verdict.FALSIFIED, "chosen side of pair 0 is -3.25"),
         ((USED, replace(AGAIN, rejected=-7.0)), Verdict.FALSIFIED, "was -7.25"),
         ((USED, replace(USED, sample=1)), Verdict.INCONCLUSIVE, "no pair was used twice"),
-        ((), Verdict.INCONCLUSIVE, "no Referred pair"),
+        ((), Verdict.INCONCLUSIVE, "no event Referred"),
     ],
 )
 def test_a_reference_keeps_its_bits(

@@ -153,7 +153,7 @@ def test_an_element_more_or_less(subject: Scenario, more: int) -> None:
 @pytest.mark.parametrize(
     ("message", "peer", "said"),
     [
-        ("Average", "worker", "bytes more than their payload"),
+        ("Average", "worker", "bytes more than the payload"),
         ("Heartbeat", "worker", "between workers have a payload"),
         ("TreeNode", "coordinator", "bytes of gradient to the coordinator"),
     ],

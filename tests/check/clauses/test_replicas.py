@@ -191,7 +191,7 @@ def test_a_worker_that_joins_with_nothing(part: str) -> None:
     trace = altered(traces.run(subject), Start, {"step": 4}, **{part: {}})
     found = falsified("replica_identity", trace)
     assert (found.step, found.rank) == (3, 1)
-    assert f"joined with other {part}" in found.message
+    assert f"joined with different {part}" in found.message
 
 
 @pytest.mark.parametrize("step", [2, 4])
@@ -309,7 +309,7 @@ def test_an_embedding_like_another_tensor() -> None:
     """Two tensors that start with the same values may have been one: a note says so."""
     seen = Noticed(step=0, rank=0, alike=(("w", "v"),))
     (note,) = judged(trained(seen, copies=(0, 1, 3))).notes
-    assert "w and v have the same values before the first step, and are two tensors" in note
+    assert "w and v have the same values before the first step, but are two tensors" in note
 
 
 # --- the optimizer's state ------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def test_a_resume_restores_the_position() -> None:
 def test_the_state_of_copies_is_not_recorded() -> None:
     """An optimizer of copies has state, but none for the model's parameters."""
     bare = altered(traces.run(SUBJECT), Update, {}, optimizer={})
-    assert "that of copies of the weights" in left_open(
+    assert "belongs to copies of the weights" in left_open(
         "optimizer_state", traces.was(bare, steps="copies")
     )
 

@@ -141,7 +141,7 @@ def test_a_resume_that_was_planned_and_not_seen() -> None:
     """A planned stop without a resume, and one rank's missing steps, are inconclusive."""
     stopped, straight = pair()
     for bare, missing in (
-        (without(stopped, Start, resumed=True, step=4), "to stop before step 4, and no resume was"),
+        (without(stopped, Start, resumed=True, step=4), "stop before step 4, but no resume was"),
         (without(stopped, Update, rank=1), "rank 1 recorded step 0 in only one run"),
     ):
         assert missing in left_open("resume", bare, straight)
@@ -319,7 +319,7 @@ def test_a_step_that_is_not_the_weights() -> None:
     behind = [start(0.0, 0), *steps(0, 1), start(2.0, 1), *steps(1, 2, 3, ahead=1)]
     finding = judged(traces.hand_written(*behind, subject=STOPPED))
     assert finding.verdict is Verdict.FALSIFIED
-    assert "its count of steps is 1, and 2 were made" in finding.reason
+    assert "its step count is 1, but 2 steps were made" in finding.reason
     told = [start(0.0, 0), *steps(0, 1), start(2.0, 8), *steps(8, 9)]
     assert "observe(..., step=2)" in undecided(judged(traces.hand_written(*told, subject=STOPPED)))
 
@@ -398,7 +398,7 @@ TWO_STEPS = scenario(system="command", workload="own", world_size=1, num_steps=2
 BEGUN = {"a": values(0.0, 1.0), "b": values(1.0, 0.0)}
 TRAINED = {"a": values(5.0, 9.0), "b": values(9.0, 5.0)}
 NEXT = {"a": values(5.5, 9.5), "b": values(9.5, 5.5)}
-WENT_BACK = "it went back to nearly what it was before the first step"
+WENT_BACK = "it went back to nearly its value before the first step"
 OTHER_CONSTANTS = "the optimizer's settings"
 
 

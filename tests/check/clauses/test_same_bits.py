@@ -359,7 +359,7 @@ def test_a_departure_that_was_planned_and_not_seen() -> None:
     disturbed, calm = traces.family("recovery", subject)
     held("recovery", disturbed, calm)
     assert left_open("recovery", without(disturbed, Membership, rank=2), calm).startswith(
-        "rank 2 was to leave, and no departure was recorded: record"
+        "rank 2 should leave, but no departure was recorded: record"
     )
 
 

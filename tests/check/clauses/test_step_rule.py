@@ -31,7 +31,7 @@ def changed(**changes: Any) -> Trace:
     ("changes", "message"),
     [
         ({"learning_rate": 0.05}, "not the cosine schedule's"),
-        ({"grad_norm": 0.06}, "not that of the averaged gradient"),
+        ({"grad_norm": 0.06}, "not the averaged gradient's"),
         ({"applied_norm": 0.06}, "not min(norm, 0.05)"),
         ({"applied_norm": 0.01}, "not min(norm, 0.05)"),
     ],
@@ -220,7 +220,7 @@ def test_clipping_to_a_norm_that_nobody_told() -> None:
         ),
         ({"optimizer": "adamw"}, Start, {"weights": {}}, "record Start.weights with values"),
         ({}, Update, {"finite": False}, "and finite=True where they are"),
-        ({}, Start, None, "record a Start of each rank, its weights with values"),
+        ({}, Start, None, "record a Start of each rank, and its weights with values"),
     ],
 )
 def test_the_fact_that_is_missing_is_named(

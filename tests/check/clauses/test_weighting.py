@@ -233,7 +233,9 @@ def test_the_gradient_of_before_a_climb_stays_in(share: float) -> None:
     if share == 1.0:
         found = broken(finding)
         assert (found.step, found.tensor) == (1, "a")
-        assert "also contains that of the pass before its weights were moved" in found.message
+        assert (
+            "also contains the gradient of the pass before its weights were moved" in found.message
+        )
     else:
         assert finding.verdict is Verdict.INCONCLUSIVE
 
@@ -267,7 +269,7 @@ def test_a_micro_batch_that_counts_too_much() -> None:
     finding = traces.judge("weighting", [run([[0.5, 0.5], [0.5, 1.0]], (0.2, 0.7, 0.3))])
     broken = traces.broken(finding)
     assert (broken.step, broken.rank, broken.shard) == (0, 0, 0)
-    assert "counts 0.8 times as much as its weight of 1 in 4" in broken.message
+    assert "counts 0.8 times as much as its share, a weight of 1 in 4" in broken.message
 
 
 def test_losses_of_single_samples_may_be_added() -> None:
@@ -325,7 +327,7 @@ def test_steps_of_other_sizes(kept: int, words: str) -> None:
 def test_the_scale_of_losses_is_unknown() -> None:
     """Without obs.loss nobody knows what steps of several sizes divide their losses by."""
     trace = traces.was(run(HALF), losses="backward")
-    reason = "steps have 2 or 4 micro-batches, and by which number"
+    reason = "steps have 2 or 4 micro-batches, and it is unknown by which number"
     assert reason not in traces.judge("weighting", [trace]).reason
     short = traces.without(traces.without(trace, Shard, step=1, shard=1), Shard, step=1, shard=3)
     assert reason in traces.judge("weighting", [short]).reason

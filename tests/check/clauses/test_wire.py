@@ -62,7 +62,7 @@ def test_right(check: str, event: Event) -> None:
 @pytest.mark.parametrize(
     ("check", "event", "place", "said"),
     [
-        ("wire_round_trip", replace(CARRIED, got="bb"), "TreeNode", "is not what was sent"),
+        ("wire_round_trip", replace(CARRIED, got="bb"), "TreeNode", "differs from the sent one"),
         ("wire_round_trip", replace(CARRIED, got=None), "TreeNode", "in 3 pieces"),
         ("wire_refusal", replace(REFUSED, error=None), "magic", "magic gave a message"),
         ("wire_refusal", replace(REFUSED, error="KeyError"), "magic", "magic gave KeyError"),

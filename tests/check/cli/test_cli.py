@@ -171,7 +171,7 @@ def test_interrupted(contract: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTED_IN_RUN_10, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (4, "")
-    assert "interrupted: this is what is known so far" in done.stdout
+    assert "interrupted: these are the results so far" in done.stdout
     assert report(tmp_path / "r.json")["interrupted"] is True
     assert set(verdicts(tmp_path / "r.json").items()) == {
         ("F-DP-001", "inconclusive"),

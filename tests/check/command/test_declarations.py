@@ -27,7 +27,9 @@ def test_a_clause_that_the_runs_decide_is_reported() -> None:
     runs = {Path("3-workers.jsonl"): Run(settings=RunSettings(world_size=3, seed=0), trace=trace)}
     (entry,) = judging.refuted(DECLARED, runs, REASONS)
     assert (entry.invariant.id, entry.verdict) == (COPIES, Verdict.HELD)
-    assert entry.finding.notes[-1].endswith("its runs decide it; remove that: said so (x.toml:1:1)")
+    assert entry.finding.notes[-1].endswith(
+        "the runs decide it; remove the declaration: said so (x.toml:1:1)"
+    )
 
 
 @pytest.mark.parametrize(

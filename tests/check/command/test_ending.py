@@ -75,7 +75,7 @@ AGAIN = [*CUT, *(replace(one, life=1, ended=False) for one in CUT)]
         ),
         (0, [], [], [], "failed", "nothing was recorded: add `obs = entrenar_py.observe("),
         (1, [], [], [], "failed", "the script that trains calls `obs = entrenar_py.observe("),
-        (0, [], [], ["a: no JSON"], "failed", "what its ranks recorded is damaged: a: no JSON"),
+        (0, [], [], ["a: no JSON"], "failed", "the records of its ranks are damaged: a: no JSON"),
         (0, BOTH, steps(2, 2), ["a: no JSON"], "failed", "a: no JSON"),
         (0, [rank(0, world_size=1)], steps(2), [], "failed", "for 2 workers and ran with 1"),
         (0, [rank(0, world_size=1)] * 2, steps(2), [], "failed", "2 processes ran as rank 0: if"),

@@ -238,7 +238,7 @@ def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (
             "import os; open(os.environ['ENTRENAR_TRACE_DIR'] + '/00000-000.rank.jsonl', 'w')"
             ".write('nonsense' + chr(10))",
-            "exit code 0, and what its ranks recorded is damaged: .*rank.jsonl:1: not JSON",
+            "exit code 0, and the records of its ranks are damaged: .*rank.jsonl:1: not JSON",
         ),
         (
             "import os, shutil; shutil.rmtree(os.environ['ENTRENAR_TRACE_DIR'])",

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from entrenar_py.check.clauses import step_rule
 from entrenar_py.check.command import placeholders, run_plan
 from entrenar_py.check.command.run_settings import RunSettings
-from entrenar_py.check.evidence.needs import ALONE, KILLED, REORDERED, RESUMED, turned
+from entrenar_py.check.evidence.needs import ALONE, KILLED, RESUMED, turned
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
@@ -146,7 +147,7 @@ def test_an_optimizer_of_ones_own_is_built_in_another_order() -> None:
     rule = Ruled(step=0, rank=0, rule="", names=(*"abcd",), constants={}, derived=True)
     first = usual(num_steps=8, rule="own")
     own = replace(first, events=(rule, *first.events))
-    told = plan(needs=(ALONE, REORDERED))
+    told = plan(needs=(ALONE, step_rule.REORDERED))
     order = RunSettings(world_size=1, seed=0, faults=(Fault(kind="reordered_groups", step=0),))
     assert told.others(own) == {"1-worker-reordered": order}
     assert told.others(first) == {}

@@ -51,7 +51,7 @@ def test_what_leads_nowhere_is_a_note_with_its_place(tmp_path: Path) -> None:
     found = _unresolved(_load(path))
     assert len(found) == len(names)
     assert found[0].startswith(
-        f"{path}:4:16: note: metadata: depends_on 'nowhere' leads to no contract"
+        f"{path}:4:16: note: metadata: depends_on 'nowhere' is neither a contract"
     )
 
 

@@ -203,7 +203,7 @@ def test_clipped_by_a_norm_of_more_than_is_recorded() -> None:
             more.append(traces.altered(begun, Update, {}, weights={**start.weights, **v[1]}))
         return more
 
-    assert "norm of the gradient is unknown: that of v was not recorded" in left_open(
+    assert "norm of the gradient is unknown: the gradient of v was not recorded" in left_open(
         "parity", *moved(("v",))
     )
     # A moving average has no gradient to count.

@@ -19,7 +19,7 @@ from entrenar_py.shared.verdict import Verdict
 from tests import traces
 from tests.check.clauses.scenarios import scenarios
 
-NUM_SCENARIOS = 40
+NUM_SCENARIOS = 15
 
 
 def fits(check: Check, scenario: Scenario) -> bool:

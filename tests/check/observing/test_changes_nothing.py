@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -120,6 +120,7 @@ def compare(*chosen: Any) -> None:
     assert {**vars(_BaseDataLoaderIter)} == methods
 
 
+@settings(max_examples=settings().max_examples * 2 // 5)  # a fifth of a second each
 @given(
     st.sampled_from([*LOADERS]),
     st.sampled_from([*WALKS]),

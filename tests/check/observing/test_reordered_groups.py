@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from entrenar_py.check.observing import FAULTS, reordered_groups
+from entrenar_py.check.observing import FAULTS, planned_faults
 
 LAYERS = [torch.nn.Linear(1, 2, bias=False), torch.nn.Linear(1, 3), torch.nn.Linear(1, 4)]
 TENSORS = [p for layer in LAYERS for p in layer.parameters()]  # weight, weight, bias, weight, bias
@@ -22,7 +22,7 @@ Kind = Callable[..., Any]
 def kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kind, Kind]]:
     """Plan the fault, define two classes, and leave torch as it was."""
     monkeypatch.setenv(FAULTS, json.dumps([{"kind": "reordered_groups", "step": 0}]))
-    reordered_groups.begin_if_planned()
+    planned_faults.begin()
 
     class Own(torch.optim.Optimizer):
         """Keeps a list beside its groups, as optimizers by hand do."""

@@ -262,7 +262,7 @@ def test_place_of_an_output(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "last"),
     [
-        (KeyboardInterrupt(), 4, "exit 4: interrupted: this is what is known so far"),
+        (KeyboardInterrupt(), 4, "exit 4: interrupted: these are the results so far"),
         (SystemFailure("fire"), 3, "gate G-1 over 2 clauses: passed"),
     ],
 )

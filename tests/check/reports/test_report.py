@@ -75,7 +75,7 @@ def test_several_contracts_end_in_the_worst_code(full: Report) -> None:
         ((held, open_, broken), "exit 1: F-DP-005 falsified"),
         (
             (held, replace(held, interrupted=True)),
-            "exit 4: interrupted: this is what is known so far",
+            "exit 4: interrupted: these are the results so far",
         ),
     ]
     for reports, reason in told:

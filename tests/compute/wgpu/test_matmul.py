@@ -85,7 +85,11 @@ def test_results_are_aligned_and_apart() -> None:
 def test_limits_are_named() -> None:
     """The message for each limit has the limit and the size that exceeds it."""
     pair = (torch.ones(20, 30), torch.ones(30, 10))
-    with pytest.raises(BackendUnavailable, match=r"on paper: .* a takes 2400 bytes, .* holds 2399"):
+    with pytest.raises(
+        BackendUnavailable, match=r"on paper: .* a takes 2400 bytes, .* holds at most 2399"
+    ):
         plan([pair], device(binding=2399))
-    with pytest.raises(BackendUnavailable, match="3 products take 3072 bytes, a buffer holds 3071"):
+    with pytest.raises(
+        BackendUnavailable, match="3 products take 3072 bytes, a buffer holds at most 3071"
+    ):
         plan([pair] * 3, device(buffer=3071))

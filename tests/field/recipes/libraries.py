@@ -78,7 +78,7 @@ _LIGHTNING_REST = defect(
 )
 _OTHER_ORDER = defect(
     clause="F-TI-003",
-    words="after the resume other samples are drawn",
+    words="samples are drawn",
     because="`skip_first_batches` skips batches of a different permutation, since the "
     "epoch's permutation isn't saved. So after a resume within an epoch, some "
     "samples occur twice, and others never.",

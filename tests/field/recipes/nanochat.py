@@ -68,7 +68,7 @@ _REDUCED_INSIDE = by_design(
 )
 _RESUMED = default(
     clause="F-TI-003",
-    words="after the resume other samples are drawn",
+    words="samples are drawn",
     because="The saved state of the loader has its position in the shards, but not the "
     "documents that wait in it for a row with enough space. Its own "
     "description says that a resume is approximate.",

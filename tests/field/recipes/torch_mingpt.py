@@ -62,7 +62,7 @@ _EXPECTED = (
     ),
     undeclared(
         clause="F-TI-003",
-        words="the script seeds nothing, so what it draws after a stop is new",
+        words="the script seeds nothing",
         because="The script sets no seed, and no generator's state is in its snapshot.",
     ),
 )

@@ -14,7 +14,7 @@ _ON_CPU = (Edit("log_utils.py", "return has_gpu and gpu_count >= min_gpus", inst
 
 _NOT_CLEARED = defect(
     clause="F-TI-001",
-    words="gradients not cleared since step 0",
+    words="not cleared since step 0",
     because="The loop never calls `zero_grad`, so each step applies the sum of all "
     "gradients so far.",
     reproduction="gradients_pile_up.py",

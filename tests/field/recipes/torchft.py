@@ -69,7 +69,7 @@ _SAME_ORDER = defect(
 )
 _OTHER_SAMPLES = undeclared(
     clause="F-DP-006",
-    words="what it draws after a stop is new",
+    words="the script seeds nothing",
     because="The script sets no seed, so samples after a kill may differ by chance. "
     "Here it is not chance: the step in which a group is killed is not made, "
     "the other group continues with its next samples, and the restarted group "

@@ -134,7 +134,7 @@ def test_one_that_was_edited_is_not_gone_on_with(tmp_path: Path) -> None:
 def test_one_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     """A ledger of another scenario is refused with the field that differs."""
     other = Head(plan=SCENARIO.with_(seed=1), environment={})
-    with pytest.raises(TraceError, match="by a run with seed=0, and this run has seed=1"):
+    with pytest.raises(TraceError, match="by a run with seed=0, but this run has seed=1"):
         writer.reopen(written(tmp_path / "l"), other)
 
 
@@ -154,7 +154,7 @@ def test_a_ledger_of_an_earlier_release_is_gone_on_with(tmp_path: Path) -> None:
     plan = TrainingPlan.from_dict(SCENARIO.to_dict())
     writer.reopen(written(tmp_path / "l"), replace(HEAD, plan=plan))[0].close()
     writer.create(tmp_path / "m", replace(HEAD, plan=SCENARIO.with_(mutant="m"))).close()
-    with pytest.raises(TraceError, match="with mutant='m', and this run has mutant=None"):
+    with pytest.raises(TraceError, match="with mutant='m', but this run has mutant=None"):
         writer.reopen(tmp_path / "m", replace(HEAD, plan=plan))
 
 

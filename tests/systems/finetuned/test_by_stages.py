@@ -77,7 +77,7 @@ def test_a_worker_with_other_weights_is_thrown_out(monkeypatch: pytest.MonkeyPat
     done = systems.run(staged(num_steps=2))
     assert done.end.status == "completed", done.end.reason
     (left,) = [one for one in done.of(trace.Membership) if one.change == "left"]
-    assert "rank 1 holds different weights than it was sent" in (left.reason or "")
+    assert "rank 1 holds different weights from those that it was sent" in (left.reason or "")
     weights = [
         {update.step: update.weights for update in run.of(trace.Update)} for run in (right, done)
     ]

@@ -10,13 +10,14 @@ import pytest
 
 from entrenar_py import systems
 from entrenar_py.check.harness.runner import Runner
-from entrenar_py.shared import package_data, trace
+from entrenar_py.shared import mutants, package_data, trace
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Finding, Verdict
+from entrenar_py.systems.finetuned import textbook
 from entrenar_py.systems.finetuned.small_run import Request
-from tests.conftest import shipped_invariants
+from tests.conftest import OF_CHECKPOINTS, shipped_invariants
 
 
 def subject(**changes: Any) -> Scenario:
@@ -120,6 +121,32 @@ def test_facts_are_recorded_as_asked() -> None:
     assert read.by == "peft"
     weights = [one.weights for one in (told.of(trace.Update)[-1], bare.of(trace.Update)[-1])]
     assert weights[0] == weights[1], "facts change no bit"
+
+
+def test_a_step_is_compared_once_for_all_numbers_of_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps with the same bits are; with another weight or another request they are not."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(textbook, "_KNOWN", {})
+    asked: dict[str, Any] = {"options": {"facts": ["gradients"]}, "num_steps": 2}
+    told = [systems.run(subject(**asked, world_size=size)) for size in (1, 2)]
+    assert len(textbook._KNOWN) == 2, "steps"
+    explained = [one.of(trace.Explained) for one in told]
+    assert explained[0] == explained[1]
+    assert {one.step for one in explained[0]} == {0, 1}
+    for changes in ({"seed": 4}, {"options": {"facts": ["gradients"], "alpha": 3.0}}):
+        known = len(textbook._KNOWN)
+        systems.run(subject(**{**asked, "num_steps": 1, **changes}))
+        assert len(textbook._KNOWN) == known + 1
+
+
+def test_no_planted_bug_is_in_what_is_kept_between_runs() -> None:
+    """Graphs and results of the textbook outlive a run with a mutant."""
+    kept = ("entrenar_py.systems.finetuned.", "entrenar_py.compute.", "transformers.")
+    tuned = [one for one in mutants.catalogue().values() if one.scenario.system in OF_CHECKPOINTS]
+    assert len(tuned) > 50
+    assert [path for one in tuned for path in one.plants if path.startswith(kept)] == []
 
 
 def test_an_odd_number_can_not_be_oversampled() -> None:

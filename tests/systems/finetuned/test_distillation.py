@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from entrenar_py import systems
 from entrenar_py.check.clauses import distillation
 from entrenar_py.shared.trace import Shard, Sharded, TeacherRow, TurnedAway
 from falsification.distillation import distilled
+from tests import extras
 
-pytest.importorskip("peft")
+extras.require("peft")
 
 
 def test_what_a_run_records() -> None:

@@ -208,11 +208,11 @@ def test_progress_is_json(content: bytes) -> None:
 @pytest.mark.parametrize(
     ("noted", "told"),
     [
-        ({"seed": 2, "options": {"alpha": 4}}, "a run with seed=2, this one has seed=1"),
-        ({"seed": 1, "options": {"alpha": 8}}, "a run with alpha=8, this one has alpha=4"),
-        ({"seed": 1, "options": {}}, "a run with alpha=None, this one has alpha=4"),
-        ({"seed": 1, "options": {"alpha": 4, "r": 2}}, "a run with r=2, this one has r=None"),
-        (None, "a run with seed=None, this one has seed=1"),
+        ({"seed": 2, "options": {"alpha": 4}}, "a run with seed=2, but this run has seed=1"),
+        ({"seed": 1, "options": {"alpha": 8}}, "a run with alpha=8, but this run has alpha=4"),
+        ({"seed": 1, "options": {}}, "a run with alpha=None, but this run has alpha=4"),
+        ({"seed": 1, "options": {"alpha": 4, "r": 2}}, "a run with r=2, but this run has r=None"),
+        (None, "a run with seed=None, but this run has seed=1"),
     ],
 )
 def test_the_checkpoint_of_another_run(noted: object, told: str) -> None:
@@ -229,7 +229,7 @@ def test_the_checkpoint_of_an_earlier_release() -> None:
     plan = {"trainer": "mesh", "seed": 1}
     noted = {"system": "mesh", "seed": 1, "faults": [], "stops": [], "repeat": 0, "mutant": None}
     checkpoint.require_own(Path("c"), {"scenario": noted}, plan)
-    with pytest.raises(CheckpointError, match="with mutant='m', this one has mutant=None"):
+    with pytest.raises(CheckpointError, match="with mutant='m', but this run has mutant=None"):
         checkpoint.require_own(Path("c"), {"scenario": {**noted, "mutant": "m"}}, plan)
 
 

@@ -388,7 +388,7 @@ def test_nobody_tells_of_another(message: Message, event: trace.Event, name: str
     """Events of another worker or of another step are refused."""
     record = json.loads(trace.dump_events([event]))
     record[name] += 1
-    with pytest.raises(ProtocolError, match="of rank 1 in step 2 has an event of another"):
+    with pytest.raises(ProtocolError, match="of rank 1 in step 2 has an event of another rank"):
         Server(_subject()).require(1, message, bytearray(json.dumps(record).encode()))
 
 

@@ -38,12 +38,15 @@ URL = "http://127.0.0.1:9/v1"
         ({"endpoint": URL, "key_variable": "ODD"}, "its value has characters that no key has"),
         ({"endpoint": URL, "rows": "answers.txt"}, "use a name that ends with .jsonl"),
         ({"endpoint": URL, "rows": "run.yaml/a.jsonl"}, "a.jsonl: can't be written"),
-        ({"endpoint": URL, "rows": "prompts.jsonl"}, "would read it, too; give it another name"),
-        ({"endpoint": URL, "data": {"train": "*.jsonl"}}, "would read it, too"),
+        (
+            {"endpoint": URL, "rows": "prompts.jsonl"},
+            "would read this file, too; give it another name",
+        ),
+        ({"endpoint": URL, "data": {"train": "*.jsonl"}}, "would read this file, too"),
         ({"endpoint": URL, "data": {"validation": "answers.jsonl"}}, "data.validation="),
         (
             {"endpoint": URL, "rows": "d/a.jsonl", "data": {"train": "d*/*.jsonl"}},
-            "would read it, too",
+            "would read this file, too",
         ),
         ({"endpoint": URL, "rows": "run.jsonl"}, "so this command did not write it"),
         ({"endpoint": URL, "temperature": 1e-40}, "use 0, which takes the most likely token, or"),

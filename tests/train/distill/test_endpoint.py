@@ -352,14 +352,14 @@ def test_a_signal_gives_up_what_is_asked(
         assert ask(path) == exit_codes.STOPPED
         assert time.monotonic() - told_s[0] < 10
         over.set()
-        assert "start it again to ask the 2 prompts" in capsys.readouterr().out
+        assert "start it again to send the 2 prompts" in capsys.readouterr().out
         assert server.prompts == ["fast", "slow"]
         assert threading.active_count() <= threads + 1, "but for the server's"
     assert not (tmp_path / "answers.jsonl").exists()
     with serving(lambda prompt, _: chat(f"on {prompt}")) as other:
         # The journal belongs to the other address; asked there, it is asked anew.
         assert ask(path, "--endpoint", other.url) == exit_codes.DONE
-    assert "has 1 answer of other settings" in capsys.readouterr().out
+    assert "has 1 answer from different settings" in capsys.readouterr().out
 
 
 def test_other_settings_are_asked_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,7 +375,7 @@ def test_other_settings_are_asked_anew(tmp_path: Path, capsys: pytest.CaptureFix
         for change in changes:
             assert ask(config(tmp_path, chats(["a"]), endpoint=server.url, **change)) == 0
     assert [body.get("seed") is not None for _, _, body in server.asked] == [0, 1, 0, 0]
-    assert "has 2 answers of other settings" in capsys.readouterr().out
+    assert "has 2 answers from different settings" in capsys.readouterr().out
     assert said(tmp_path)[0] == "a 0"
 
 

@@ -314,7 +314,7 @@ def test_shards_of_others_are_refused(small: Path, tmp_path: Path) -> None:
     config = made.configured(tmp_path, small)
     made.make_shards(config)
     for num_rows, changes, told in (
-        (39, {}, "its shards were made from different rows"),
+        (39, {}, "its shards were made from rows"),
         (40, {"top_k": 9}, "made with top_k=8, and distill.top_k is 9"),
         (40, {"stored": "float32"}, "made with stored=float16"),
         (40, {"shard_samples": 5}, "made with shard_samples=12, and distill.shard_samples is 5"),

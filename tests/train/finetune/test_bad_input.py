@@ -262,8 +262,8 @@ def test_a_prompt_that_is_no_text(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("model", "it is the model's folder, and its files would be replaced"),
-        ("link", "it is the model's folder, and its files would be replaced"),
+        ("model", "this is the model's folder, and the model's files would be replaced"),
+        ("link", "this is the model's folder, and the model's files would be replaced"),
         ("other", "it has a checkpoint that no run of `entrenar` wrote; give another folder"),
     ],
 )
@@ -345,7 +345,7 @@ def test_a_disk_that_is_full_from_the_first_checkpoint_on(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     told = capsys.readouterr()
     assert (
-        f"checkpoint {saved}: can't be written (File too large); the one of step 2 stays"
+        f"checkpoint {saved}: can't be written (File too large); the checkpoint of step 2 stays"
         in told.out
     )
     problems = [line for line in told.err.splitlines() if "warning:" not in line]

@@ -13,6 +13,7 @@ from entrenar_py.train.finetune import foresight, outputs, settings_file
 from entrenar_py.train.model import preparation
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.service import exit_codes
+from tests import extras
 from tests.train.finetune import runs
 
 # peft asks for what a later transformers will lack.
@@ -149,7 +150,7 @@ def test_rows_that_cannot_be_read_are_said_to_be_so(
     config.write_text(text, encoding="utf-8")
     assert cli.main(["plan", str(config), "--device", "cpu:16GB"]) == exit_codes.DONE
     told = capsys.readouterr()
-    assert "rows are not checked, and assumed to be data.max_tokens long: data " in told.err
+    assert "rows are not checked, but assumed to be data.max_tokens long: data " in told.err
     assert "4 x 64 tokens (data.max_tokens)" in told.out
 
 
@@ -165,8 +166,7 @@ def test_a_plan_takes_the_longest_row(
     assert json.loads(record.read_text(encoding="utf-8"))["micro_batch"]["tokens"] < 64
 
 
-pytest.importorskip("peft")
-pytest.importorskip("transformers")
+extras.require("peft", "transformers")
 NUM_BAD = 30
 
 

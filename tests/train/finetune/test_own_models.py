@@ -142,7 +142,7 @@ updates: server
         ),
         (
             section("wait_for: 3"),
-            ["run.yaml:1:46: error: wait_for=3: world_size is 2; wait for no more"],
+            ["run.yaml:1:46: error: wait_for=3: world_size is 2; use that number or less"],
         ),
         (
             section("audit_share: 2"),

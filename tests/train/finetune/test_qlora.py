@@ -13,9 +13,10 @@ from entrenar_py import entrenar as cli
 from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import model
 from entrenar_py.train.service import exit_codes
+from tests import extras
 from tests.train.finetune import runs
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+extras.require("bitsandbytes")
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -21,9 +21,10 @@ from entrenar_py.train.finetune import settings_file
 from entrenar_py.train.model import model, preparation
 from entrenar_py.train.model.settings import Data, Lora, Settings
 from entrenar_py.train.service import exit_codes
+from tests import extras
 from tests.train.finetune import runs
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+extras.require("bitsandbytes")
 transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.wgpu,

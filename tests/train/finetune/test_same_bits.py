@@ -20,7 +20,7 @@ from tests.train.service.cluster import Process
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
-EPOCHS = 12  # 60 steps, so that a process that is killed after the first dies before the last
+EPOCHS = 6  # 30 steps, so that a process that is killed after the first dies before the last
 STEPS = 12  # of the runs with options
 LONG = {"training": {"epochs": EPOCHS}, "checkpoint_every": 3}
 

@@ -95,7 +95,7 @@ def test_a_mixture_is_refused_by_line(tmp_path: Path) -> None:
     path = written(tmp_path, "workload: linear\n" + HEAD + SECTION)
     found = problems(path)
     assert [line.split(":")[0] for line in found] == ["2", "3", "4", "5"]
-    words = "model is of a configuration that fine-tunes a checkpoint, and workload (line 1)"
+    words = "model belongs to a configuration that fine-tunes a checkpoint, and workload (line 1)"
     assert found[0].startswith(f"2:1: error: {words}")
 
 
@@ -179,4 +179,4 @@ def test_the_command_tells_problems_and_exits(
     """No traceback: lines that begin with file:line:column."""
     path = written(tmp_path, "workload: linear\n" + HEAD)
     assert cli.main(["coordinator", str(path)]) == exit_codes.INVALID
-    assert f"{path}:2:1: error: model is of" in capsys.readouterr().err
+    assert f"{path}:2:1: error: model belongs to" in capsys.readouterr().err

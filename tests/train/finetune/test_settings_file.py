@@ -184,8 +184,8 @@ workers: yes
         ),
         (
             PAIRS.replace("rows.jsonl", "rows.jsonl, packing: true"),
-            "4:36: error: packing with task: preference: a pair is two rows of its own; leave "
-            "packing out",
+            "4:36: error: packing with task: preference: the two sides of a pair are separate "
+            "rows; leave packing out",
         ),
         (
             PAIRS.replace("rows.jsonl", "rows.jsonl, messages_field: x"),
@@ -314,8 +314,8 @@ def test_keys_of_other_tools_are_told_with_ours(tmp_path: Path) -> None:
     told = problems(tmp_path, text)
     parts = [
         ("5:1", "key 'lr' is not read; did you mean training.learning_rate?"),
-        ("6:1", "did you mean training.batch_size? the rows of a step: their product"),
-        ("7:1", "did you mean training.max_steps? fewer steps than training.epochs has"),
+        ("6:1", "did you mean training.batch_size? rows per step: the product"),
+        ("7:1", "did you mean training.max_steps? ends a run before training.epochs do"),
         ("8:1", "did you mean precision? float32 or bfloat16"),
         ("9:1", "did you mean workers? a worker computes on one thread"),
         ("10:1", "key 'batch_size' is not read; did you mean training.batch_size?"),
@@ -427,7 +427,7 @@ def test_stages(tmp_path: Path, stages: str, told: str) -> None:
     [
         (
             OF_STAGES + "stages: [{layers: [0, 1]}]\nworkers: 2\n",
-            "7:10: error: workers=2 with stages: each stage names its own; leave it out",
+            "7:10: error: workers=2 with stages: each stage names its own workers; leave it out",
         ),
         (
             OF_STAGES.replace("rows.jsonl", "rows.jsonl, packing: true"),
@@ -457,7 +457,7 @@ def test_stages(tmp_path: Path, stages: str, told: str) -> None:
         ),
         (
             OF_STAGES.replace("layer_pipeline", "ddp") + "stages: [{layers: [0, 1]}]\n",
-            "6:9: error: stages: they are for strategy: layer_pipeline; leave them out",
+            "6:9: error: stages: only strategy: layer_pipeline has stages; leave them out",
         ),
     ],
 )

@@ -34,10 +34,10 @@ def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("num_workers", "num_cores", "said"),
     [
         (1, 2, "1 worker with one thread each, on 2 cores; why"),
-        (4, 8, "4 workers with one thread each, on 8 cores; training.num_shards: 4 leaves nothing "
-         "for more"),
-        (2, 3, "2 workers with one thread each, on 3 cores; training.num_shards: 4 leaves nothing "
-         "for more"),
+        (4, 8, "4 workers with one thread each, on 8 cores; training.num_shards: 4 allows no "
+         "more workers"),
+        (2, 3, "2 workers with one thread each, on 3 cores; training.num_shards: 4 allows no "
+         "more workers"),
         (2, 2, "2 workers with one thread each, on 2 cores"),
     ],
 )  # fmt: skip

@@ -189,7 +189,7 @@ def test_too_little_memory_ends_no_run(
     evaluator.settle(heard.append)
     (note,) = heard
     assert isinstance(note, Noted)
-    assert "step 2 is left out: it failed (CUDA out of memory)" in note.text
+    assert "step 2 is skipped: it failed (CUDA out of memory)" in note.text
     assert evaluator.finish(4, TENSORS, heard.append) is NO_SCORES
     assert places == ["cuda", "cuda", "cpu"]
 
@@ -207,7 +207,7 @@ def test_a_result_that_can_not_be_scored_is_told(
     assert evaluator.finish(4, TENSORS, heard.append) is None
     (note,) = heard
     assert isinstance(note, Noted)
-    assert "step 4 is left out: it failed (CUBLAS_STATUS_NOT_INITIALIZED)" in note.text
+    assert "step 4 is skipped: it failed (CUBLAS_STATUS_NOT_INITIALIZED)" in note.text
 
 
 def test_what_waits_is_given_up(evaluator: Evaluator) -> None:

@@ -244,7 +244,7 @@ def marking(of: str, said: str = "{{ m.content }}") -> str:
             "{% macro said(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
             "{% for m in messages %}{{ said(m)|trim if m.role == 'assistant' else m.content }}"
             "{% endfor %}",
-            "writes another text where its marks ({% generation %}) are read",
+            "writes a different text if its marks ({% generation %}) are read",
         ),
     ],
     ids=["the last turn alone", "no turn", "all turns", "and trims"],

@@ -167,7 +167,7 @@ def test_the_answers_in_a_prompt_are_not_learned() -> None:
         ),
         (
             {"messages": [USER, {**ANSWER, "train": True, "weight": 0}]},
-            "message 2 is to be learned by one of its keys, and not to be",
+            "message 2 has one key that says to learn it, and one that says not",
         ),
         (
             {"messages": [USER, {**ANSWER, "content": [{"text": "ls", "train": False}]}]},
@@ -189,7 +189,10 @@ def test_the_answers_in_a_prompt_are_not_learned() -> None:
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
             "message 1 has a part of type 'image_url'; only text is learned",
         ),
-        ({"prompt": "list", "chosen": "ls", "rejected": "rm"}, "preferences are not learned"),
+        (
+            {"prompt": "list", "chosen": "ls", "rejected": "rm"},
+            "this task doesn't learn preferences",
+        ),
         ({"messages": [USER, ANSWER], "label": False}, "marks a bad answer"),
         ({"messages": [USER, {"from": "function_call", "value": "w("}]}, "a call that is not JSON"),
         (

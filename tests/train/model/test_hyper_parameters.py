@@ -217,7 +217,7 @@ def test_a_rare_class_that_is_seen_too_often() -> None:
     settings, rows = classified((935, 65), oversample=True, epochs=3)
     [found] = judged("C-HP-008", settings, rows=rows)
     assert found.key == "training.epochs"
-    assert "each of 65 rows of 'b' is seen 43 times, and learned by heart; use epochs: 2" in (
+    assert "each of 65 rows of 'b' is seen 43 times, and memorised; use epochs: 2" in (
         found.message
     )
     settings, rows = classified((990, 10), oversample=True)

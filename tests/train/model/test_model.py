@@ -92,7 +92,7 @@ def test_what_a_model_drops_follows_from_its_shards_stream(
 
 
 def test_a_model_that_sees_what_it_predicts_is_refused(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="it sees the tokens that it is to predict"):
+    with pytest.raises(UsageError, match="it sees the tokens that it should predict"):
         model.load(settings(small, tmp_path, bert(is_decoder=False)), pad_token=0)
     causal = settings(small, tmp_path / "causal", bert(is_decoder=True))
     model.load(causal, pad_token=0)

@@ -19,9 +19,10 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.model import model, precision, workload
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
+from tests import extras
 from tests.train.model import nf4
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+extras.require("bitsandbytes")
 transformers = pytest.importorskip("transformers")
 
 # peft asks for what a later transformers will lack.
@@ -105,6 +106,8 @@ def test_the_bits_are_those_of_the_definition(
     rng = np.random.default_rng(seed)
     weight = (rng.standard_normal((rows, blocks * nf4.BLOCK)) * scale).astype(np.float32)
     weight[rng.random(rows) < 0.1] = 0
+    import bitsandbytes
+
     layer = bitsandbytes.nn.LinearNF4(weight.shape[1], rows, bias=False)
     layer.load_state_dict({"weight": torch.from_numpy(weight)})
     layer = layer.to("cpu")

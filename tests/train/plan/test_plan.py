@@ -13,12 +13,12 @@ from entrenar_py.train.model.settings import Data, Settings, Training
 from entrenar_py.train.plan import devices, plan, text
 from entrenar_py.train.plan.plan import Option, Run
 from entrenar_py.train.plan.shape import Cut, Shape
+from tests import extras
 from tests.train.plan.qwen3 import QWEN3_4B, TINY, settings
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-pytest.importorskip("peft")
-pytest.importorskip("transformers")
+extras.require("peft", "transformers")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -196,7 +196,7 @@ def test_a_device_that_reports_no_memory_may_fit(folder: Path) -> None:
         (["gpu:4GB"], "fsdp", "it needs two devices or more"),
         (["5 x gpu:4GB"], "star", "5 workers and 4 shards: use training.num_shards >= 5"),
         (["5 x gpu:4GB"], "pipeline_parallel", "4 blocks can't be cut into 5 stages"),
-        (["2 x wgpu:4GB"], "ddp", "torch's collectives know no wgpu"),
+        (["2 x wgpu:4GB"], "ddp", "torch's collectives don't support wgpu"),
     ],
 )
 def test_a_strategy_that_cannot_run(

@@ -18,11 +18,12 @@ from entrenar_py.train.model.settings import Classes, Settings
 from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.plan import shape
 from entrenar_py.train.plan.shape import Cut, Shape
+from tests import extras
 from tests.train.plan.qwen3 import QWEN3_4B, TINY, settings
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-pytest.importorskip("peft")
+extras.require("peft")
 transformers = pytest.importorskip("transformers")
 ROWS, LENGTH = 4, 32
 SMALL = 4096  # bytes: tokens, masks and single numbers

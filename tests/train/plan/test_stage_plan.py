@@ -25,11 +25,11 @@ from entrenar_py.train.plan.stage_costs import Place, StageCosts
 from entrenar_py.train.plan.stage_plan import Costs
 from entrenar_py.train.plan.stage_workers import StageWorker
 from entrenar_py.train.service import exit_codes
+from tests import extras
 from tests.train.plan.qwen3 import TINY, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-pytest.importorskip("peft")
-pytest.importorskip("transformers")
+extras.require("peft", "transformers")
 CONFIG = """\
 model: .
 task: text
@@ -236,7 +236,7 @@ def test_stages_that_do_not_fit(config: Path, capsys: pytest.CaptureFixture[str]
 def test_no_cut_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configured(config.parent, "devices: ['2 x cpu:1MB']")
     assert cli.main(["pipeline", "plan", str(config)]) == exit_codes.INVALID
-    assert "no cut fits, and the one that lacks least has stage 1 (cpu-2) with block" in (
+    assert "no cut fits; the one that comes closest has stage 1 (cpu-2) with block" in (
         capsys.readouterr().err
     )
 
@@ -263,9 +263,9 @@ def test_no_cut_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (
             "stages: [{layers: [0, 2]}, {layers: [2, 4]}]\ndevices: [cpu:1GB]",
             [],
-            "stages[1]: no worker is left for it; give one more",
+            "stages[1]: no worker is left for this stage; give one more",
         ),
-        ("workers: 5", [], "5 workers and 4 blocks: a stage would have none"),
+        ("workers: 5", [], "5 workers and 4 blocks: a stage would have no block"),
         ("devices: ['7 x cpu:1GB']", [], "7 workers and 4 blocks"),
         ("", ["--workers", "none.yaml"], "none.yaml:1:1: error: can't be read"),
         ("", ["--bandwidth", "fast"], "bandwidth 'fast': use a number with its unit"),
@@ -377,7 +377,7 @@ def test_graphviz_draws_the_svg_where_it_is(
         (
             "- {worker: a, memory: 1GB, backend: cpu, flops: 1}\n"
             "- {worker: b, memory: 1GB, backend: cpu}",
-            "2:3: error: it has neither flops nor seconds_per_block, and others have",
+            "2:3: error: it has neither flops nor seconds_per_block, but other workers do",
         ),
         (
             "- {worker: a, memory: 1GB, backend: cpu, flop: 1}",

@@ -12,12 +12,12 @@ from entrenar_py.train.finetune import staffing
 from entrenar_py.train.plan import devices
 from entrenar_py.train.plan.devices import Device
 from entrenar_py.train.service import exit_codes
+from tests import extras
 from tests.train.plan.qwen3 import TINY
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-pytest.importorskip("peft")
-pytest.importorskip("transformers")
+extras.require("peft", "transformers")
 CONFIG = """\
 model: .
 task: instruct

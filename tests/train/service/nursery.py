@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from multiprocessing import util
 from pathlib import Path
 from select import select
 from typing import Any, NoReturn, TypeAlias
@@ -34,6 +35,7 @@ MESSAGE_BYTES_MAX = 2**16
 # wall clock jumps back), when (once a message was `sent` or `got`, or `before` it is sent), at
 # messages of which name, and the step from which on.
 Strike: TypeAlias = tuple[str, str, str, int]
+_FINE_TUNING = ("finetune", "distill")  # commands
 _LIBRARIES = (
     "entrenar_py.train.finetune.serving",
     "peft",
@@ -173,7 +175,7 @@ def serve(asked: socket.socket) -> None:
         if not request:
             return
         told = json.loads(request)
-        if told["cache"] is not None:  # it fine-tunes
+        if told["cache"] is not None or told["arguments"][0] in _FINE_TUNING:
             _load_libraries()
         pid = os.fork()
         if pid == 0:
@@ -261,6 +263,28 @@ def _reset_connections() -> None:
                 ctypes.CDLL(None).connect(one.fileno(), disconnected, len(disconnected))
 
 
+def _fork_fork_servers() -> None:
+    """Let the fork server of workers be a fork, too: this process has loaded what it would load."""
+    start = util.spawnv_passfds
+
+    def fork(path: bytes, arguments: Sequence[Any], handles: Sequence[int]) -> int:
+        command = arguments[-1]
+        if not isinstance(command, str) or "forkserver" not in command:  # a resource tracker
+            return int(start(path, arguments, handles))
+        if pid := os.fork():
+            return pid
+        try:
+            for handle in Path("/proc/self/fd").iterdir():
+                if int(handle.name) not in (0, 1, 2, *handles):
+                    with suppress(OSError):  # the folder's own handle
+                        os.close(int(handle.name))
+            exec(command, {})
+        finally:
+            os._exit(0)
+
+    util.spawnv_passfds = fork  # type: ignore[assignment]
+
+
 def _become(
     output: int,
     *,
@@ -285,6 +309,7 @@ def _become(
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         if strikes:
             _strike_at(strikes)
+        _fork_fork_servers()
         if limit_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
         code = cli.main(arguments)

@@ -158,7 +158,7 @@ def test_sigterm_lets_the_step_finish(coordinate: Any) -> None:
     worker.train(mean_of_samples, steps=2)
     assert worker.hear()[:2] == (3, 2)
     run.process.signal(signal.SIGTERM)
-    run.process.until("SIGTERM: stops after the step in work")
+    run.process.until("SIGTERM: stops after the current step")
     worker.say(send.gradient(2, 0, [1.0, 2.0, 3.0]))
     assert [worker.hear()[0], worker.hear()[0]] == [5, 7]
     worker.close()
@@ -226,7 +226,7 @@ def test_memory_is_that_of_the_shards(coordinate: Any) -> None:
     ("arguments", "said"),
     [
         (["--resume", "--wire", "v2"], "--resume with --wire v2: the workers hold the weights"),
-        (["--insecure"], "--insecure: it is for --wire v2 alone"),
+        (["--insecure"], "--insecure: it is only for --wire v2"),
         (["--wire", "v1"], "argument --wire: invalid choice: 'v1'"),
     ],
 )

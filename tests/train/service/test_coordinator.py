@@ -67,7 +67,7 @@ def test_a_checkpoint_of_another_run(star: Cluster, capsys: pytest.CaptureFixtur
     progress = {"step": 1, "scenario": other.to_dict()}
     checkpoint.save(star.folder / "state", {}, progress)
     said = refusal(star, capsys, "--resume")
-    assert "saved by a run with optimizer='adamw', this one has optimizer='momentum'" in said
+    assert "saved by a run with optimizer='adamw', but this run has optimizer='momentum'" in said
     (star.folder / "state").write_bytes(b"nonsense")
     assert "first line is not a checkpoint's" in refusal(star, capsys, "--resume")
 
@@ -119,7 +119,7 @@ def test_nobody_comes(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None
     path = star.configure(checkpoint=STATE, timing=timing)
     assert cli.main(["coordinator", str(path)]) == exit_codes.WRONG
     said = capsys.readouterr().out.splitlines()[-1]
-    assert "s for workers; here are []): step 0, weights " in said
+    assert "s for workers; present are []): step 0, weights " in said
     assert checkpoint.load(star.folder / "state")[1]["step"] == 0
 
 

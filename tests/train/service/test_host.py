@@ -160,7 +160,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     other = host_of(plan_of(learning_rate=0.1), checkpoint=tmp_path / "c")
     with pytest.raises(CheckpointError) as caught:
         other.resume()
-    assert "saved by a run with learning_rate=0.05, this one has learning_rate=0.1" in str(
+    assert "saved by a run with learning_rate=0.05, but this run has learning_rate=0.1" in str(
         caught.value
     )
 

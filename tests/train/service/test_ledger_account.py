@@ -220,7 +220,7 @@ def test_other_bits(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = verdict(changed(whole, _poison), capsys, replay=True)
     assert code == exit_codes.WRONG
     assert said.startswith("different: step 2, tensor weight: training again gives ")
-    assert said.endswith(f", the ledger has {'0' * 32}")
+    assert said.endswith(f", but the ledger has {'0' * 32}")
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"learning_rate": 0.051}, {"num_samples": 49}])
@@ -251,11 +251,11 @@ def _served(*attempts: Attempt) -> Callable[[Trace], Trace]:
         ),
         (
             lambda read: _served(replace(CPU, device="a loom"))(_poison(read)),
-            "; but it was computed on a loom, this is ",
+            "; but it was computed on a loom, and this machine has ",
         ),
         (
             lambda read: replace(_poison(read), environment={"torch": "0.1"}),
-            "; but it was recorded with torch 0.1, this is ",
+            "; but it was recorded with torch 0.1, and this machine has ",
         ),
         (lambda read: replace(read, events=read.events[-1:]), "inconclusive: no step was made"),
     ],
@@ -287,7 +287,7 @@ def test_a_backend_that_is_not_here(
     code, said = verdict(served, capsys, replay=True)
     assert (code, said) == (
         exit_codes.INCONCLUSIVE,
-        "inconclusive: computed on cuda, which is not here: no such thing",
+        "inconclusive: computed on cuda, which this machine doesn't have: no such thing",
     )
 
 
@@ -315,7 +315,7 @@ def test_a_halted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
     code, said = verdict(idle, capsys, replay=True)
     assert code == exit_codes.WRONG
-    assert said == "different: the ledger halts in step 2, training again does not"
+    assert said == "different: the ledger halts in step 2, but training again does not"
 
 
 def _quiet() -> np.errstate:
@@ -511,7 +511,7 @@ def test_a_checkpoint_of_an_earlier_build(run: Run) -> None:
         "unchecked"
     )
     run.cut(9)
-    with pytest.raises(TraceError, match="it ends after 0 steps, the checkpoint is of step 3"):
+    with pytest.raises(TraceError, match="it ends after 0 steps, but the checkpoint is of step 3"):
         run.go_on()
 
 

@@ -211,7 +211,7 @@ def test_a_full_disk_loses_nothing(star: Cluster) -> None:
     full = star.coordinator("--resume", limit_bytes=len(kept) // 2)
     star.worker()
     assert full.code() == exit_codes.FAILED
-    assert "can't be written (File too large); the one of step" in full.text
+    assert "can't be written (File too large); the checkpoint of step" in full.text
     assert f"completed: step 400, weights {weights(big)}" in full.text
     assert (star.folder / "state").read_bytes() == kept
 

@@ -31,13 +31,13 @@ class Heard:
 @pytest.mark.parametrize(
     ("grace_s", "signals", "at_once", "told"),
     [
-        (None, 1, [False], ["SIGTERM: stops after the step in work"]),
-        (0.05, 1, [False, True], ["SIGTERM: stops after the step in work, 0.05 s at most"]),
+        (None, 1, [False], ["SIGTERM: stops after the current step"]),
+        (0.05, 1, [False, True], ["SIGTERM: stops after the current step, 0.05 s at most"]),
         (
             None,
             2,
             [False, True],
-            ["SIGTERM: stops after the step in work", "SIGTERM: stops now"],
+            ["SIGTERM: stops after the current step", "SIGTERM: stops now"],
         ),
     ],
 )

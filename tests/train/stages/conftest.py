@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from tests.train.finetune.runs import adapters
 from tests.train.service.cluster import Cluster, cluster
 from tests.train.stages.test_machines import configured
 
-# 48 steps: one for each death, and none is killed near the end, which may be over before it is.
-EPOCHS = 8
+# 24 steps: one for each death, and none is killed near the end, which may be over before it is.
+EPOCHS = 4
+Undisturbed = Callable[[int], bytes]
 
 
 @pytest.fixture
@@ -25,9 +27,14 @@ def machines(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(small: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The adapters that one process trains in EPOCHS."""
-    folder = tmp_path_factory.mktemp("alone")
-    configured(folder, small, llama, training={"epochs": EPOCHS})
-    assert cli.main(["finetune", str(folder / "run.yaml")]) == exit_codes.DONE
-    return adapters(folder / "out")
+def undisturbed(small: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Return a function of a number of epochs: the adapters that one process trains in them."""
+
+    @cache
+    def trained(epochs: int) -> bytes:
+        folder = tmp_path_factory.mktemp("alone")
+        configured(folder, small, llama, training={"epochs": epochs})
+        assert cli.main(["finetune", str(folder / "run.yaml")]) == exit_codes.DONE
+        return adapters(folder / "out")
+
+    return trained

@@ -1,7 +1,8 @@
 """Each role is killed at each message of a step, and the run ends on the undisturbed bits.
 
-`make test` kills once a message has come; `pytest -m slow tests/train/stages/test_doomed.py` also
-before and after it is sent.
+`make test` kills once half of the messages have come, each message at one role or more;
+`pytest -m by_hand tests/train/stages/test_doomed.py` at every message, also before and after it is
+sent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.train.service import doomed
 from tests.train.service.cluster import Cluster, Process
 from tests.train.service.doomed import COORDINATOR
 from tests.train.service.nursery import Strike
-from tests.train.stages.conftest import EPOCHS
+from tests.train.stages.conftest import EPOCHS, Undisturbed
 from tests.train.stages.test_machines import configured, judged
 
 # What each role sends and gets in a step; ranks 0, 1 and 2 are stages.
@@ -32,14 +33,33 @@ GOT = {
     1: ("Assign", "Activation", "ActivationGradient", "Weights", "Commit"),
     2: ("Assign", "Activation", "Weights", "Commit"),
 }
+HALF = {
+    COORDINATOR: GOT[COORDINATOR],
+    0: ("ActivationGradient", "Commit"),
+    1: ("Assign", "Weights"),
+    2: ("Activation",),
+}
+BY_HAND = pytest.mark.by_hand
+ALL_EPOCHS = 8  # 48 steps: one for each death, and none is killed near the end
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "when", [*(pytest.param(one, marks=pytest.mark.by_hand) for one in doomed.WHEN[:-1]), "got"]
+    ("when", "messages", "epochs"),
+    [
+        pytest.param("got", HALF, EPOCHS, id="half"),
+        pytest.param("got", GOT, ALL_EPOCHS, id="got", marks=BY_HAND),
+        *(pytest.param(one, SENT, ALL_EPOCHS, id=one, marks=BY_HAND) for one in doomed.WHEN[:-1]),
+    ],
 )
 def test_each_role_dies_at_each_message(
-    machines: Cluster, small: Path, llama: Path, undisturbed: bytes, when: str
+    machines: Cluster,
+    small: Path,
+    llama: Path,
+    undisturbed: Undisturbed,
+    when: str,
+    messages: doomed.Messages,
+    epochs: int,
 ) -> None:
     """Before the message is sent, after, or once it has come."""
     folder = machines.folder
@@ -53,7 +73,7 @@ def test_each_role_dies_at_each_message(
         strategy="layer_pipeline",
         workers=3,
         checkpoint_every=2,
-        training={"epochs": EPOCHS},
+        training={"epochs": epochs},
         coordinator=section,
     )
 
@@ -63,11 +83,11 @@ def test_each_role_dies_at_each_message(
             return machines.coordinator(*more, cache=folder / "own", strikes=strikes)
         return machines.worker("--rank", role, cache=folder / "theirs", strikes=strikes)
 
-    dooms = doomed.every("kill", when, GOT if when == "got" else SENT)
+    dooms = doomed.every("kill", when, messages)
     ended = doomed.meet(dooms, start, roles=[*SENT])
     codes = [one.code() for one in ended]
     assert codes == [exit_codes.DONE] * 4, "\n".join(one.text for one in ended)
-    assert runs.adapters(folder / "out") == undisturbed
+    assert runs.adapters(folder / "out") == undisturbed(epochs)
     verdicts = judged(folder / "out" / "ledger.jsonl", "distributed-training-v1.yaml")
     assert [verdicts[f"F-DP-00{number}"] for number in (1, 2, 3)] == 3 * ["held"]
     assert "falsified" not in verdicts.values()

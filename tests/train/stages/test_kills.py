@@ -13,7 +13,7 @@ from pathlib import Path
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune import runs
 from tests.train.service.cluster import Cluster, Process
-from tests.train.stages.conftest import EPOCHS
+from tests.train.stages.conftest import EPOCHS, Undisturbed
 from tests.train.stages.test_machines import configured
 
 UNTIL_S = 60.0
@@ -71,7 +71,7 @@ class Run:
 
 
 def test_a_spare_takes_the_stage_of_the_dead(
-    machines: Cluster, small: Path, llama: Path, undisturbed: bytes
+    machines: Cluster, small: Path, llama: Path, undisturbed: Undisturbed
 ) -> None:
     """A worker that found no free place waits, and takes the first one that is left."""
     run = Run(machines, small, llama)
@@ -80,12 +80,12 @@ def test_a_spare_takes_the_stage_of_the_dead(
     run.reach(5)
     run.workers[1].kill()
     run.workers[1] = spare
-    assert run.end() == undisturbed
+    assert run.end() == undisturbed(EPOCHS)
     assert "loads stage 1: block 2" in spare.text or "loads stage 1: blocks" in spare.text
 
 
 def test_a_frozen_stage_is_given_up(
-    machines: Cluster, small: Path, llama: Path, undisturbed: bytes
+    machines: Cluster, small: Path, llama: Path, undisturbed: Undisturbed
 ) -> None:
     """It is silent for too long; when it goes on, it comes back."""
     run = Run(machines, small, llama)
@@ -93,11 +93,11 @@ def test_a_frozen_stage_is_given_up(
     run.workers[1].signal(signal.SIGSTOP)
     run.coordinator.until(r"worker 1 left in step \d+: silent")
     run.workers[1].signal(signal.SIGCONT)
-    assert run.end() == undisturbed
+    assert run.end() == undisturbed(EPOCHS)
 
 
 def test_a_run_goes_on_under_another_cut(
-    machines: Cluster, small: Path, llama: Path, undisturbed: bytes
+    machines: Cluster, small: Path, llama: Path, undisturbed: Undisturbed
 ) -> None:
     """Three equal stages, then two others; then it is one process's digest."""
     run = Run(machines, small, llama)
@@ -119,4 +119,4 @@ def test_a_run_goes_on_under_another_cut(
         rank: machines.worker("--id", name, cache=run.folder / "theirs")
         for rank, name in enumerate(("left", "right", "beside"))
     }
-    assert run.end() == undisturbed
+    assert run.end() == undisturbed(EPOCHS)

@@ -201,7 +201,7 @@ PLANTED: list[tuple[Callable[[Patch], None], str, Iterator[Trial]]] = [
     (same_number, "accused: Summed shards=(0,): not the next assignment", from_seed(0)),
     (lasting_void, "left: Assign to a worker that is computing", from_seed(100)),
     (empty_stage, "ZeroDivisionError", from_seed(0)),
-    (kept_weights, "it came before", from_seed(0)),
+    (kept_weights, "it was already received", from_seed(0)),
     (no_complaints, HANGS, from_seed(0)),
     (lost_early_tensors, HANGS, late(0)),
     (unbound_passes, "KeyError", from_seed(0)),

@@ -39,9 +39,10 @@ from entrenar_py.train.stages.stage_step import Backward, Hidden, StageStep, Tor
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.messages import Activation, ActivationGradient, Welcome
 from entrenar_py.train.wire.pipeline_peers import Passed
+from tests import extras
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
+extras.require("peft")
 pytestmark = [
     pytest.mark.wgpu,
     # peft asks for what a later transformers will lack.

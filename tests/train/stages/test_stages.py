@@ -262,9 +262,9 @@ def test_a_model_that_looks_ahead_is_refused(
 
     prepared = prepared_of(small, tmp_path / "model", config("Llama"), ("q_proj",))
     monkeypatch.setattr(llama.LlamaDecoderLayer, "forward", looking)
-    with pytest.raises(UsageError, match="it sees the tokens that it is to predict"):
+    with pytest.raises(UsageError, match="it sees the tokens that it should predict"):
         prepared.workload()
-    with pytest.raises(UsageError, match="it sees the tokens that it is to predict"):
+    with pytest.raises(UsageError, match="it sees the tokens that it should predict"):
         stages_of(prepared, 2, 4)
 
 

@@ -283,7 +283,7 @@ def test_all_workers_die() -> None:
     office.pass_time(PATIENCE.gather_s)
     (finish,) = office.effects(do.Finish)
     assert finish.status == "failed"
-    assert "step 0 has waited 300 s for workers; 0 are there" in finish.reason
+    assert "step 0 has waited 300 s for workers; 0 are present" in finish.reason
 
 
 def test_too_few_workers_ever() -> None:
@@ -320,7 +320,7 @@ def test_a_join_too_late_or_too_many() -> None:
     office.join("a", "b")
     office.end.lost("a", "died")
     office.join("c")
-    assert "too late" in office.closed["c"]
+    assert "admits no late workers" in office.closed["c"]
 
 
 def test_who_takes_too_long() -> None:
@@ -453,7 +453,7 @@ def test_nobody_may_repeat_for_ever() -> None:
     office.say("a", once, *IGNORED_MAX * [once])
     assert not office.closed
     office.say("a", once)
-    assert "the 65th message that came twice or late" in office.closed["a"]
+    assert "this is the 65th repeated or late message" in office.closed["a"]
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_nobody_may_repeat_for_ever() -> None:
         (
             [send.gradient(0, 0, [1.0, 2.0])],
             [send.gradient(0, 1, [1.0])],
-            "the gradient: gradients=1 of components []: those that came first have 2",
+            "the gradient: gradients=1 of components []: the first ones had 2",
         ),
         (
             [send.block(0, 0, 0, 2, [1, 2], [1.0] * 3)],
@@ -487,7 +487,7 @@ def test_nobody_may_repeat_for_ever() -> None:
         (
             [send.gradient(0, 0, [1.0])],
             [send.non_block(0, 1, 0, [1.0])],
-            "component 0: a gradient of this run has none",
+            "component 0: no gradient of this run has this part",
         ),
         (
             [send.block(0, 0, 0, 2, [1], [1.0])],

@@ -214,7 +214,7 @@ REFUSED = {
     ),
     "more gradients than the frame has": (
         original.frame(b"\x04" + bytes(12) + struct.pack("<Q", 3) + bytes(8) + bytes(20)),
-        "gradients=3: its frame would have 53 bytes, it has 49",
+        "gradients=3: its frame would have 53 bytes, but it has 49",
     ),
     "fewer gradients than the frame has": (
         original.frame(b"\x05" + bytes(8) + struct.pack("<Q", 1) + bytes(8) + bytes(4)),

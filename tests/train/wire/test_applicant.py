@@ -145,7 +145,9 @@ def test_another_version_is_told_so() -> None:
     """Either end checks the version before anything else."""
     later = replace(CHALLENGE, version=VERSION + 1)
     finish = new().receive(later)[-1]
-    assert finish == do.Finish("failed", f"version={VERSION + 1}: this worker speaks {VERSION}")
+    assert finish == do.Finish(
+        "failed", f"version={VERSION + 1}: this worker speaks version {VERSION}"
+    )
     said = replace(hello(new()), version=VERSION + 1)
     said = replace(said, proof=terms.proof_of_worker(SECRET, CHALLENGE, said))
     send, _ = coordinator().receive("down", said, 0.0)
@@ -416,10 +418,10 @@ def test_a_piece_twice_is_refused() -> None:
 
 
 def test_another_package_is_not_taken() -> None:
-    """A coordinator that has another run by now is told apart by the package's digest."""
+    """A coordinator that has now has a different run is told apart by the package's digest."""
     ends = fetching(package="3" * 64)
     assert ends.finished is not None
-    assert "another run by now" in ends.finished.reason
+    assert "now has a different run" in ends.finished.reason
 
 
 def test_an_offer_without_a_proof_is_not_believed() -> None:

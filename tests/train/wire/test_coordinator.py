@@ -262,7 +262,7 @@ def test_a_run_does_not_wait_for_ever() -> None:
     assert star.finished is None
     star.wait(1.0)
     star.deliver()
-    reason = "step 1 has waited 300 s for workers; here are [0]"
+    reason = "step 1 has waited 300 s for workers; present are [0]"
     assert [one for one in star.effects if isinstance(one, do.Finish)] == [station.finished]
     assert station.finished == do.Finish("failed", reason)
 
@@ -281,7 +281,7 @@ def test_who_comes_and_goes_wins_no_time() -> None:
         if station.link is not None:
             star.cut(station.link)
     assert star.now == 300.0
-    reason = "step 0 has waited 300 s for workers; here are [0, 1]"
+    reason = "step 0 has waited 300 s for workers; present are [0, 1]"
     assert star.finished == do.Finish("failed", reason)
 
 
@@ -306,7 +306,7 @@ def test_who_came_in_time_has_time_to_load(loads: bool) -> None:
     member.heard = star.now = 590.0
     effects = star.coordinator.tick(star.now)
     assert effects[0] == do.Close(link_of(late).peer, "has loaded for 300 s")
-    reason = "step 0 has waited 590 s for workers; here are []"
+    reason = "step 0 has waited 590 s for workers; present are []"
     assert effects[-1] == do.Finish("failed", reason)
 
 
@@ -322,7 +322,7 @@ def test_waiting_begins_anew_with_each_step() -> None:
     star.wait(299.0)
     assert star.coordinator.stage is Stage.GATHERING
     star.wait(1.0)
-    reason = "step 0 has waited 300 s for workers; here are []"
+    reason = "step 0 has waited 300 s for workers; present are []"
     assert star.finished == do.Finish("failed", reason)
 
 
@@ -485,21 +485,39 @@ def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        ([node(block=1)], "its shards were not assigned, or came before"),
-        ([ALL, node(block=2)], "TreeNode block=2: it comes when block 3 is whole"),
-        ([ALL, node(block=2**63 - 1)], "it comes when block 9223372036854775808 is whole"),
-        ([ALL, node()], "TreeNode block=0: it comes when block 1 is whole"),
-        ([ALL, node(level=1, block=1), node()], "TreeNode block=0: it comes when block 1 is whole"),
-        ([ALL, node(block=1), node(block=1)], "its shards were not assigned, or came before"),
+        ([node(block=1)], "its shards were not assigned, or were already received"),
+        ([ALL, node(block=2)], "TreeNode block=2: it is due only when block 3 is complete"),
+        ([ALL, node(block=2**63 - 1)], "it is due only when block 9223372036854775808 is complete"),
+        ([ALL, node()], "TreeNode block=0: it is due only when block 1 is complete"),
+        (
+            [ALL, node(level=1, block=1), node()],
+            "TreeNode block=0: it is due only when block 1 is complete",
+        ),
+        (
+            [ALL, node(block=1), node(block=1)],
+            "its shards were not assigned, or were already received",
+        ),
         (
             [ALL, node(0, 0, 4, 1)],
-            "TreeNode block=1 level=0 index=4: its shards were not assigned, or came before",
+            (
+                "TreeNode block=1 level=0 index=4: its shards were not assigned, or were "
+                "already received"
+            ),
         ),
-        ([ALL, node(0, 2, 1, 1)], "its shards were not assigned, or came before"),
-        ([ALL, node(0, 0, 2**63 - 1, 1)], "its shards were not assigned, or came before"),
-        ([ALL, node(0, 0, 0, 1), node(0, 0, 0, 1)], "its shards were not assigned, or came before"),
-        ([ALL, node(0, 1, 0, 1), node(0, 0, 1, 1)], "its shards were not assigned, or came before"),
-        ([ALL, node(0, 0, 3, 1), node(block=1)], "its shards were not assigned, or came before"),
+        ([ALL, node(0, 2, 1, 1)], "its shards were not assigned, or were already received"),
+        ([ALL, node(0, 0, 2**63 - 1, 1)], "its shards were not assigned, or were already received"),
+        (
+            [ALL, node(0, 0, 0, 1), node(0, 0, 0, 1)],
+            "its shards were not assigned, or were already received",
+        ),
+        (
+            [ALL, node(0, 1, 0, 1), node(0, 0, 1, 1)],
+            "its shards were not assigned, or were already received",
+        ),
+        (
+            [ALL, node(0, 0, 3, 1), node(block=1)],
+            "its shards were not assigned, or were already received",
+        ),
         ([computed(0, 1)], "not the next assignment, or already reported"),
         ([computed(0, 1, 2, 3, 3)], "not the next assignment, or already reported"),
         ([computed()], "not the next assignment, or already reported"),
@@ -609,7 +627,7 @@ def test_who_is_thrown_out_is_told_why() -> None:
     """It may come back; a peer that is not a member gets no reason."""
     star, link = alone()
     effects = star.say_above(link, computed(7))
-    reason = "thrown out: Computed shards=(7,): not the next assignment, or already reported"
+    reason = "disconnected: Computed shards=(7,): not the next assignment, or already reported"
     assert effects[0] == do.Send(link.peer, Refuse(reason=reason, retry=True))
     assert star.finish().status == "completed"
 
@@ -628,7 +646,7 @@ def test_a_run_that_only_throws_out_ends() -> None:
         star.deliver()
     told, _, finish = _breaks(star, station, 9)
     problem = (
-        "worker 0 was thrown out 3 times before step 0 was made, each time for the same reason: "
+        "worker 0 was disconnected 3 times before step 0 was made, each time for the same reason: "
         "Computed shards=(9,): not the next assignment, or already reported"
     )
     assert isinstance(told, do.Send)

@@ -426,7 +426,7 @@ def test_a_frame_sent_back_is_refused() -> None:
     ("at", "form", "value", "complaint"),
     [
         (0, "B", 0, "magic=b'\\\\x00NTP': not a frame"),
-        (4, "B", 1, "version=1: this end speaks 3"),
+        (4, "B", 1, "version=1: this end speaks version 3"),
         (5, "B", 0, "tag=0: no message has it"),
         (6, "B", 0, "out of its turn"),
         (6, "B", 2, "out of its turn"),

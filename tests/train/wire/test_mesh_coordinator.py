@@ -169,7 +169,7 @@ def test_the_third_complaint_sends_the_worst_away() -> None:
         say(mesh, stations[by], unreachable(of, round_))
     effects = say(mesh, stations[0], unreachable(1, ROUNDS_MAX))
     peer, reason = wire_of_lost(effects), "worker 0 can't reach worker 1: refused"
-    told = do.Send(peer, Refuse(reason=f"thrown out: {reason}", retry=True))
+    told = do.Send(peer, Refuse(reason=f"disconnected: {reason}", retry=True))
     assert effects[:3] == [told, do.Close(peer, reason), do.Left(1, 0, reason)]
     assert [one.ranks for one in sent(effects, Group)] == [(0, 2)] * 2
     assert mesh.finish() == do.Finish("completed")
@@ -422,7 +422,7 @@ def test_all_was_computed_by_who_has_staged() -> None:
     """A worker that has not computed its shards can't have staged the step."""
     mesh, stations = started()
     closed = closing(say(mesh, stations[0], Staged(step=0, round=1)))
-    assert closed.reason == "Staged: its shards (0, 1) are not computed"
+    assert closed.reason == "Staged: its shards (0, 1) are not computed yet"
 
 
 def _phase(mesh: Mesh, station: Station) -> PeerPhase | None:

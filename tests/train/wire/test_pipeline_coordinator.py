@@ -124,13 +124,13 @@ def test_a_run_to_its_end() -> None:
         ([node(1)], "TreeNode block=1 level=1 index=0: its shards were not assigned"),
         ([summed(), node(3)], "TreeNode block=3: it is another stage's"),
         ([summed(), node(7)], "TreeNode block=7: it is another stage's"),
-        ([summed(), node(0)], "TreeNode block=0: it comes when block 1 is whole"),
-        ([summed(), node(1), node(1)], "or came before"),
+        ([summed(), node(0)], "TreeNode block=0: it is due only when block 1 is complete"),
+        ([summed(), node(1), node(1)], "or were already received"),
         ([summed(), node(1, level=2)], "its shards were not assigned"),
         ([summed(), node(1, step=1)], "step=1: the run is at step 0"),
         ([summed(), node(1), node(0), node(0)], "TreeNode block=0: nothing more is due"),
         ([summed(), node(1), node(0), node(1)], "TreeNode block=1: nothing more is due"),
-        ([staged()], "Staged: its weights are not all sent"),
+        ([staged()], "Staged: not all its weights were sent"),
         ([Applied(step=0)], "Applied from a peer that is computing"),
         ([not_finite(step=1)], "step=1: the run is at step 0"),
     ],
@@ -201,7 +201,7 @@ def test_places_are_kept_for_those_that_have_a_name() -> None:
     _, effects = bench.hello(None)
     (refuse,) = sent(effects, Refuse)
     assert not refuse.retry
-    told = "the stages are planned for workers by name: start it with --id, of a, b"
+    told = "the stages are planned for workers by name: start it with --id and one of a, b"
     assert refuse.reason == told
 
 

@@ -142,7 +142,7 @@ def test_a_second_welcome_is_refused() -> None:
     """The first one's state is being loaded."""
     machine, _ = welcomed()
     welcome = Welcome(rank=1, step=5, blocks=6, resumed=False, proof=machine._expected)
-    assert "it came before" in closed(machine.receive(welcome, 0.0))[PEER]
+    assert "it was already received" in closed(machine.receive(welcome, 0.0))[PEER]
 
 
 def test_a_worker_for_any_place_asks_for_any_again() -> None:
@@ -279,7 +279,7 @@ def test_nothing_is_due_twice(peer: str, said: Message) -> None:
     machine = computing()
     machine.receive_from(peer, said, 0.0)
     (reason,) = closed(machine.receive_from(peer, said, 0.0)).values()
-    assert "shard=0: not due here, or it came before" in reason
+    assert "shard=0: not due here, or already received" in reason
 
 
 def test_a_shard_of_another_worker_of_the_stage_is_not_due() -> None:
@@ -288,9 +288,9 @@ def test_a_shard_of_another_worker_of_the_stage_is_not_due() -> None:
     machine = linked()
     machine.receive(replace(group, round=2), 0.0)
     effects = machine.receive_from("in", hidden(1, round_=2), 0.0)
-    assert closed(effects) == {"in": "Activation shard=1: not due here, or it came before"}
+    assert closed(effects) == {"in": "Activation shard=1: not due here, or already received"}
     effects = machine.receive(BOTH, 0.0)
-    assert "others hold them in this round" in closed(effects)[PEER]
+    assert "other workers hold them in this round" in closed(effects)[PEER]
 
 
 @pytest.mark.parametrize(
@@ -299,8 +299,11 @@ def test_a_shard_of_another_worker_of_the_stage_is_not_due() -> None:
         ([BOTH], "Assign shards=(0, 1): no round"),
         ([weights(2)], "Weights block=2: no round has begun"),
         ([Assign(step=4, shards=(0,))], "step=4: this worker is at step 5"),
-        ([GROUP, weights(0)], "Weights block=0: it came before, or is another stage's"),
-        ([GROUP, weights(2), weights(2)], "Weights block=2: it came before"),
+        (
+            [GROUP, weights(0)],
+            "Weights block=0: it was already received, or belongs to another stage",
+        ),
+        ([GROUP, weights(2), weights(2)], "Weights block=2: it was already received"),
         ([GROUP, weights(2, step=4)], "step=4: this worker is at step 5"),
         ([GROUP, Assign(step=5, shards=(2,))], "shard=2: there are 2"),
         ([GROUP, BOTH, BOTH], "Assign to a worker that is computing"),

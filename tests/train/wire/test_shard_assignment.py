@@ -390,8 +390,8 @@ def test_two_workers_that_stay_with_it_halt_the_run() -> None:
     star.record.copies.go_wrong(0, times=99)
     assert finished(star) == "halted"
     reason = (
-        "workers [0, 1] disagree on shard 1 of step 0, and nobody can say which is wrong: training "
-        "halted before any update"
+        "workers [0, 1] disagree on shard 1 of step 0, and it can't be decided which is wrong: "
+        "training halted before any update"
     )
     assert of(star, do.Stop) == [do.Stop(0, None, reason, shard=1)]
     assert of(star, do.Conclude) == [do.Conclude(0, 1, (0, 1, 2, 3), disputed=(0, 1))]
@@ -525,5 +525,5 @@ def test_who_was_caught_may_come_back_once() -> None:
     star.until(lambda: station.finished is not None)
     assert station.finished is not None
     assert (station.finished.status, len(station.state)) == ("failed", 1)
-    assert "caught too often" in station.finished.reason
+    assert "caught with wrong results too often" in station.finished.reason
     assert finished(star) == "completed"

@@ -149,7 +149,7 @@ def answer(
 
 def test_a_barred_rank_is_nobodys() -> None:
     """A hello for it is refused for good; one without a rank gets another."""
-    reason = "rank=0: it was caught too often with wrong results"
+    reason = "rank=0: it was caught with wrong results too often"
     assert answer(hello(rank=0), barred={0}) == Refuse(reason=reason, retry=False)
     admitted = answer(hello(), barred={0})
     assert isinstance(admitted, Admission)

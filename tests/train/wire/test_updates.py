@@ -104,8 +104,8 @@ def test_weights_are_used_when_everyone_holds_them() -> None:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ((weights(1), weights(1)), "Weights block=1: it came before"),
-        ((weights(2),), "Weights block=2: it came before, or there is no such block"),
+        ((weights(1), weights(1)), "Weights block=1: it was already received"),
+        ((weights(2),), "Weights block=2: it was already received, or there is no such block"),
         ((weights(0, step=1),), "step=1: this worker is at step 0"),
     ],
 )

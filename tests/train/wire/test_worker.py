@@ -222,7 +222,7 @@ def test_a_block_is_held_once(said: list[int]) -> None:
     """A second copy of a block, or an unknown block, is refused."""
     machine = reach(WorkerPhase.READY)
     messages = [replace(AVERAGES[0], block=block) for block in said]
-    reason = f"Average block={said[-1]}: it came before, or there is no such block"
+    reason = f"Average block={said[-1]}: it was already received, or there is no such block"
     said_last = do.Send(PEER, Leave(reason=reason))
     assert told(machine, *messages) == [said_last, do.Close(PEER, reason)]
 
@@ -261,7 +261,7 @@ def _thrown_out(machine: Worker, reason: str) -> list[Effect]:
     """Return the effects when the worker rejoins and is thrown out in its step."""
     connect(machine)
     told(machine, CHALLENGE, welcome(rank=machine.rank))
-    return told(machine, Refuse(reason=f"thrown out: {reason}", retry=True))
+    return told(machine, Refuse(reason=f"disconnected: {reason}", retry=True))
 
 
 def test_who_is_thrown_out_again_and_again_stays_away() -> None:
@@ -269,14 +269,14 @@ def test_who_is_thrown_out_again_and_again_stays_away() -> None:
     machine = new()
     for number in (1, 2):
         said = _thrown_out(machine, f"{number} bytes too many")
-        assert said == [do.Close(PEER, f"thrown out: {number} bytes too many")]
+        assert said == [do.Close(PEER, f"disconnected: {number} bytes too many")]
     assert len(_thrown_out(machine, "another reason")) == 1
     _, finish = _thrown_out(machine, "3 bytes too many")
     assert isinstance(finish, do.Finish)
     assert finish.status == "failed"
     assert finish.reason == (
-        "worker 2 was thrown out 3 times before step 5 was made, each time for the same reason: "
-        "thrown out: 3 bytes too many"
+        "worker 2 was disconnected 3 times before step 5 was made, each time for the same reason: "
+        "disconnected: 3 bytes too many"
     )
 
 
@@ -303,7 +303,7 @@ def test_a_coordinator_proves_itself_too(proof: str) -> None:
 
 def test_another_version_is_the_end() -> None:
     """It does not try again."""
-    reason = "version=1: this worker speaks 3"
+    reason = "version=1: this worker speaks version 3"
     assert told(connect(new()), replace(CHALLENGE, version=1)) == [
         do.Close(PEER, reason),
         do.Finish("failed", reason),

@@ -433,7 +433,7 @@ def test_why_it_can_not_be_had() -> None:
             assert finish == do.Finish("failed", "refused: wrong secret")
             other = source(port, package="0" * 64)
             finish = await queries.fetch(other, kept.missing, kept.store)
-            assert "another run by now" in finish.reason
+            assert "now has a different run" in finish.reason
         nobody = source(port, patience_s=0.1)
         finish = await queries.fetch(nobody, kept.missing, kept.store)
         assert finish.reason.startswith(f"no files from {LOOPBACK}:{port}: ")

@@ -153,7 +153,7 @@ def test_who_gathers_too_long_fails() -> None:
     simulation, _, _ = simulate(run_of(), ranks=(0,))
     finish = simulation.run(until_s=10_000.0)
     assert finish.status == "failed"
-    assert "step 0 has waited 300 s for workers; here are [0]" in finish.reason
+    assert "step 0 has waited 300 s for workers; present are [0]" in finish.reason
     assert simulation.nodes[0].end.finished == finish
 
 
@@ -222,7 +222,7 @@ def test_who_is_killed_stays_dead(kind: str, nth: int) -> None:
     assert not simulation.nodes[1].alive
     assert hands.made == members[0].made
     if kind == "Loaded":  # it was awaited, and never came
-        assert "here are [0]" in finish.reason
+        assert "present are [0]" in finish.reason
     else:
         assert finish == COMPLETED
         assert any(one.startswith("1 left: ") for one in hands.told)

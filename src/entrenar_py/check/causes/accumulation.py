@@ -53,7 +53,7 @@ class Applied:
     bound: float
 
     def by_other_divisors(self) -> Iterator[Applied]:
-        """Yield this record with each other divisor that makes some tensors exactly their sums."""
+        """Yield this record with each other divisor that explains the gradients of some tensors."""
         size = float(np.linalg.norm(step_sums.joined(self.mean, self.mean)))
         for divisor in step_sums.divisors(self.total, self.mean, self.bound):
             off = step_sums.off(self.total, self.mean, divisor, self.bound * divisor * size)
@@ -144,8 +144,8 @@ def stepped_again(trace: Trace, update: Update) -> Explanation | None:
         return None
     since = min(update.kept.values(), default=update.step - 1)
     return Explanation(
-        f"is that of step {update.step - 1} once more, which could mean: stepped without a "
-        f"backward pass since step {since}"
+        f"is step {update.step - 1}'s gradient again, which could mean: the optimizer stepped "
+        f"without a backward pass since step {since}"
     )
 
 
@@ -210,9 +210,9 @@ def of_evaluation(
     if factors.ratio(part, got, _FAR * bound) is not None:
         return None
     return min(applied), Explanation(
-        f"holds that of {len(passes) - len(training)} backward passes in evaluation mode, "
-        f"and of {len(training)} in training mode, which could mean: gradients of an evaluation "
-        "not cleared"
+        f"contains the gradients of {len(passes) - len(training)} backward passes in evaluation "
+        f"mode and {len(training)} in training mode, which could mean: gradients of an "
+        "evaluation are not cleared"
     )
 
 
@@ -228,8 +228,8 @@ def _again(step: Applied) -> Explanation | None:
     if any(before.gradient[name].digest != now[name].digest for name in step.off):
         return None
     return Explanation(
-        f"is that of step {step.update.step - 1} once more, in spite of a backward pass, which "
-        "could mean: the new gradient is applied late or never"
+        f"is step {step.update.step - 1}'s gradient again, although a backward pass was made, "
+        "which could mean: the new gradient is applied late or never"
     )
 
 
@@ -255,8 +255,8 @@ def _kept(step: Applied) -> Explanation | None:
         return None
     since = min((step.update.kept[name] for name in kept), default=step.update.step - 1)
     return Explanation(
-        f"is this step's plus what step {step.update.step - 1} applied, which could mean: "
-        f"gradients not cleared since step {since}"
+        f"is this step's gradient plus the one that step {step.update.step - 1} applied, which "
+        f"could mean: gradients are not cleared since step {since}"
     )
 
 
@@ -265,7 +265,7 @@ def _late(step: Applied) -> Explanation | None:
     if not step.is_times(step.sum_of(step.shards_of(number))):
         return None
     return Explanation(
-        f"is that of step {number}'s samples, which could mean: it is applied a step late"
+        f"is the gradient of step {number}'s samples, which could mean: it is applied a step late"
     )
 
 
@@ -293,9 +293,9 @@ def _left(step: Applied) -> Explanation | None:
             which = "all" if count == most else last
             applied = f", and what step {number} applied" if kept else ""
             return Explanation(
-                f"is that of step {number + 1}'s samples and of {which} {most} backward passes of "
-                f"step {number}{applied}, which could mean: gradients not cleared after step "
-                f"{number}"
+                f"is the sum over step {number + 1}'s samples and {which} {most} backward passes "
+                f"of step {number}{applied}, which could mean: gradients are not cleared after "
+                f"step {number}"
             )
     return None
 
@@ -311,8 +311,8 @@ def _carried(step: Applied) -> Explanation | None:
         if tail and step.is_times(step.sum_of([*tail, *head])):
             last = "the last" if count == 1 else f"the last {count}"
             return Explanation(
-                f"is that of all but {last} of {most} micro-batches, and of {last} of step "
-                f"{number}, which could mean: {last} of a step come after the reduction"
+                f"is the sum over all but {last} of {most} micro-batches, and over {last} of "
+                f"step {number}, which could mean: {last} of a step come after the reduction"
             )
     return None
 
@@ -337,7 +337,7 @@ def _some_micro_batches(step: Applied) -> Explanation | None:
         chosen = [shard for shards in by_rank.values() for shard in shards[place]]
         if step.is_times(step.sum_of(chosen)):
             return Explanation(
-                f"is that of {words} of {most} micro-batches, which could mean: {meaning}"
+                f"is the sum over {words} of {most} micro-batches, which could mean: {meaning}"
             )
     return None
 
@@ -360,11 +360,11 @@ def _one_rank(step: Applied) -> Explanation | None:
             continue
         if rank != step.update.rank:
             return Explanation(
-                f"is that of rank {rank}'s samples alone, which could mean: it is broadcast, not "
-                "reduced"
+                f"is the gradient of rank {rank}'s samples alone, which could mean: it is "
+                "broadcast, not reduced"
             )
         return Explanation(
-            f"is that of rank {rank}'s own samples alone",
+            f"is the gradient of rank {rank}'s own samples alone",
             is_wrong=False,
             advice="gradients are reduced inside of optimizer.step(), or never: F-DP-001 compares "
             "the weights",
@@ -389,10 +389,14 @@ def _uneven_parts(step: Applied) -> Explanation | None:
         for name, own in zip(parts, known, strict=True):
             rest = np.sum([term for term in known if term is not own], axis=0)
             if len(known) > 2 and step.is_times(rest):
-                return Explanation(f"lacks that of {name}, which could mean: it is not reduced")
+                return Explanation(
+                    f"lacks the gradient of {name}, which could mean: it is not reduced"
+                )
             shares = _parts([rest, own], step.applied, step.bound)
             if shares is not None and abs(shares[1] / shares[0] - 2) <= _EVEN:
-                return Explanation(f"has that of {name} twice, which could mean: it is added twice")
+                return Explanation(
+                    f"contains the gradient of {name} twice, which could mean: it is added twice"
+                )
     return None
 
 

@@ -170,8 +170,8 @@ def copies_stepped(compared: Compared) -> str:
     if compared.trace.traits.steps == "model":
         return ""
     return (
-        "the optimizer steps copies of the model's weights (masters in float32, or shards), which "
-        "are written back later: its updates can't be recomputed from the model's own"
+        "the optimizer steps copies of the model's weights (float32 masters, or shards) that are "
+        "written back later, so its updates can't be recomputed from the model's weights"
     )
 
 
@@ -291,9 +291,13 @@ def undone(tally: Tally, compared: Compared) -> Compared:
     trace = compared.trace
     ratio = _rate_ratio(compared.model, trace, factor)
     note = (
-        f"in {run_name(trace)} gradients are {factor:.4g} times as large as in the "
-        "run that it is compared with, and weights change equally: the optimizer's "
-        + ("learning rate is divided by that" if ratio else "step divides the gradients itself")
+        f"in {run_name(trace)} gradients are {factor:.4g} times as large as in the other run, "
+        "and weights change equally: the optimizer's "
+        + (
+            "learning rate is divided by that factor"
+            if ratio
+            else "step divides the gradients itself"
+        )
     )
     tally.note(note)
     trace = _divided(trace, factor, ratio or 1.0)
@@ -469,7 +473,7 @@ def stepped_alone(compared: Compared) -> Mapping[str, Any] | None:
                 "model.module), or reduce them before the step",
                 "tensor": name,
                 "expected": "the mean of all ranks' gradients",
-                "got": f"that of rank {rank}",
+                "got": f"rank {rank}'s gradient",
                 **evidence.place(trace, steps[0][1][rank]),
             }
     return None
@@ -569,8 +573,8 @@ def follow_copies(tally: Tally, runs: Traces, trace: Trace) -> bool:
         if counts and all(counts):
             tally.compared += sum(counts)
             tally.note(
-                "the optimizer steps copies of the weights: from the first step on, all "
-                "weights are what its rule makes of such copies, after rounding"
+                "the optimizer steps copies of the weights: from the first step on, all weights "
+                "equal such copies after its rule, rounded"
             )
             return True
     return False

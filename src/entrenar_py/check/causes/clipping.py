@@ -115,10 +115,9 @@ def in_pieces(clipped: Clipped) -> Explanation | None:
         return None
     name = min(divided)
     return Explanation(
-        f"elements of {name} are scaled by {len(groups)} different factors, and the "
-        "elements with one factor have this norm: each rank clips its pieces by "
-        "their own norm, not by that of the whole gradient "
-        "(FullyShardedDataParallel has its own clip_grad_norm_)",
+        f"elements of {name} are scaled by {len(groups)} different factors, and the elements "
+        "with one factor have this norm: each rank clips its pieces by their own norm, not by "
+        "the norm of the whole gradient (FullyShardedDataParallel has its own clip_grad_norm_)",
         tensor=name,
     )
 
@@ -139,7 +138,9 @@ def _by_element(clipped: Clipped) -> Explanation | None:
     num_largest = int(np.isclose(sizes, sizes.max(), rtol=clipped.bound).sum()) if sizes.size else 0
     if num_largest and clipped.is_limit(float(sizes.max())):
         if num_largest > 1:
-            return Explanation("each element was clipped to it, not the norm (clip_grad_value_)")
+            return Explanation(
+                "each element was clipped to this limit, not the norm (clip_grad_value_)"
+            )
         return Explanation(
             "its largest element has this size: clipped by the maximum (norm_type=inf)"
         )
@@ -153,7 +154,7 @@ def _in_groups(clipped: Clipped) -> Explanation | None:
     for names in scaled_together(clipped):
         apart = len(names) < len(clipped.applied)
         if apart and clipped.is_limit(clipped.norm(names)):
-            words = f"{listed(names, most=3)} has this norm alone: clipped in parts, not as a whole"
+            words = f"{listed(names, most=3)} alone has this norm: clipped in parts, not as a whole"
             return Explanation(words, tensor=names[0])
     return None
 
@@ -191,10 +192,10 @@ def _as_it_grows(batches: Sequence[Vectors], limit: float) -> Vectors:
 
 
 _EARLY: Mapping[str, Callable[[Sequence[Vectors], float], Vectors]] = {
-    "each rank clipped its own gradient before they were added": lambda batches, limit: _cut(
-        _sum(batches), limit
+    "each rank clipped its own gradient before the gradients were added": lambda batches, limit: (
+        _cut(_sum(batches), limit)
     ),
-    "each micro-batch's gradient was clipped before they were added": lambda batches, limit: _sum(
+    "each micro-batch's gradient was clipped before their sum": lambda batches, limit: _sum(
         [_cut(batch, limit) for batch in batches]
     ),
     "the gradient was clipped after each micro-batch": _as_it_grows,

@@ -98,7 +98,7 @@ def _began_so(trace: Trace) -> bool:
 
 def _advice(trace: Trace) -> str:
     if _began_so(trace):
-        return "they were not before the first step either, see F-DP-003"
+        return "they were not finite before the first step either, see F-DP-003"
     if trace.traits.clipping == "told":
         return (
             "nothing is clipped, since {clip} is 1e9 in every run except those that "
@@ -149,10 +149,10 @@ def uneven(compared: Compared) -> str:
         step, made = seen
         counts = ", ".join(f"rank {rank} {count}" for rank, count in sorted(made.items()))
         return (
-            f"in {run_name(run)} ranks make different numbers of passes and steps "
-            f"({counts}), so from step {step} on a step number may mean a different step "
-            "on each rank: give all ranks as many batches for the check, or let those "
-            "that have none make empty passes, with obs.samples([])"
+            f"in {run_name(run)} ranks make different numbers of passes and steps ({counts}), so "
+            f"from step {step} on a step number may mean a different step on each rank: for the "
+            "check give all ranks the same number of batches, or let a rank without a batch make "
+            "an empty pass, obs.samples([])"
         )
     return ""
 
@@ -208,9 +208,9 @@ def brought_together(compared: Compared) -> str:
         if place := first_meeting(trace):
             step, name = place
             return (
-                f"in {run_name(trace)} each rank steps with its own gradient, and {name} "
-                "moves closer to that of the others outside of the optimizer, before step "
-                f"{step}: if workers are meant to step alone (local SGD, DiLoCo), call "
+                f"in {run_name(trace)} each rank steps with its own gradient, and before step "
+                f"{step} something outside of the optimizer moves {name} closer to the other "
+                "ranks' values: if workers are meant to step alone (local SGD, DiLoCo), call "
                 "obs.synchronised(...) where they get the same weights, and check by "
                 "local-sgd-v1.yaml; if not, reduce the gradients"
             )

@@ -177,16 +177,16 @@ def _pieces_told(compared: Compared, shapes_of: Mapping[str, tuple[Shape, Shape]
     model = compared.alone if compared.is_one_run else compared.model
     if model is None or name not in _due_shapes(compared):
         return (
-            f"in {run_name(compared.trace)} {name} has {_elements(shape)} on one rank, on another "
-            f"{_elements(due)}: the name means different tensors; if each rank has a part of "
-            "the model, give observe() a module in which its tensors have names of their own "
-            '(stages.1.0.weight), and say layout={"pp": 2}'
+            f"in {run_name(compared.trace)} {name} has {_elements(shape)} on one rank and "
+            f"{_elements(due)} on another: the name means different tensors; if each rank has a "
+            "part of the model, give observe() a module in which its tensors have names of their "
+            'own (stages.1.0.weight), and say layout={"pp": 2}'
         )
     held = f"in {run_name(compared.trace)} a rank's {name} has {_elements(shape)}"
     return (
-        f"{held}, in {run_name(model)} {_elements(due)}: ranks that hold pieces in "
-        "plain tensors can't be compared; keep the pieces as DTensors "
-        "(DTensor.from_local): then their positions are known"
+        f"{held}, in {run_name(model)} {_elements(due)}: ranks that hold pieces in plain tensors "
+        "can't be compared; keep the pieces as DTensors (DTensor.from_local), so that their "
+        "positions are known"
     )
 
 
@@ -254,13 +254,13 @@ def _own_told(compared: Compared, names: Set[str]) -> str:
         return ""
     size = compared.trace.scenario.world_size
     unknown = (
-        "" if _due_shapes(compared) else " (the run on one worker, which would show, is lacking)"
+        "" if _due_shapes(compared) else " (the run on one worker, which would tell, is missing)"
     )
     return (
         f"each rank begins with its own {listed(sorted(names), most=_SHOWN)} and applies its own "
-        f"gradients to it: a copy, a piece or an expert{unknown}; if these are to be copies, say "
-        f'observe(..., layout={{"dp": {size}}}); if each rank has an expert, give it a name of its '
-        f'own (experts.3.weight), and say layout={{"ep": {size}}}'
+        f"gradients to it: a copy, a piece or an expert{unknown}; if these should be copies, say "
+        f'observe(..., layout={{"dp": {size}}}); if each rank has an expert, give it a name of '
+        f'its own (experts.3.weight), and say layout={{"ep": {size}}}'
     )
 
 
@@ -274,7 +274,10 @@ def shared_samples(compared: Compared) -> str:
     apart, size = bool(apart_on_ranks(trace)), trace.scenario.world_size
     if trace.traits.shared or not (apart or lacking(compared)) or not _all_draw_alike(trace):
         return ""
-    axis, other = ("pp", 'or "ep" for "pp"') if apart else ("tp", "for parts of each layer")
+    if apart:
+        axis, other = "pp", 'or "ep" in place of "pp" for experts'
+    else:
+        axis, other = "tp", "if each rank has a part of each layer"
     return (
         "all ranks draw the same samples, and hold different tensors of the model: "
         "if they share the model, say so: observe(..., "

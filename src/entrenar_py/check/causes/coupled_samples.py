@@ -58,11 +58,10 @@ def lacking(compared: Compared) -> str:
     if _has_changed_sums(model, trace, step):
         return ""
     return (
-        f"in step {step} no combination of the micro-batches' gradients in "
-        f"{run_name(trace)} is that of {run_name(model)}: the loss of a batch may "
-        "not be a sum over its samples (a load-balancing term, negatives from the "
-        "batch, advantages normalised in it), or ranks compute a different loss: "
-        f"{_advice(model, trace)}"
+        f"in step {step} no combination of the micro-batches' gradients in {run_name(trace)} is "
+        f"the gradient of {run_name(model)}: the loss of a batch may not be a sum over its "
+        "samples (a load-balancing term, negatives from the batch, advantages normalised in it), "
+        f"or ranks compute a different loss: {_advice(model, trace)}"
     )
 
 
@@ -84,10 +83,10 @@ def broken(compared: Compared) -> Mapping[str, Any] | None:
     counts = " + ".join(f"{part.terms[0][0]:g}" for part in parts)
     return {
         "message": (
-            f"the loss of {len(whole.ids)} samples covers {whole.terms[0][0]:g} "
-            f"elements as one batch, and {counts} as {len(parts)} batches: padding up "
-            "to the longest sample counts; leave padding out of the loss, for example "
-            "by ignore_index, and out of its divisor"
+            f"the loss of {len(whole.ids)} samples covers {whole.terms[0][0]:g} elements as one "
+            f"batch, and {counts} as {len(parts)} batches: padding up to the longest sample "
+            "counts in the loss; leave it out of the loss, for example by ignore_index, and out "
+            "of the divisor"
         ),
         **evidence.place(trace, parts[0]),
     }
@@ -132,16 +131,14 @@ def _advice(model: Trace, trace: Trace) -> str:
     declared = {run.traits.loss_over for run in (model, trace)}
     if declared == {"micro-batch"}:
         return (
-            "the loss is declared to be that of a micro-batch of all ranks, and the "
-            "runs cut different ones: cut the same micro-batches for any number of "
-            f"workers, or {off}"
+            "the loss is declared to span a micro-batch of all ranks, but the runs cut different "
+            f"micro-batches: cut the same ones for any number of workers, or {off}"
         )
     if len(declared) > 1:
         return f"the runs declare loss_over differently: declare the same in all, or {off}"
     return (
-        "if all ranks are to compute the loss of the whole batch, declare "
-        'observe(..., loss_over="batch"), or "micro-batch" if each rank has its '
-        f"own loss; if not, {off}"
+        "if all ranks should compute the loss of the whole batch, declare observe(..., "
+        f'loss_over="batch"), or "micro-batch" if each rank has its own loss; if not, {off}'
     )
 
 
@@ -203,11 +200,10 @@ def other_statistics(compared: Compared) -> str:
     if is_mirrored or compared.difference is None:
         return ""
     return (
-        f"buffers depend on the samples of a rank ({listed(names, most=2)}), and "
-        "the runs differ where the buffers may have an effect: with a different "
-        "division of the batch, the run is a different one; use statistics of all "
-        "ranks (SyncBatchNorm), or if the script's own layers do, declare "
-        f'observe(..., synchronised_buffers=("{names[0]}",))'
+        f"buffers depend on the samples of a rank ({listed(names, most=2)}), and the runs differ "
+        "where the buffers may have an effect: divided differently, the batch trains a different "
+        "model; use statistics of all ranks (SyncBatchNorm), or if the script's own layers "
+        f'synchronise them, declare observe(..., synchronised_buffers=("{names[0]}",))'
     )
 
 
@@ -271,11 +267,11 @@ def judge_rank_means(tally: Tally, trace: Trace, model: Trace) -> None:
         most=4,
     )
     tally.miss(
-        "each rank divides one of its losses by the number of its own elements, "
-        f"{shown}, and one worker by the number of all elements (step "
-        f"{first.shards[0].step}): right if each rank's mean is meant, observe(..., "
-        'loss_over="micro-batch"), wrong if each element is to count equally: sum '
-        "the number over ranks, by an all-reduce"
+        f"each rank divides one of its losses by its own number of elements, {shown}, and one "
+        f"worker divides it by the number of all elements (step {first.shards[0].step}): right "
+        'if each rank\'s mean is meant, observe(..., loss_over="micro-batch"), wrong if each '
+        "element should count equally: then divide by the number on all ranks, summed by an "
+        "all-reduce"
     )
 
 

@@ -95,7 +95,9 @@ def judge(tally: Tally, trace: Trace) -> None:
     changes = f"{names} changed outside of the optimizer before {counted(len(steps), 'step')}"
     is_large = any(record.sketch is not None for edit in edits for record in edit.after.values())
     if len(steps) >= num_steps - 1 or is_large:
-        tally.note(f"{changes}, first step {steps[0]}: the steps are judged from there")
+        tally.note(
+            f"{changes}, first step {steps[0]}: each step is judged from the changed weights"
+        )
         return
     if benign := _explained(edits, _BENIGN):
         tally.note(f"{changes}, first step {steps[0]}: {benign}")
@@ -103,12 +105,12 @@ def judge(tally: Tally, trace: Trace) -> None:
         _tell_harm(tally, trace, edits, harm)
     elif trace.scenario.world_size == 1 and trace.traits.starts != "one":
         # If an edit synchronises ranks, only the run on several workers shows it.
-        tally.note(f"{changes}, first step {steps[0]}: the run on several workers tells how")
+        tally.note(f"{changes}, first step {steps[0]}: the run on several workers shows how")
     else:
         tally.miss(
-            f"{changes} ({named('step', steps[:5])}), and nothing known explains how: "
-            "find what writes to the weights there (a save, an evaluation), and "
-            "whether it restores what it replaced"
+            f"{changes} ({named('step', steps[:5])}), and no known cause explains them: find "
+            "what writes to the weights there (a save, an evaluation), and whether it restores "
+            "what it replaced"
         )
 
 
@@ -237,7 +239,7 @@ def _looks_ahead(edit: Edit) -> str:
         part = weight_averages.share(base, edit.after, [way])
         if part and part < 1:
             since = "after the last such change, or after an earlier step"
-            return f"it is {part:.3g} of the way from what it was {since} (lookahead)"
+            return f"it moved {part:.3g} of the way from its value {since} (lookahead)"
     return ""
 
 
@@ -294,7 +296,10 @@ def _caught_up(edit: Edit) -> str:
     for step, by_rank in made.items():
         for rank, update in by_rank.items():
             if step >= edit.update.step and rank != edit.update.rank and edit.is_in(update.weights):
-                return f"it became what rank {rank} has after more steps (a rank without batches)"
+                return (
+                    f"it took the value that rank {rank} has after more steps (a rank without "
+                    "batches)"
+                )
     return ""
 
 
@@ -314,8 +319,8 @@ def _left_in(edit: Edit) -> str:
         known = {name: record for name, record in copy.items() if record is not None}
         if edit.is_in(known):
             return (
-                f"became what the average {label} was: it was put into the model, to save or to "
-                "evaluate it, and not taken out again"
+                f"became the average {label}, which was put into the model to save or evaluate "
+                "it, and not removed again"
             )
     return ""
 
@@ -359,8 +364,8 @@ def _of_an_earlier_step(edit: Edit) -> str:
     for at, update in earlier.items():
         if edit.is_in(update.weights) and _counts_on(updates[step - 1].get(rank), edit.update):
             return (
-                f"became again what it was after step {at}, while the optimizer went on: "
-                "the weights that replaced it for an evaluation were not replaced back"
+                f"has its value from after step {at} again, although the optimizer went on: "
+                "weights were swapped for an evaluation and not swapped back"
             )
     return ""
 
@@ -383,8 +388,8 @@ def _counts_on(before: Update | None, update: Update) -> bool:
 def _of_rank_0(edit: Edit) -> str:
     if edit.update.rank and edit.is_in(edit.peers.get(0, {})):
         return (
-            f"became rank 0's on rank {edit.update.rank}, which had different ones: ranks had "
-            "diverged, and what this rank learned is lost"
+            f"were replaced by rank 0's on rank {edit.update.rank}, which had different values: "
+            "ranks had diverged, and the training of this rank is lost"
         )
     return ""
 
@@ -444,7 +449,7 @@ def _rounded(moves: Moves) -> Explanation | None:
         np.linalg.norm(now - was) > _ROUNDING * np.linalg.norm(was) for was, now in steps
     ):
         return None
-    words = "moved by no more than a rounding: what was added to it was subtracted again"
+    words = "moved by no more than a rounding: a change was added and subtracted again"
     return Explanation(words, is_wrong=False)
 
 
@@ -464,8 +469,8 @@ def _merged(moves: Moves) -> Explanation | None:
     if any(are_emptied for *_, are_emptied in known):
         return None
     return Explanation(
-        f"it {movement}, which stay in use: adapters were merged into what they adapt, to "
-        "save or to serve it, and not taken out",
+        f"it {movement}, which stay in use: adapters were merged into the weights that they "
+        "adapt, to save or serve them, and not unmerged",
         tensor=moves.names[0],
     )
 
@@ -546,7 +551,7 @@ def _shrunk(moves: Moves) -> Explanation | None:
         return None
     return Explanation(
         f"all {len(frozen)} tensors that require no gradient are multiplied by {known[0]:.6g}: "
-        "the script decays weights by hand, those of a frozen network among them",
+        "the script decays weights by hand, including the weights of a frozen network",
         tensor=moves.names[0],
     )
 

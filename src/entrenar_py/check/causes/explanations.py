@@ -351,8 +351,8 @@ def _fit_of_shares(
         sum(shard.weight for shard in part) for part in _parts_of_step(applied_shards).values()
     ]
     words = (
-        "it is right if samples have different weights: those of "
-        f"{listed(counts, most=8)} as much{_meaning(times, weights)}"
+        f"right if samples have different weights: the samples of {listed(counts, most=8)} as "
+        f"much{_meaning(times, weights)}"
     )
     is_telling = np.count_nonzero(goal) >= _DIRECTIONS * len(terms)
     nearest = float(np.dot(goal, got) / np.dot(got, got)) * got

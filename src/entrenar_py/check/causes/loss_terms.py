@@ -225,7 +225,7 @@ def judge(tally: Tally, trace: Trace) -> None:
         counts = {len(held) for _, held in parts}
         if len(counts) > 1 and not _is_known(tally, trace, parts):
             told = f"steps have {' or '.join(map(str, sorted(counts)))} micro-batches"
-            why = f"{told}, and by which number each divides its losses is unknown"
+            why = f"{told}, and it is unknown by which number each divides its losses"
             missing.ask(tally, why, facts.LOSS_AND_WEIGHT)
 
 
@@ -264,15 +264,15 @@ def _open(steps: Sequence[_Step]) -> str:
     """Return a phrase about what is undecided in the losses of `steps` ([]: they are unknown)."""
     if not steps:
         return (
-            "by which number it divides their losses is unknown without {accumulation} in the "
+            "it is unknown by which number it divides their losses; put {accumulation} into the "
             "command"
         )
     if all(step.is_divided() or step.parts() for step in steps):
         counts = sorted({term.count for term in steps[0].columns[0]})
         return (
-            f"those of {listed([f'{count:g}' for count in counts], most=3)} elements count equally"
-            ': right if that is meant, observe(..., loss_over="micro-batch"), wrong if each '
-            "element is to count equally"
+            f"those of {listed([f'{count:g}' for count in counts], most=3)} elements count "
+            'equally: right if that is meant, observe(..., loss_over="micro-batch"), wrong if '
+            "each element should count equally"
         )
     return (
         "they are added without division: right if their sum is meant, wrong if their mean is meant"
@@ -332,9 +332,9 @@ def _own_elements(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
             shard = next(shard for shard in step.shards if shard.rank == rank)
             tally.check(
                 alike(got, due),
-                f"the losses of rank {rank} count {got / due:.3g} times as much as its "
-                f"{count:g} of {total:g} elements: each rank divides by the number of its "
-                "own; divide by that of all ranks, summed by an all-reduce",
+                f"the losses of rank {rank} count {got / due:.3g} times as much as its share of "
+                f"{count:g} in {total:g} elements: each rank divides by its own number of "
+                "elements; divide by the number on all ranks, summed by an all-reduce",
                 expected=f"{due:.6g} of the step",
                 got=f"{got:.6g} of the step",
                 **evidence.place(trace, shard),
@@ -397,8 +397,8 @@ def _divided_afterwards(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> N
     at = max(range(len(steps)), key=lambda n: abs(counts[name][n] / whole[n] - 1))
     tally.check(
         False,
-        f"the gradient, a sum over elements, is divided by the number of those of {name}, in each "
-        f"step: {counts[name][at]:g} where the step has {whole[at]:g}",
+        f"the gradient, a sum over elements, is divided by the number of elements of {name} in "
+        f"each step: {counts[name][at]:g} where the step has {whole[at]:g}",
         expected=f"{whole[at]:g}",
         got=f"{counts[name][at]:g}",
         **evidence.place(trace, steps[at].update),
@@ -461,8 +461,8 @@ def _adds_up_means(tally: Tally, trace: Trace, parts: Parts) -> bool:
         tally.check(
             False,
             f"the gradient is the mean over ranks, and the sum over a rank's {number} "
-            f"micro-batches, {number} times that of the mean loss: divide each loss by {number}, "
-            "or call obs.loss(loss, 1) if the sum is meant",
+            f"micro-batches, {number} times the gradient of the mean loss: divide each loss by "
+            f"{number}, or call obs.loss(loss, 1) if the sum is meant",
             expected="1",
             got=f"{number}",
             **evidence.place(trace, step.update),
@@ -508,7 +508,7 @@ def _rows(tally: Tally, trace: Trace, step: _Step) -> None:
         tally.check(
             alike(got, due),
             f"the loss of micro-batch {shard.shard} counts {got / due:.3g} times as much as its "
-            f"{len(shard.ids)} of {total} samples, which could mean: a mean of means",
+            f"share of {len(shard.ids)} in {total} samples, which could mean: a mean of means",
             expected=f"{due:.6g} of the step",
             got=f"{got:.6g} of the step",
             **evidence.place(trace, shard),

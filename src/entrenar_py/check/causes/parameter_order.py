@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from entrenar_py.check import evidence
 from entrenar_py.check.evidence import closeness, factors, precision
-from entrenar_py.check.evidence.needs import REORDERED, Traces
 from entrenar_py.shared.trace import Ruled, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import counted
@@ -47,9 +46,9 @@ _CORRECTED_MIN = 0.1  # the smallest distance from 1 of a factor that bias corre
 _TELLING_MIN = 16  # elements that differ: if so many do, the cause is not another one
 # Fractions of a momentum that a step keeps: usual values, since many optimizers name none.
 _SHARES = (0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
-_BEFORE = "with the parameters of each group in another order: "
+_BEFORE = "with the parameters of each group in a different order: "
 
-_COUNTED = "the step is counted once for each parameter, and not once for all"
+_COUNTED = "the step is counted once for each parameter instead of once"
 _COUNTERS: Sequence[Key] = (lambda *_: 0, lambda group, *_: group)
 _MOMENTA: Mapping[str, Key] = {
     "it has the momentum of another tensor: momentum is stored by position, "
@@ -70,9 +69,11 @@ def is_wanted(trace: Trace) -> bool:
     return is_fresh and is_own and several
 
 
-def compare(tally: Tally, runs: Traces) -> None:
-    """Check that each tensor moves equally in both orders, up to the first step that differs."""
-    pair = runs.witnesses.get(REORDERED, ())
+def compare(tally: Tally, pair: Sequence[Trace]) -> None:
+    """Check that each tensor moves equally in both orders, up to the first step that differs.
+
+    `pair` are the runs in the usual and in the other order; less than two are not compared.
+    """
     if len(pair) != 2 or any(run.end.status == "failed" for run in pair):
         return  # a class may require an order
     orders = [*map(_groups, pair)]

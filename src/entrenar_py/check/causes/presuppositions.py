@@ -159,8 +159,9 @@ def drawn_anew(compared: Compared) -> str:
     if trial.broken is None:
         return ""
     return (
-        f"the script seeds nothing, so what it draws after a stop is new ({trial.broken.place()}: "
-        f"{trial.broken.message}): {_SEED}, and restore the generators' states"
+        "the script seeds nothing, so after a stop it draws different numbers "
+        f"({trial.broken.place()}: {trial.broken.message}): {_SEED}, and restore the generators' "
+        "states"
     )
 
 
@@ -488,5 +489,8 @@ def _note_explained(tally: Tally, compared: Compared, explanation: Explanation) 
     difference = compared.difference
     assert difference is not None, "it was explained"
     runs = " and ".join(run_name(run) for run in (compared.model, compared.trace))
-    note = f"gradients of {runs} differ in step {difference.step} by one equation"
+    note = (
+        f"gradients of {runs} differ in step {difference.step}, and one equation explains the "
+        "difference"
+    )
     tally.note(f"{note}: {explanation.words}")

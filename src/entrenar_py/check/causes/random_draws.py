@@ -33,7 +33,7 @@ PLACES: Mapping[str, str] = {
     "forward": "in the model's forward pass (dropout, noise, masks)",
     "loss": "between the forward and the backward pass (noise or masks of the loss, or the next "
     "batch)",
-    "recomputed": "by layers that are computed again in the backward pass",
+    "recomputed": "by layers that are recomputed in the backward pass",
     "backward": "in the backward pass",
     "gradient": "between the backward pass and the step (noise on gradients, or the next batch)",
     "step": "in optimizer.step()",
@@ -72,8 +72,8 @@ def other_contents(compared: Compared) -> str:
             continue
         return (
             f"sample {id_} of step {step} reaches the model with different contents in "
-            f"{run_name(compared.trace)} than in {run_name(compared.model)}: they "
-            "depend on the rank, on a loader's worker, or on the rest of the "
+            f"{run_name(compared.trace)} than in {run_name(compared.model)}: the contents depend "
+            "on the rank, on a loader's worker, or on the rest of the "
             f"batch{_drawn_before(compared.trace)}: {_BY_SAMPLE}"
         )
     return ""
@@ -137,8 +137,8 @@ def noise_on_gradients(trace: Trace) -> str:
     if not drawn or accumulation.are_applied(trace, {step for step, _ in drawn}):
         return ""
     return (
-        f"random numbers are drawn {PLACES['gradient']}, from {_named(drawn)}, so the gradient "
-        "that is applied is not that of the batch: turn it off for this check"
+        f"random numbers are drawn {PLACES['gradient']}, from {_named(drawn)}, so the applied "
+        "gradient is not the gradient of the batch: turn it off for this check"
     )
 
 
@@ -283,10 +283,10 @@ def _apart(trace: Trace) -> str:
             rank, others = first.setdefault((shard.epoch, id_), (shard.rank, contents))
             if rank != shard.rank and not are_alike(others, contents, CONTENTS_BOUND_MOVED):
                 return (
-                    f"sample {id_} has other contents on rank {shard.rank} than on rank {rank}: "
-                    "each rank may have a data set of its own, in which ids count from 0. Give "
-                    "each rank a Subset of one data set, or report ids that mean the same "
-                    "sample on all ranks, obs.samples(ids)"
+                    f"sample {id_} has different contents on ranks {shard.rank} and {rank}: each "
+                    "rank may have a data set of its own, in which ids count from 0. Give each "
+                    "rank a Subset of one data set, or report ids that mean the same sample on "
+                    "all ranks, obs.samples(ids)"
                 )
     return ""
 
@@ -317,19 +317,19 @@ def other_batches(compared: Compared) -> str:
         return ""
     workers = counted(compared.trace.scenario.world_size, "worker")
     beginning = (
-        f"no step has the samples on {workers} that it has on {compared.model.scenario.world_size}"
+        f"no step has the same samples on {workers} as on {compared.model.scenario.world_size}"
     )
     sizes = [[batches[step].total() for step in common] for batches in (samples, others)]
     if all(size != other for size, other in zip(*sizes, strict=True)):
         return (
-            f"{beginning}: step {common[0]} has {sizes[1][0]}, and {sizes[0][0]} there: divide the "
-            "global batch by the number of workers ({share:GLOBAL} in the command does)"
+            f"{beginning}: step {common[0]} has {sizes[1][0]} samples, and {sizes[0][0]} on "
+            f"{compared.model.scenario.world_size}: divide the global batch by the number of "
+            "workers ({share:GLOBAL} in the command does)"
         )
     return (
-        f"{beginning}: {_why_unlike(compared)}. To have steps compared, form "
-        "batches in the same order for any number of workers, and let each rank "
-        "take its share (DistributedSampler on one worker, too; one seed on all "
-        "ranks)"
+        f"{beginning}: {_why_unlike(compared)}. To make steps comparable, form batches in the "
+        "same order for any number of workers, and let each rank take its share (use "
+        "DistributedSampler also on one worker, and one seed on all ranks)"
     )
 
 

@@ -63,17 +63,17 @@ class Resume:
             kind = name.rpartition("/")[2] if "/" in name else ""
             for other, record in getattr(self.before, part).items():
                 if other != name and kind in ("", other.rpartition("/")[2]):
-                    yield record, f"has what {other} had: restored in another order"
+                    yield record, f"has the value of {other}: restored in a different order"
         if first is not None:
-            words = "is as it was before the first step: it was not restored"
+            words = "has its value from before the first step: it was not restored"
             yield getattr(first, part).get(name), words
         # A script may change parameters after the step.
         when = "in" if part == "buffers" else "after"
         for at, update in own.items():
-            yield getattr(update, part).get(name), f"is as it was {when} step {at}"
+            yield getattr(update, part).get(name), f"has the value that it had {when} step {at}"
         for other_rank, made in self.updates.items():
             if other_rank != rank and step - 1 in made:
-                yield getattr(made[step - 1], part).get(name), f"is what rank {other_rank} had"
+                yield getattr(made[step - 1], part).get(name), f"has rank {other_rank}'s value"
 
 
 def resumes(trace: Trace) -> Iterator[Resume]:
@@ -238,11 +238,11 @@ def compare_data(tally: Tally, straight: Trace, trace: Trace) -> bool:
             how = ""
             if is_told:
                 how = _goes_on(shard, seen, trace) or _other_order(straight, model, shard)
-            message = f"after the resume other samples are drawn{how}"
+            message = f"after the resume different samples are drawn{how}"
             tally.check(False, message, sample_ids=moved, **where)
         if "draws" not in bare:
             owner = _owner(expected, shard) if is_told and model.draws != shard.draws else ""
-            message = f"after the resume other random numbers are drawn{owner}"
+            message = f"after the resume different random numbers are drawn{owner}"
             tally.equal(model.draws, shard.draws, message, **where)
     _same_numbers(tally, straight, trace)
     return True
@@ -268,7 +268,7 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
         tally.check(
             # The generator may have had to be restored before this draw.
             model.after == drawn.after,
-            f"after the resume other random numbers are drawn {where}, from {generator}{owner}",
+            f"after the resume different random numbers are drawn {where}, from {generator}{owner}",
             step=drawn.step,
             rank=drawn.rank,
             scenario=trace.scenario,
@@ -321,8 +321,8 @@ def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
     micro = f", micro-batch {seen.shard}" if trace.scenario.accumulation > 1 else ""
     is_behind = seen.step == shard.step - 1 and shard.step in back
     meaning = (
-        "; the saved step number is one lower than that of the saved weights, as "
-        "happens if weights are not copied before they are saved in the background"
+        "; the saved step number is one lower than the step of the saved weights, as happens if "
+        "weights are not copied before they are saved in the background"
     )
     told = f": step {shard.step} has the samples of step {seen.step}{micro}"
     return told + meaning if is_behind else told
@@ -349,16 +349,16 @@ def _other_order(straight: Trace, model: Shard, shard: Shard) -> str:
     rest = {id_ for at in epoch if at.step >= shard.step for id_ in at.ids}
     if strange := [id_ for id_ in new if id_ not in rest]:
         shown = listed(strange, most=8)
-        return f": samples {shown}, which the run without stops doesn't draw there"
+        return f": samples {shown}, which the run without stops doesn't draw in this step"
     return ": the rest of the epoch comes in another order"
 
 
 def _others_on_purpose(shard: Shard, seen: Shard | None) -> str:
     again = "" if seen is None else f" (those of step {seen.step} again)"
     return (
-        f"the sampler draws with replacement, and after the resume step {shard.step} has other "
-        f"samples than without stops{again}: to be compared, the script has to restore the "
-        "sampler's generator"
+        f"the sampler draws with replacement, and after the resume step {shard.step} has "
+        f"different samples than without stops{again}: to make the runs comparable, let the "
+        "script restore the sampler's generator"
     )
 
 

@@ -89,9 +89,8 @@ def rounded_away(trace: Trace) -> str:
     compressed = trace.traits.compressed
     if not compressed and _is_sketched(trace) and (seen := sent_in(trace)):
         return (
-            f"sums of gradients are rounded to {seen}, which was not declared: "
-            f"observe(..., reduce_dtype=torch.{seen}), or torch.float32 if they must "
-            "not be"
+            f"sums of gradients are rounded to {seen}, which was not declared: declare "
+            f"observe(..., reduce_dtype=torch.{seen}), or torch.float32 if sums must not be rounded"
         )
     if compressed in ("", "float32", *precision.SIXTEEN):
         return ""

@@ -284,7 +284,7 @@ class _Comparison:
         """Compare the losses within the relative `tolerance`; None means within rounding."""
         if model.loss is None or update.loss is None:
             if model.loss != update.loss:
-                why = f"the loss of step {model.step} is known in one run only"
+                why = f"the loss of step {model.step} is known in only one run"
                 missing.ask(self.tally, why, facts.LOSS_IN_BOTH)
             return
         if not math.isfinite(model.loss):
@@ -370,8 +370,9 @@ class _Comparison:
             words = factors.of(change.right, got, scenario, bound, of_gradients=True)
             self.tally.check(
                 False,
-                f"{message}: {name} is off by {change.relative:.2g} of its norm in what none of "
-                f"its micro-batches gave, allowed {bound:.2g}{words and f': {words}'}",
+                f"{message}: {name} is off by {change.relative:.2g} of its norm in a part that "
+                "none of its micro-batches contributed, allowed "
+                f"{bound:.2g}{words and f': {words}'}",
                 tensor=name,
                 **closeness.furthest(model.gradient[name], update.gradient[name], change.change),
                 **place,

@@ -285,7 +285,11 @@ def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> B
     if len(wrong) != 1:
         return Blame(words=f"rank {pair[1]} applied a different gradient from rank {pair[0]}")
     (rank,) = wrong
-    relation = "that of its own samples alone" if "own" in follows else "not that of all samples"
+    relation = (
+        "the gradient of its own samples alone"
+        if "own" in follows
+        else "not the gradient of all samples"
+    )
     return Blame(rank, f"the gradient that rank {rank} applied is {relation}")
 
 
@@ -388,9 +392,9 @@ def tell_local_buffers(tally: Tally, trace: Trace) -> None:
                 )
     if names:
         tally.note(
-            f"not compared between ranks, as a rank's own samples may change them: "
-            f"{listed([*names], most=4)}; if all ranks change them in the same way, declare "
-            f"{_declaration(next(iter(names)))}"
+            "these buffers are not compared between ranks, since a rank's own samples may change "
+            f"them: {listed([*names], most=4)}; if all ranks change them in the same way, "
+            f"declare {_declaration(next(iter(names)))}"
         )
 
 

@@ -115,7 +115,7 @@ def compare_resumed(tally: Tally, straight: Trace, trace: Trace) -> None:
                 break
             words = _words(straight, trace, (label, rank), shares[label, rank], step)
             message = (
-                f"after the resume the average of the weights {label} is not that of the run "
+                f"after the resume {label}, an average of the weights, differs from the run "
                 "without stops"
             )
             place = evidence.place(trace, update)
@@ -139,16 +139,18 @@ def _words(straight: Trace, trace: Trace, holder: Holder, shares: Shares, step: 
     got = next((_held(at.extra, label) for at in life if _made(at) == step), {})
     begun = next(iter(_lives(straight).get(rank, [[]])[0]), None)
     if begun is not None and _same(_held(begun.extra, label), got):
-        return "it is as it was before the first step: it was not restored"
+        return "it has its value from before the first step: it was not restored"
     if life and _same({f"{label}/{n}": r for n, r in life[0].weights.items()}, got):
         return "it has the weights with which the run resumed: it was started again from them"
     moved = (_shares([life], label) or {}).get(step - 1)
     due = shares.get(step - 1)
     if moved is None or due is None or abs(moved - due) <= _ALIKE * due:
         return ""
-    told = f"after step {step - 1} it moves {moved:.3g} of the way to the weights, not {due:.3g}"
+    words = f"after step {step - 1} it moves {moved:.3g} of the way to the weights, not {due:.3g}"
     like = [at for at, part in shares.items() if abs(part - moved) <= _ALIKE * part]
-    return f"{told}, as it did after step {like[0]}: its count was not restored" if like else told
+    if like:
+        words = f"{words}, as it did after step {like[0]}: its count of updates was not restored"
+    return words
 
 
 def compare_ranks(tally: Tally, trace: Trace) -> None:
@@ -181,9 +183,9 @@ def compare_ranks(tally: Tally, trace: Trace) -> None:
                     closeness.compare_exact(tally, due, got, f"{message} {holders[0]}", **place)
                     continue
                 tally.miss(
-                    f"{message} {holders[0]}, after step {step}: if all ranks use theirs, declare "
-                    f'it, observe(..., averages={{"{label}": ...}}); if one does, keep it on that '
-                    "rank"
+                    f"{message} {holders[0]}, after step {step}: if each rank uses its own, "
+                    f'declare it, observe(..., averages={{"{label}": ...}}); if one rank uses '
+                    "it, keep it only there"
                 )
                 break
 

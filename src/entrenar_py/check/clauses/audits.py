@@ -161,12 +161,16 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
         _given_up(tally, trace, audit, len(there), rank=min(wrong, default=None))
     elif num_ranks < 2:
         if len(there) < 2:
-            tally.miss(f"{where} was computed by one worker, and no other was present to audit it")
+            tally.miss(
+                f"{where} was computed by one worker, and no other worker was present to audit it"
+            )
             return
         message = f"{where} was audited by no other worker, though others were present"
         tally.check(False, message, rank=audit.ranks[0], **place)
     elif audit.culprit is not None:
-        named = f"worker {audit.culprit} was named as culprit at {where}, which it computed right"
+        named = (
+            f"worker {audit.culprit} was named as culprit for {where}, which it computed correctly"
+        )
         tally.check(audit.culprit in wrong, named, rank=audit.culprit, **place)
     else:
         message = (
@@ -187,7 +191,7 @@ def _given_up(
         tally.check(False, message, rank=rank, **place)
         return
     if num_ranks == 2 and any(audit.ranks.count(rank) < 2 for rank in audit.ranks):
-        tally.check(False, f"{what}, and were not both asked again", rank=rank, **place)
+        tally.check(False, f"{what}, and not both were asked again", rank=rank, **place)
         return
     later_steps = [update.step for update in trace.of(Update) if update.step >= audit.step]
     halted = any(halt.step == audit.step for halt in trace.of(Halt))
@@ -222,7 +226,7 @@ def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
     status = "halted" if halts else model.end.status
     how = f"the run ended {trace.end.status} ({trace.end.reason})"
     tally.equal(status, trace.end.status, how, scenario=scenario)
-    message = "not the weights of the run in which nothing is wrong"
+    message = "not the weights of the run without wrong values"
     closeness.compare_updates(tally, model, trace, "weights", message, before=limit)
     lost = evidence.updates(model).keys() - evidence.updates(trace).keys()
     due = (step for step in lost if step < min([*halts, math.inf]))

@@ -137,7 +137,7 @@ def _judge_result(tally: Tally, trace: Trace) -> None:
             and product.result_shape == (rows, columns)
             and product.error_f64 <= product.bound,
             f"{product.backend} served a product that float64 does not confirm: off by "
-            f"{product.error_f64:.3g}, float32 rounding explains {product.bound:.3g}",
+            f"{product.error_f64:.3g}, float32 rounding explains at most {product.bound:.3g}",
             tensor="product",
             element=product.element,
             expected=f"<= {product.bound:.3g}",
@@ -183,7 +183,7 @@ def _note_devices(tally: Tally, trace: Trace) -> None:
     struck = {event.fault.get("backend") for event in trace.of(Injected)}
     for attempt in trace.of(Attempt):
         if not attempt.served and attempt.backend not in struck:
-            tally.note(f"{attempt.backend} failed by itself: {attempt.reason}")
+            tally.note(f"{attempt.backend} failed without a planned fault: {attempt.reason}")
         if attempt.device.startswith("stand-in"):
             tally.note(f"{attempt.backend} was simulated by a {attempt.device}")
         note_software(tally, attempt)
@@ -238,7 +238,7 @@ def _compare_manifests(tally: Tally, trace: Trace) -> None:
 
 def _compare_entries(tally: Tally, first: Manifest, other: Manifest, trace: Trace) -> None:
     for position, (expected, got) in enumerate(zip_longest(first.entries, other.entries)):
-        message = f"gradient {position} on {other.backend} is not the one on {first.backend}"
+        message = f"gradient {position} on {other.backend} differs from the one on {first.backend}"
         place = {"tensor": (expected or got)[0], **evidence.place(trace, other)}
         tally.equal(expected, got, message, **place)
 
@@ -275,7 +275,10 @@ def _compare_rank(tally: Tally, memory: Memory, trace: Trace) -> None:
     on_host = memory.backend == "cpu"
     if not on_host and memory.reported_bytes is None:
         tally.note(f"{memory.backend} reports no size of its memory: the budget is the scenario's")
-    message = f"{worker} peaked at {memory.peak_bytes} bytes, its budget is {memory.budget_bytes}"
+    message = (
+        f"{worker} peaked at {memory.peak_bytes} bytes, but its budget is {memory.budget_bytes} "
+        "bytes"
+    )
     tally.at_most(memory.budget_bytes, memory.peak_bytes, message, **place)
     grown = memory.peak_bytes - memory.baseline_bytes
     stands_out_bytes = STANDS_OUT_BYTES if on_host else STANDS_OUT_ON_DEVICE_BYTES
@@ -283,7 +286,7 @@ def _compare_rank(tally: Tally, memory: Memory, trace: Trace) -> None:
     least = memory.estimate_bytes / SLACK if stands_out else 0
     tally.check(
         least <= grown <= memory.estimate_bytes,
-        f"{worker} grew by {grown} bytes, the estimate was {memory.estimate_bytes}",
+        f"{worker} grew by {grown} bytes, but the estimate was {memory.estimate_bytes} bytes",
         expected=f"{least:.0f} to {memory.estimate_bytes}",
         got=str(grown),
         **place,
@@ -336,17 +339,18 @@ def judge_shares(invariant: Invariant, traces: Traces) -> Finding:
         for share in shares:
             most = share.whole_bytes * (1 + relative) / share.num_parts
             message = (
-                f"rank {share.rank} holds {share.held_bytes} bytes of parameters, "
-                f"1/{share.num_parts} of the model is {share.whole_bytes / share.num_parts:.0f}"
+                f"rank {share.rank} holds {share.held_bytes} bytes of parameters, but "
+                f"1/{share.num_parts} of the model is {share.whole_bytes / share.num_parts:.0f} "
+                "bytes"
             )
             place = evidence.place(trace, share)
             tally.at_most(most, share.held_bytes, message, form=".0f", **place)
         silent = {start.rank for start in trace.of(Start)} - {share.rank for share in shares}
         if shares and silent:
-            tally.miss(f"how much ranks {sorted(silent)} hold was not recorded")
+            tally.miss(f"it was not recorded how much ranks {sorted(silent)} hold")
     return tally.finding(
         nothing="no run spread its parameters over ranks: record one with layout tp, dp_shard or "
-        "fsdp and a Held of each rank"
+        "fsdp and an event Held of each rank"
     )
 
 

@@ -115,17 +115,17 @@ class _Judged:
         """
         norm = _length(update)
         if norm is None:
-            missing.ask(self.tally, "the length of gradients is unknown", values_of("gradient"))
+            missing.ask(self.tally, "the norm of gradients is unknown", values_of("gradient"))
         elif not math.isfinite(norm):
             return  # F-DP-003 judges this
         elif norm > self.limit * (1 + self.bound + closeness.norm_rounding(update.gradient)):
             error = explanations.first(clipping.LIST, self._clipped(by_rank, update))
             if error is None and self._is_seen:
-                self._unsaid("gradients are longer when they are applied")
+                self._unsaid("gradients have a larger norm when they are applied")
                 return
             self.tally.check(
                 False,
-                f"the applied gradient is longer than {self._declared}{_told(error)}",
+                f"the applied gradient has a larger norm than {self._declared}{_told(error)}",
                 tensor=error.tensor if error else None,
                 expected=f"<= {self.limit!r}",
                 got=repr(norm),
@@ -162,7 +162,7 @@ class _Judged:
                 self.tally.compared += 1
                 return
             if (error := clipping.in_pieces(clipped)) is not None:
-                what = f"the applied gradient is not the whole one clipped to {self._declared}"
+                what = f"the applied gradient is not the whole gradient clipped to {self._declared}"
                 place = evidence.place(self.trace, update)
                 self.tally.check(False, f"{what}{_told(error)}", tensor=error.tensor, **place)
                 return
@@ -191,7 +191,8 @@ class _Judged:
             return
         self.tally.check(
             False,
-            f"the applied gradient is not the whole one clipped to {self._declared}{_told(error)}",
+            "the applied gradient is not the whole gradient clipped to "
+            f"{self._declared}{_told(error)}",
             tensor=error.tensor or min(off),
             **evidence.place(self.trace, update),
         )
@@ -229,12 +230,12 @@ class _Judged:
         place = evidence.place(self.trace, free[0].update)
         words = self._constant(free) or self._counted_twice(free)
         if self._is_seen and words.endswith(_OTHERWISE):
-            self._unsaid("gradients are shorter when they are applied")
+            self._unsaid("gradients have a smaller norm when they are applied")
         elif words:
             shown = {"expected": f"{self.limit!r}, or nothing clipped", "got": repr(free[0].norm)}
             self.tally.check(False, words, **shown, **place)
         else:
-            unknown = f"by how much {self._declared} shortened gradients can't be told"
+            unknown = f"it can't be told by how much {self._declared} shortened gradients"
             missing.ask(self.tally, unknown, NORMS)
 
     def _constant(self, free: Sequence[_Scaled]) -> str:
@@ -274,7 +275,8 @@ class _Judged:
         for name in sorted(names, key=lambda n: (n not in known, n)):
             if sum(self._is_limit_with(step, name) for step in free) > 1:
                 return (
-                    f"gradients are shorter than {self._declared}: their norm counts {name} twice"
+                    f"gradients have a smaller norm than {self._declared}: the norm counts "
+                    f"{name} twice"
                 )
         return ""
 
@@ -392,10 +394,10 @@ def _by_group(steps: Steps) -> Explanation | None:
     for limit, count in counts.items():
         if count >= _TWICE:
             few = min(seen[limit], key=len)
-            words = f"the gradients of {listed(few, most=2)} have the norm {limit:g} by themselves"
+            words = f"the gradients of {listed(few, most=2)} alone have the norm {limit:g}"
             return Explanation(
-                f"{words}, and so have those of others: each group was clipped by its own norm, "
-                "not by that of the whole gradient",
+                f"{words}, and so do the gradients of others: each group was clipped by its own "
+                "norm, not by the norm of the whole gradient",
                 tensor=few[0],
             )
     return None

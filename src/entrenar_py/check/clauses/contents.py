@@ -73,7 +73,7 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
         return
     tally.check(
         False,
-        f"{what}, though each is to train on samples of its own",
+        f"{what}, though each should train on its own samples",
         step=min(evidence.shards(trace)) if twice is None else twice[1].step,
         rank=alike[1] if twice is None else twice[1].rank,
         scenario=trace.scenario,
@@ -123,9 +123,9 @@ def _rows_again(
         seen |= given.keys()
         if again and seen < every:
             if are_whole(owned):
-                tally.note("rows come again in whole passes over each block of rows")
+                tally.note("each block of rows is used several times before the next block")
                 return
-            what = f"rows come again in step {step} before all others came"
+            what = f"rows are used again in step {step} before all others were used"
             is_same = all(_together(whole.get(at, ())) == _together(owned[at]) for at in owned)
             is_same |= alone is not None and make_the_same(alone, trace)
             if is_same and not _are_doubled(whole):
@@ -166,7 +166,7 @@ def do_the_same(trace: Trace, ranks: Sequence[int]) -> bool:
 def guessed(what: str) -> str:
     """Return why a verdict on `what` is missing: ranks may share the work on their samples."""
     return (
-        f"{what}: whether they share the work on them is not known; declare it, "
+        f"{what}: it is unknown whether they share the work on these rows; declare it, "
         'observe(..., layout={"dp": 1, "tp": 2}), or wrap the model in DistributedDataParallel'
     )
 
@@ -187,16 +187,15 @@ def compare(tally: Tally, model: Trace, trace: Trace) -> None:
         is_same = _together(others[step]) == _together(shards)
         if not is_same and alike and (step in alike or step >= rounding_bounds.ROUNDING_STEPS):
             tally.note(
-                f"the model is given different rows with {many} workers than with {few}, "
-                "and they have the same gradients in the first steps: they are the same "
-                "samples"
+                f"the model is given different rows with {many} workers than with {few}, but the "
+                "gradients of the first steps are the same: the rows are the same samples"
             )
         elif not is_same and not unknown and make_the_same(model, trace):
             tally.compared += 1
             tally.note(
                 f"the model is given different rows in a step with {many} workers than with "
-                f"{few}: in a pass each row is given equally often in both runs, and steps "
-                "were not compared"
+                f"{few}: over a pass each row is given equally often in both runs, so steps were "
+                "not compared"
             )
             return
         elif not is_same:

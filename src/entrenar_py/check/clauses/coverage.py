@@ -34,19 +34,19 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         missing.require_updates(tally, trace)
         if trace.traits.replacement:
             tally.note(
-                "samples are drawn with replacement: they must belong to the data set and "
-                "be the same when it is run again; it was not judged how often each comes"
+                "samples are drawn with replacement: they must belong to the data set and be the "
+                "same when it is run again; it was not judged how often each sample is drawn"
             )
         if trace.traits.selects:
             tally.note(
-                "rows are selected by random numbers in each step "
-                f"({trace.traits.selects}): it was not judged how often each comes, and "
-                "runs on different numbers of workers were not compared"
+                f"rows are selected by random numbers in each step ({trace.traits.selects}): it "
+                "was not judged how often each row is used, and runs on different numbers of "
+                "workers were not compared"
             )
         if trace.traits.population == "varied":
             tally.note(
-                "samples are drawn from several data sets, or from other parts of one: whether a "
-                "pass had all of its own was not judged"
+                "samples are drawn from several data sets, or from changing parts of one: it was "
+                "not judged whether a pass had all of its samples"
             )
         if made := {shard.step for shard in trace.of(Shard) if shard.made}:
             tally.note(
@@ -78,7 +78,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     epochal = in_epochs(runs)
     if count_on(epochal):
         tally.note(
-            "sample numbers go up from step to step, and no run draws one again: there "
+            "sample numbers increase from step to step, and no run draws a sample twice: there "
             "are no epochs"
         )
     elif epochal and not any(map(has_ended_epoch, epochal)):
@@ -176,8 +176,8 @@ def _replaced_apart(tally: Tally, trace: Trace) -> None:
             continue
         tally.check(
             False,
-            f"ranks {first} and {rank} draw the same samples in every step, though each is to "
-            "train on samples of its own",
+            f"ranks {first} and {rank} draw the same samples in every step, though each should "
+            "train on its own samples",
             step=drawn[rank][0][0],
             rank=rank,
             sample_ids=tuple(id_ for _, id_ in drawn[rank][:LISTED_MAX]),
@@ -197,8 +197,8 @@ def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
         others = tuple(sorted(set(peer.ids) ^ set(shard.ids))) or shard.ids
         tally.check(
             False,
-            f"rank {shard.rank} drew other samples for shard {shard.shard} than rank {peer.rank}, "
-            "though both share it",
+            f"rank {shard.rank} drew different samples for shard {shard.shard} than rank "
+            f"{peer.rank}, though both share it",
             sample_ids=others,
             **evidence.place(trace, shard),
         )
@@ -572,10 +572,10 @@ def compare_selections(tally: Tally, trace: Trace) -> None:
         both = model & ids
         tally.check(
             ids == model or not both,
-            f"rank {rank} trains on different samples from rank {holder}: {len(both)} "
-            f"samples are in the data of both, {len(model - ids)} only in that of rank "
-            f"{holder}, {len(ids - model)} only in that of rank {rank}; split the data "
-            "with the same seed on all ranks",
+            f"rank {rank} trains on different samples from rank {holder}: {len(both)} samples "
+            f"are in the data of both, {len(model - ids)} only in the data of rank {holder}, "
+            f"{len(ids - model)} only in the data of rank {rank}; split the data with the same "
+            "seed on all ranks",
             step=-1,
             rank=rank,
             sample_ids=tuple(sorted(model ^ ids)),

@@ -81,8 +81,8 @@ def _judge_product(
     if not tally.check(product.finite, f"{what} is not finite {element}", **place):
         return
     message = (
-        f"{what} is off by {product.error_f64:.3g} from float64 {element}, "
-        f"float32 rounding explains {product.bound:.3g}"
+        f"{what} is off by {product.error_f64:.3g} from float64 {element}, float32 rounding "
+        f"explains at most {product.bound:.3g}"
     )
     tally.at_most(product.bound, product.error_f64, message, form=".3g", **place)
     if not product.stated:
@@ -156,7 +156,7 @@ def compare_refusals(tally: Tally, trace: Trace) -> None:
     for case in trace.of(Declined):
         place = {"tensor": case.case, "scenario": trace.scenario}
         if case.error is None:
-            message = f"{case.case}: was not refused, and its result is not the CPU's"
+            message = f"{case.case}: was not refused, and its result differs from the CPU's"
             tally.check(case.right, message, expected="a UsageError", got="a result", **place)
             continue
         tally.equal("UsageError", case.error, f"{case.case}: the error", **place)

@@ -78,7 +78,7 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
     rows = trace.of(TeacherRow)
     steps = [event for event in trace.of(Explained) if event.of == fine_tuning.STEP]
     if bool(rows) != bool(steps):
-        lacking = "step with that of float64" if rows else "TeacherRow"
+        lacking = "step computed in float64" if rows else "TeacherRow"
         tally.miss(f"no {lacking} was recorded: {_ADVICE}")
     for event in rows:
         stock = np.array(event.stock)
@@ -89,13 +89,13 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
             tally.check(False, f"{what} has tokens that the vocabulary lacks", **place)
             continue
         gap = float(np.abs(stock[tokens] - np.array(event.log_probabilities)).max())
-        explained = f"rounding explains {ROUNDING:g}"
-        message = f"{what} is off by {gap:.3g} from its teacher's, {explained}"
+        explained = f"rounding explains at most {ROUNDING:g}"
+        message = f"{what} is off by {gap:.3g} from the teacher's, {explained}"
         tally.at_most(ROUNDING, gap, message, form=".3g", **place)
         others = np.delete(stock, tokens)
         least = float(np.array(event.log_probabilities).min())
         above = float(others.max(initial=-np.inf)) - least
-        message = f"{what} lacks a token that is likelier than those that it has, by {above:.3g}"
+        message = f"{what} lacks a token that is likelier than its own tokens by {above:.3g}"
         tally.check(above <= ROUNDING, message, **place)
         with np.errstate(divide="ignore"):
             due, found = np.log([np.exp(others).sum(), event.rest])
@@ -125,12 +125,12 @@ def compare_cover(tally: Tally, trace: Trace) -> None:
     taught = {event.sample: set(event.positions) for event in trace.of(Taught)}
     for sample in sorted(drawn):
         of_rows = {position for sample_id, position in rows if sample_id == sample}
-        message = f"the loss of sample {sample} depends on states other than those of its rows"
+        message = f"the loss of sample {sample} depends on more hidden states than its rows have"
         place = {"sample_ids": (sample,), "scenario": trace.scenario}
         tally.equal(sorted(of_rows), sorted(taught.get(sample, ())), message, **place)
     for shard in trace.of(Shard):
         weight = sum(len(samples[i].completion) for i in shard.ids if i in samples)
-        message = f"shard {shard.shard} counts {shard.weight:g} rows, it has {weight}"
+        message = f"shard {shard.shard} counts {shard.weight:g} rows, but has {weight}"
         place = evidence.place(trace, shard)
         tally.equal(float(weight), shard.weight, message, sample_ids=shard.ids, **place)
 
@@ -167,7 +167,7 @@ def compare_shards(tally: Tally, trace: Trace) -> None:
     if not stages:
         return
     if first is None or last is None:
-        tally.miss("no pair of stages was recorded, one stopped and one not")
+        tally.miss("no stage was recorded both with and without a stop")
         return
     for number, (one, other) in enumerate(zip(first.digests, last.digests, strict=False)):
         message = f"shard {number} has different bytes after the stage was stopped and resumed"
@@ -184,7 +184,7 @@ ROWS = (
         id="F-KD-008",
         decides="rows are the teacher's outputs at their positions, and steps equal a textbook's",
         spoken_of="distillation label-shift top-k",
-        judge=judge_each(compare_rows, f"no TeacherRow was recorded: {_ADVICE}"),
+        judge=judge_each(compare_rows, f"no event TeacherRow was recorded: {_ADVICE}"),
         plan=plan_rows,
         tolerance_kinds=("ulp",),
     ),
@@ -193,7 +193,7 @@ ROWS = (
         id="F-KD-009",
         decides="each token to predict has one row, and the loss depends on rows only",
         spoken_of="distillation coverage",
-        judge=judge_each(compare_cover, f"no TeacherRow was recorded: {_ADVICE}"),
+        judge=judge_each(compare_cover, f"no event TeacherRow was recorded: {_ADVICE}"),
         plan=plan_cover,
     ),
     Check(
@@ -201,7 +201,7 @@ ROWS = (
         id="F-KD-010",
         decides="shards of a different tokenizer or other rows, damaged or missing, are refused",
         spoken_of="distillation tokenizer stale",
-        judge=judge_each(compare_refusals, f"no TurnedAway was recorded: {_ADVICE}"),
+        judge=judge_each(compare_refusals, f"no event TurnedAway was recorded: {_ADVICE}"),
         plan=plan_refusals,
     ),
     Check(
@@ -209,7 +209,7 @@ ROWS = (
         id="F-KD-011",
         decides="a resumed stage writes the same shards, and reports correctly if all exist",
         spoken_of="distillation resume",
-        judge=judge_each(compare_shards, f"no Sharded was recorded: {_ADVICE}"),
+        judge=judge_each(compare_shards, f"no event Sharded was recorded: {_ADVICE}"),
         plan=plan_shards,
     ),
 )

@@ -104,7 +104,9 @@ def compare_quantised(tally: Tally, trace: Trace) -> None:
     for event in trace.of(Quantised):
         place = {"tensor": event.layer, "scenario": trace.scenario}
         found = "in NF4" if event.held else "not in NF4"
-        message = f"{event.layer} is {found}: layers within blocks should be, and no others"
+        message = (
+            f"{event.layer} is {found}: all layers within blocks should be in NF4, and no others"
+        )
         if not tally.check(bool(event.held) == event.due, message, **place) or not event.held:
             continue
         for part, record in event.stock.items():
@@ -126,17 +128,20 @@ def compare_rank(tally: Tally, trace: Trace) -> None:
     for event in trace.of(Adapted):
         matrices = _matrices(event)
         place = {"tensor": event.layer, "scenario": trace.scenario}
-        given = matrices["a"].shape[0]
-        message = f"the adapter of {event.layer} has {given} rows, rank {event.rank} was asked for"
-        tally.check(given == event.rank, message, **place)
+        rank = matrices["a"].shape[0]
+        message = (
+            f"the adapter of {event.layer} has rank {rank}, but the configuration has rank "
+            f"{event.rank}"
+        )
+        tally.check(rank == event.rank, message, **place)
         if "merged" not in matrices:
             continue
         sizes = np.linalg.svd(matrices["merged"] - matrices["base"], compute_uv=False)
         allowed = float(np.linalg.norm(_rounding(event, matrices)))
         beyond = float(sizes[event.rank]) if event.rank < len(sizes) else 0.0
         message = (
-            f"what was added to {event.layer} has a rank above {event.rank}: singular value "
-            f"{event.rank + 1} is {beyond:.3g}, rounding explains {allowed:.3g}"
+            f"the adapter of {event.layer} adds a matrix of a rank above {event.rank}: singular "
+            f"value {event.rank + 1} is {beyond:.3g}, rounding explains at most {allowed:.3g}"
         )
         tally.at_most(allowed, beyond, message, form=".3g", **place)
 
@@ -174,7 +179,7 @@ def compare_merged(tally: Tally, trace: Trace) -> None:
         tally.check(
             bool((gap <= allowed).all()),
             f"the merged weight of {event.layer} is off by {gap.flat[worst]:.3g}, rounding "
-            f"explains {allowed.flat[worst]:.3g}: what was added is {factor:.3g} times "
+            f"explains at most {allowed.flat[worst]:.3g}: the added matrix is {factor:.3g} times "
             "(alpha / rank) B A",
             tensor=event.layer,
             element=worst,
@@ -223,15 +228,15 @@ def compare_written(tally: Tally, trace: Trace) -> None:
     updates = evidence.updates(trace)
     for event in trace.of(ReadBack):
         if not updates:
-            tally.miss("no step was recorded: there is nothing to compare what was written with")
+            tally.miss("no step was recorded: there is nothing to compare the written files with")
             return
         last = evidence.any_rank(updates[max(updates)])
         place = evidence.place(trace, last)
         for name, record in last.weights.items():
             read = event.tensors.get(name)
-            message = f"{name}, as {event.by} reads it, is not what was trained"
+            message = f"{name}, as {event.by} reads it, differs from the trained tensor"
             if read is None:
-                message = f"{name} was trained, and {event.by} finds no such tensor"
+                message = f"{name} was trained, but {event.by} finds no such tensor"
             tally.check(
                 read is not None and read.digest == record.digest, message, tensor=name, **place
             )
@@ -328,14 +333,16 @@ def _losses(
     To first order |L(w) - L(v)| is |g| . |w - v|, with the recorded gradient g at w.
     """
     if update.loss is None or model.loss is None:
-        tally.miss(f"the loss of step {update.step} is known in one run only")
+        tally.miss(f"the loss of step {update.step} is known in only one run")
         return
     reach = _reach(update, *before)
     if reach is None:
         tally.miss(f"the values of weights and gradients of step {update.step} were not recorded")
         return
     allowed = 2 * LOSS_BOUND * abs(model.loss) + SECOND_ORDER * reach
-    message = f"the loss is not the peer's: rounding and different weights explain {allowed:.3g}"
+    message = (
+        f"the loss is not the peer's: rounding and different weights explain at most {allowed:.3g}"
+    )
     tally.close(model.loss, update.loss, allowed, message, **evidence.place(trace, update))
 
 
@@ -391,14 +398,18 @@ def _follows(tally: Tally, trace: Trace) -> None:
             tally.check(
                 bool((gap <= allowed).all()),
                 f"{name} does not follow from the gradient, the rate and the clipped norm: it is "
-                f"off by {gap.flat[worst]:.3g}, rounding explains {allowed.flat[worst]:.3g}",
+                f"off by {gap.flat[worst]:.3g}, rounding explains at most "
+                f"{allowed.flat[worst]:.3g}",
                 tensor=name,
                 element=worst,
                 **evidence.place(trace, event),
             )
 
 
-_NOTHING = "no step was compared with float64: a fine-tuning with option facts: [gradients] does"
+_NOTHING = (
+    "no step was compared with float64: a fine-tuning with the option facts: [gradients] "
+    "records what is needed"
+)
 
 
 # --- ranks that train together --------------------------------------------------------------------
@@ -424,7 +435,7 @@ def judge_strategies(invariant: Invariant, runs: Traces) -> Finding:
             _compare_strategies(tally, single, runs.base)
         for explained in runs.base.of(Explained) if runs.of(SINGLE) else ():
             closeness.judge_explained(tally, explained, runs.base)
-    nothing = "no run by ranks and on a single device of one fine-tuning was recorded"
+    nothing = "no fine-tuning was recorded both by ranks and on a single device"
     return tally.finding(nothing=missing.probed(invariant, nothing))
 
 
@@ -438,9 +449,9 @@ def _compare_strategies(tally: Tally, single: Trace, trace: Trace) -> None:
     for event in trace.of(ReadBack):
         due, got = _moved(start.weights, last.weights), _moved(start.weights, event.tensors)
         if due is None or got is None:
-            tally.miss("the values of what was trained were not recorded")
+            tally.miss("the values of the trained tensors were not recorded")
             continue
-        message = "the ranks have not changed the weights as the single device has"
+        message = "the ranks changed the weights differently from the single device"
         closeness.compare_close(
             tally, due, got, ADAM_GRADIENT_BOUND, message, step=last.step, scenario=trace.scenario
         )
@@ -492,7 +503,7 @@ def judge_stages(invariant: Invariant, runs: Traces) -> Finding:
     if runs.base is not None:
         for single in runs.of(SINGLE):
             _compare_with_one_process(tally, single, runs.base)
-    nothing = "no run by stages and by one process of one fine-tuning was recorded"
+    nothing = "no fine-tuning was recorded both by stages and in one process"
     return tally.finding(nothing=missing.probed(invariant, nothing))
 
 
@@ -557,7 +568,7 @@ def compare_stages(tally: Tally, trace: Trace) -> None:
         stage_names, place = [*holders[name]], {"tensor": name, "scenario": trace.scenario}
         tally.check(bool(stage_names), f"{name} is in no stage", **place)
         stages_of = f"{len(stage_names)} stages, {' and '.join(stage_names)}"
-        message = f"{name} is in {stages_of}, and belongs to one"
+        message = f"{name} is in {stages_of}, but belongs to one"
         tally.check(len(stage_names) <= 1, message, **place)
 
 
@@ -575,7 +586,9 @@ ROWS = (
         id="F-FT-001",
         decides="weights that aren't trained keep the bits of the checkpoint",
         spoken_of="frozen base-model adapter-isolation",
-        judge=judge_each(compare_frozen, "no Frozen of a weight that isn't trained was recorded"),
+        judge=judge_each(
+            compare_frozen, "no event Frozen was recorded for a weight that isn't trained"
+        ),
         plan=plan_weights,
     ),
     Check(
@@ -583,7 +596,7 @@ ROWS = (
         id="F-FT-002",
         decides="what adapters add to a layer has at most the configured rank",
         spoken_of="low-rank lora-rank",
-        judge=judge_each(compare_rank, f"no Adapted of a layer was recorded: {_ADVICE}"),
+        judge=judge_each(compare_rank, f"no event Adapted of a layer was recorded: {_ADVICE}"),
         plan=plan_weights,
         tolerance_kinds=("ulp",),
     ),
@@ -592,7 +605,7 @@ ROWS = (
         id="F-FT-003",
         decides="before the first step adapters add zero to their layers",
         spoken_of="lora-initialisation",
-        judge=judge_each(compare_start, "no Adapted of a layer was recorded"),
+        judge=judge_each(compare_start, "no event Adapted of a layer was recorded"),
         plan=plan_weights,
     ),
     Check(
@@ -600,7 +613,7 @@ ROWS = (
         id="F-FT-004",
         decides="stock libraries load the weights that were trained",
         spoken_of="export adapter-file",
-        judge=judge_each(compare_written, f"no ReadBack was recorded: {_ADVICE}"),
+        judge=judge_each(compare_written, f"no event ReadBack was recorded: {_ADVICE}"),
         plan=plan_weights,
     ),
     Check(

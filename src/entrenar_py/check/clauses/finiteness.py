@@ -274,7 +274,9 @@ def _halts(
     if halts:
         _names(tally, trace, halts[0], culprit, place)
     elif stopped:
-        tally.note(f"with a non-finite value at {where} it stopped by itself: {trace.end.reason}")
+        tally.note(
+            f"with a non-finite value at {where} the run stopped by itself: {trace.end.reason}"
+        )
 
 
 def _where(trace: Trace, culprit: Shard | Injected, step: int) -> str:
@@ -295,11 +297,11 @@ def _names(
     ]
     known = (named if None in (right, named) else right for right, named in pairs.values())
     expected, got = (culprit.step or 0, *known), (halt.step, halt.rank, halt.shard)
-    tally.equal(expected, got, "the halt names another place", **place)
+    tally.equal(expected, got, "the halt names a different place", **place)
     if isinstance(culprit, Shard) and culprit.ids and not halt.ids:
         unnamed.append("sample ids")
     elif isinstance(culprit, Shard):
-        tally.equal(culprit.ids, halt.ids, "the halt names other samples", **place)
+        tally.equal(culprit.ids, halt.ids, "the halt names different samples", **place)
     if unnamed:
         unknown = ", ".join(unnamed)
         why = f"the halt in step {halt.step} does not name its {unknown}"

@@ -177,7 +177,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
         shown = {"expected": repr(limit), "got": repr(norm)}
         tally.check(norm <= limit * (1 + bounds.gradient + rounding), message, **shown, **place)
         if update.step == 0 and not unseen:
-            what = f"that of {pair.knob}={pair.usual} clipped to this norm"
+            what = f"the gradient of {pair.knob}={pair.usual} clipped to this norm"
             message = f"{pair.words.before}the gradient is not {what}"
             # The norm that the script computed may be off by rounding. The direction is not.
             length = min(max(norm, limit * (1 - rounding)), limit * (1 + rounding))
@@ -280,7 +280,7 @@ class Knob:
 
 KNOBS: Mapping[str, Knob] = {
     "accumulation": Knob(
-        says="micro-batches a step is made in, of the same global batch: 1, 2, 4",
+        says="micro-batches per step, with the same global batch: 1, 2, 4",
         usual="1",
         others=("2", "4"),
         expected="micro-batches of `GLOBAL // (world_size * accumulation)` samples: same losses, "
@@ -301,14 +301,14 @@ KNOBS: Mapping[str, Knob] = {
         judge=_clipped,
     ),
     "loss_scale": Knob(
-        says="what the loss is multiplied by before the backward pass: 1, 1024",
+        says="factor of the loss before the backward pass: 1, 1024",
         usual="1",
         others=("1024",),
         expected="the script multiplies the loss and divides the gradients: same results",
         judge=_changes_nothing(_scaled_loss),
     ),
     "permute": Knob(
-        says="1 if the samples of each global batch are to come in a different order, else 0",
+        says="1: the samples of each global batch come in a different order; 0: they don't",
         usual="0",
         others=("1",),
         expected="the samples of each global batch come in a different order "
@@ -316,7 +316,7 @@ KNOBS: Mapping[str, Knob] = {
         judge=_changes_nothing(_permuted),
     ),
     "strategy": Knob(
-        says="off if the model is to be trained without its parallel strategy, else on",
+        says="off: train the model without its parallel strategy; on: with it",
         usual="on",
         others=("off",),
         expected="trained without the parallel strategy (for example by hand, or without "

@@ -79,7 +79,7 @@ def _absent(compare: Compare, by_passes: bool, traces: Sequence[Trace]) -> str:
 def _unprobed(trace: Trace, clause: str = "") -> str:
     if not trace.of(Tokens) and not trace.of(Scored):
         again = f"run its script with --only {clause} and without --judge"
-        return f"no step was examined of a model that is given token ids: {again}"
+        return f"no step of a model with token ids as input was examined: {again}"
     return "" if any(one.rows for one in trace.of(Tokens)) or trace.of(Scored) else _why(trace)
 
 
@@ -140,9 +140,10 @@ def _restores(trace: Trace) -> bool:
 
 
 _RESTORED = (
-    "targets are the tokens at their own positions: it may be trained to reconstruct its rows"
+    "targets are the tokens at their own positions: the model may be trained to reconstruct its "
+    "rows"
 )
-_NO_TARGETS = "no cross-entropy was seen over the tokens of its rows"
+_NO_TARGETS = "no cross-entropy over the tokens of the model's rows was observed"
 
 
 def _shifted(tally: Tally, trace: Trace) -> str:
@@ -228,7 +229,7 @@ def _stays(tally: Tally, trace: Trace, rereads: Iterable[Reread], message: str) 
 def _causal(tally: Tally, trace: Trace) -> str:
     later = _moving(trace, "later")
     if not _shifts(trace) and not all(map(_is_still, later)):
-        return f"{_NO_TARGETS}: it may be trained to see both sides"
+        return f"{_NO_TARGETS}: the model may be trained to see both sides"
     if _restores(trace):
         return _RESTORED
     for cut in sorted({reread.cut or 0 for reread in later}):
@@ -246,13 +247,17 @@ def _padding(tally: Tally, trace: Trace) -> str:
     for loss in losses:
         tally.check(
             False,
-            f"{loss.padded} padding tokens count as targets of padding tokens: ignore them",
+            f"{loss.padded} padding tokens count as targets, after padding tokens: ignore "
+            "these targets",
             expected="0",
             got=str(loss.padded),
             **_place(trace, loss),
         )
     if not padded and not losses:
-        return "no padding is known, by a mask that the model is given or by its table"
+        return (
+            "no padding was recognised: the model gets no mask of padding, and its table has no "
+            "padding_idx"
+        )
     rereads = [event for event in trace.of(Reread) if event.replaced == "padding"]
     _stays(tally, trace, rereads, "an output changes if the padding is another token")
     for event in rereads:
@@ -297,7 +302,7 @@ def _shares(tally: Tally, trace: Trace) -> str:
     pairs = [*_pairs(steps.values())]
     if not _shifts(trace) and not all(_agree(*pair) for pair in pairs):
         return (
-            f"{_NO_TARGETS}: it may be trained to fill gaps, and then the mean over a "
+            f"{_NO_TARGETS}: the model may be trained to fill gaps, and then the mean over a "
             "micro-batch's own gaps is usual"
         )
     for pair in pairs:
@@ -352,13 +357,13 @@ def _tied(tally: Tally, trace: Trace) -> str:
     for tokens in known:
         tally.check(
             tokens.tied is True,
-            "the model's settings tie the tables of its first and last layer, which differ",
+            "the model's settings tie the weights of its first and last layer, but these differ",
             **_place(trace, tokens),
         )
     ties = {tie for event in trace.of(Noticed) for tie in event.shared}
     for tie in sorted(ties):
         _one_tensor(tally, trace, tie)
-    return "" if known or ties else "no table is tied, and the model's settings tie none"
+    return "" if known or ties else "no embedding is tied, and the model's settings don't demand it"
 
 
 def _one_tensor(tally: Tally, trace: Trace, tie: Sequence[str]) -> None:
@@ -370,7 +375,7 @@ def _one_tensor(tally: Tally, trace: Trace, tie: Sequence[str]) -> None:
         apart = [n for n in names if event.weights[n].digest != event.weights[names[0]].digest]
         tally.check(
             not apart,
-            f"{(apart or names or tie)[0]} was one tensor with {tie[0]}, and differs now",
+            f"{(apart or names or tie)[0]} was the same tensor as {tie[0]}, and differs now",
             step=event.step - isinstance(event, Start),
             rank=event.rank,
             tensor=(apart or names or tie)[0],
@@ -456,18 +461,17 @@ def _same_masks(tally: Tally, trace: Trace) -> str:
     for event in others:
         tally.check(
             False,
-            "a layer that is computed again in the backward pass draws new random "
-            f"numbers, from {named(event.generator)}: the gradient uses different masks "
-            "from the loss; let the checkpoint restore the generators "
-            "(preserve_rng_state=True)",
+            "a layer that is recomputed in the backward pass draws new random numbers, from "
+            f"{named(event.generator)}: the gradient uses different masks from the loss; let the "
+            "checkpoint restore the generators (preserve_rng_state=True)",
             **_of_rank(trace, event),
         )
     again = {(event.step, event.rank) for event in trace.of(Tokens) if event.recomputed}
     if not again and not others:
-        return "no layer was seen to be computed again in a backward pass"
+        return "no layer was recomputed in a backward pass"
     masked = {(event.step, event.rank) for event in drawn if event.where == "forward"}
     tally.compared += len(again & masked)
-    return "" if masked else "layers that are computed again draw no random numbers"
+    return "" if masked else "recomputed layers draw no random numbers"
 
 
 # --- the rows of the table ------------------------------------------------------------------------

@@ -101,8 +101,8 @@ class _Freezing:
         if not self.judged:
             shown = wording.listed(start.frozen, most=3) or "no tensor"
             tally.note(
-                "freezing was not judged: what requires no gradient is taken as frozen "
-                f"({shown}), which was not declared: {_DECLARE}"
+                "freezing was not judged: tensors that require no gradient are taken as frozen "
+                f"({shown}), but were not declared frozen: {_DECLARE}"
             )
 
 
@@ -157,8 +157,8 @@ def _frozen(
             tally.check(False, message, tensor=changed[step][0], **place)
             return
         tally.miss(
-            f"{wording.listed(changed[step], most=2)} changed in step {step} without a "
-            f"gradient, and it was not declared whether it may: {_DECLARE}"
+            f"{wording.listed(changed[step], most=2)} changed in step {step} without a gradient, "
+            f"and no declaration says whether it may: {_DECLARE}"
         )
 
 
@@ -304,8 +304,8 @@ def _may_rest(
     some_gradient, num_known = False, 0
     if tally.observed and trace.scenario.world_size == 1 and _is_taken_away(name, rest, local):
         tally.note(
-            f"{name} did not move on one worker: the script takes its gradient away before each "
-            "step, for an epoch, say; it is judged by the runs on several workers"
+            f"{name} did not move on one worker: the script removes its gradient before each "
+            "step (for an epoch, say); the runs on several workers decide"
         )
         return True
     for update in rest:
@@ -328,9 +328,8 @@ def _may_rest(
     if has_rested and num_known == len(rest) and _cancels(trace, start.rank, name):
         tally.compared += 1
         tally.note(
-            f"{name} never moved: its gradient is zero, but that of its layer's weight "
-            "is not, so the loss does not change if all outputs of the layer are "
-            "shifted"
+            f"{name} never moved: its gradient is zero, but the gradient of its layer's weight "
+            "is not, so the loss does not change if all outputs of the layer are shifted"
         )
         return True
     if has_rested:

@@ -142,7 +142,8 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
                     trace="local SGD equals synchronous SGD only with optimizer=sgd and options "
                     f"{rounds.AS_ONE}",
                     script="local SGD equals training on one worker only in rounds of one step, "
-                    "with plain SGD inside, outer rate 1 and outer momentum 0: run the script so",
+                    "with plain SGD inside, outer rate 1 and outer momentum 0: run the script in "
+                    "this way",
                 )
             )
     runs = replace(runs, base=base)
@@ -239,7 +240,7 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
         message = f"training went on without rank {rank}, which had a non-finite value"
         tally.check(ended, message, step=step, rank=rank, scenario=trace.scenario)
         if ended:
-            tally.note(f"with a non-finite value on rank {rank} it stopped by itself")
+            tally.note(f"with a non-finite value on rank {rank} the run stopped by itself")
 
 
 def _bad_places(trace: Trace) -> set[Place]:

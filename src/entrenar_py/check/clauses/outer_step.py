@@ -125,8 +125,8 @@ def judge_weighting(invariant: Invariant, traces: Traces) -> Finding:
         if tried.broken is not None and ALIKE in tried.broken.message:
             tally.miss(
                 "workers draw different numbers of samples, and have equal weight in the "
-                "average: right if each worker is to count once, wrong if each sample is "
-                "to count equally; local-sgd-v1.yaml demands the second"
+                "average: right if each worker should count once, wrong if each sample should "
+                "count equally; local-sgd-v1.yaml demands the second"
             )
         elif rounds.says_rule(tally, trace):
             follow(tally, trace)
@@ -226,7 +226,7 @@ def _compare(tally: Tally, trace: Trace, event: Synchronised, round_: Round, sta
     done = closeness.compare_close(tally, expected, got, bound, message, **place)
     momentum = {f"{name}/{MOMENTUM}": value for name, value in kept.items()}
     floor = BOUND * (closeness.norm_l2(expected) or 0.0)
-    message = "the outer momentum is not that of the mean pseudo-gradients"
+    message = "the outer momentum does not follow from the mean pseudo-gradients"
     own = {name: event.optimizer[name] for name in momentum if name in event.optimizer}
     if momentum and event.optimizer:
         done &= closeness.compare_close(
@@ -243,7 +243,7 @@ def _not_followed(trace: Trace) -> str:
     if rule.outer_learning_rate == 1 and not rule.outer_momentum:
         return "the weights after a round are not the mean of the workers' weights"
     name = "Nesterov's rule" if trace.traits.outer == "nesterov" else "the rule of momentum"
-    return f"the outer weights are not what {name} makes of the mean pseudo-gradient"
+    return f"the outer weights are not the result of {name} on the mean pseudo-gradient"
 
 
 def _are_close(expected: Vectors, got: Vectors, bound: float) -> bool:
@@ -426,7 +426,7 @@ def compare_silence(tally: Tally, trace: Trace) -> None:
                 message = f"rank {event.rank} called {called} collectives within a round"
                 tally.equal(0, called, message, **evidence.place(trace, event))
     if meetings and not any(event.collectives_alone is not None for event in meetings):
-        why = "how many collectives were called within rounds is unknown"
+        why = "it is unknown how many collectives were called within rounds"
         missing.ask(tally, why, facts.COLLECTIVES_ALONE)
     if counts := [event.collectives for event in meetings if event.collectives is not None]:
         tally.note(f"the largest number of collectives at the end of a round: {max(counts)}")
@@ -471,8 +471,8 @@ def _tell_collectives(tally: Tally, trace: Trace, unknown: set[tuple[int, int]])
             called = counted(event.collectives_alone, "collective")
             tally.miss(
                 f"rank {event.rank} called {called} within the round that ends with step "
-                f"{event.step}, and whether they shared gradients is unknown: check with a model "
-                "of up to 65,536 parameters, and clip by the norm alone"
+                f"{event.step}, and it is unknown whether they shared gradients: check with a "
+                "model of up to 65,536 parameters, and clip by the norm alone"
             )
         else:
             called_any = True

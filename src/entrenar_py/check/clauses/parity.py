@@ -211,8 +211,8 @@ def other_masks(trace: Trace) -> str:
     """Return why a run with dropout or batch normalisation is not compared with a single device."""
     if trace.traits.batch_norm:
         return (
-            "batch normalisation uses each rank's own samples: on one worker the run "
-            "is a different one, and was not compared"
+            "batch normalisation uses each rank's own samples: on one worker the training is a "
+            "different one, and was not compared"
         )
     if trace.draws_by_shard:
         return "not compared with a single device: there dropout draws different masks"
@@ -220,8 +220,8 @@ def other_masks(trace: Trace) -> str:
     if all(shard.draws is None for shard in trace.of(Shard)):
         return f"under dropout {system} was not compared with one worker, since no Shard has draws"
     return (
-        f"under dropout {system} draws its masks per rank: on one worker the run is "
-        "a different one, and was not compared"
+        f"under dropout {system} draws its masks per rank: on one worker the training is a "
+        "different one, and was not compared"
     )
 
 

@@ -56,7 +56,7 @@ def compare_references(tally: Tally, trace: Trace) -> None:
                 value,
                 got,
                 f"the reference's log-probability of the {side} side of pair {event.sample} is "
-                f"{got!r} at use {event.use}, and was {value!r}",
+                f"{got!r} at use {event.use}, but was {value!r} before",
                 sample_ids=(event.sample,),
                 scenario=trace.scenario,
             )
@@ -126,7 +126,7 @@ ROWS = (
         id="F-FT-017",
         decides="the reference of preference optimisation keeps its bits over the run",
         spoken_of="dpo reference-model",
-        judge=judge_each(compare_references, f"no Referred pair was recorded: {_ADVICE}"),
+        judge=judge_each(compare_references, f"no event Referred was recorded: {_ADVICE}"),
         plan=plan_pairs,
     ),
     Check(
@@ -134,7 +134,9 @@ ROWS = (
         id="F-FT-018",
         decides="both sides of a pair have the same prompt, and only completions count",
         spoken_of="dpo chosen rejected",
-        judge=judge_each(compare_sides, f"no Encoded side of a pair was recorded: {_ADVICE}"),
+        judge=judge_each(
+            compare_sides, f"no event Encoded for a side of a pair was recorded: {_ADVICE}"
+        ),
         plan=plan_pairs,
     ),
     Check(

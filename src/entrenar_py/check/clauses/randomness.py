@@ -332,8 +332,9 @@ def _masks_on_every_rank(tally: Tally, trace: Trace) -> None:
         never = all(shard.draws is None for shard in shards)
         tally.check(
             not (always and never),
-            f"rank {shards[0].rank} drew no random numbers in the forward pass, and rank "
-            f"{always[0] if always else ''} did in every one: its dropout is off",
+            f"rank {shards[0].rank} drew no random numbers in the forward pass, but rank "
+            f"{always[0] if always else ''} did in every pass: dropout is off on rank "
+            f"{shards[0].rank}",
             **evidence.place(trace, shards[0]),
         )
 
@@ -399,9 +400,9 @@ def _recomputed_alike(tally: Tally, trace: Trace) -> None:
         if event.where == "recomputed":
             tally.check(
                 False,
-                f"rank {event.rank} draws new random numbers when a layer is computed again "
-                f"in the backward pass, from {named(event.generator)}: the gradient uses "
-                "different masks from the loss; let the checkpoint restore the generators "
+                f"rank {event.rank} draws new random numbers when a layer is recomputed in the "
+                f"backward pass, from {named(event.generator)}: the gradient uses different "
+                "masks from the loss; let the checkpoint restore the generators "
                 "(preserve_rng_state=True)",
                 step=event.step,
                 rank=event.rank,
@@ -460,7 +461,7 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _
 
 def _seeded_alike(parted: int) -> str:
     return (
-        f"in step {parted} each drew its own, and since then the generator has had "
+        f"in step {parted} each rank drew its own numbers, and since then the generator has had "
         f"the same seed on both; {_OWN_GENERATOR}"
     )
 

@@ -190,7 +190,7 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
             message = f"not the bits of {model.scenario.system}"
             closeness.compare_updates(tally, model, trace, "gradient", message)
         if not runs.of(TWIN):
-            tally.miss(f"there is no other run to compare that of {trace.scenario.system} with")
+            tally.miss(f"there is no other run to compare the run of {trace.scenario.system} with")
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
 
@@ -242,7 +242,7 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
             name = "the coordinator" if rank is None else f"rank {rank}"
             if not any(record.rank == rank for record in trace.of(Traffic)):
                 fact = facts.only_in_traces("a Traffic for every rank")
-                missing.ask(tally, f"what {name} sent is unknown", fact)
+                missing.ask(tally, f"it is unknown what {name} sent", fact)
                 continue
             end = {"sent": "to", "got": "from"}[direction]
             bytes_recorded = got.get((rank, peer, direction), 0)
@@ -261,7 +261,7 @@ def _judge_headers(tally: Tally, trace: Trace) -> None:
         if record.message in BLOCKS:
             most = beside_bytes_max(record)
             extra = record.bytes - record.payload_bytes
-            message = f"{what} have {extra} bytes more than their payload"
+            message = f"{what} have {extra} bytes more than the payload of these messages"
             tally.at_most(most, extra, message, **place)
         elif record.peer == "worker" and record.rank is not None:
             tally.equal(0, record.payload_bytes, f"{what} between workers have a payload", **place)

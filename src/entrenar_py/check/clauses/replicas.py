@@ -109,7 +109,7 @@ def _trained_together(tally: Tally, trace: Trace) -> None:
     elif _made_the_same_steps(trace, ranks):
         tally.check(
             False,
-            f"{words}, and each makes the same steps by itself: wrap the model "
+            f"{words}, and each makes its steps separately: wrap the model "
             "(DistributedDataParallel), and let each rank draw its part of the samples; with "
             "accelerate on CPUs, say Accelerator(cpu=True)",
             step=min(evidence.updates(trace)),
@@ -173,7 +173,9 @@ def _compare_joined(comparison: Comparison) -> None:
             continue
         lowest, sharded = evidence.any_rank(others), comparison.is_sharded(others)
         for part in PARTS:
-            message = f"rank {start.rank} joined with other {part} than rank {lowest.rank} holds"
+            message = (
+                f"rank {start.rank} joined with different {part} than rank {lowest.rank} holds"
+            )
             step = start.step - 1
             comparison.compare(part, lowest, start, message, sharded=sharded, step=step)
 
@@ -185,7 +187,7 @@ def _all_updated(tally: Tally, trace: Trace) -> None:
     always = {update.rank for update in trace.of(Update)} - stays.keys() - moved
     for step, by_rank in evidence.ranks_by_step(trace):
         for rank in sorted((evidence.members(stays, step) | always) - by_rank.keys()):
-            message = f"rank {rank} made no optimizer step, the others did"
+            message = f"rank {rank} made no optimizer step, although the others did"
             if not tally.observed:
                 message += ": it recorded no Update"
             tally.check(False, message, step=step, rank=rank, scenario=scenario)
@@ -228,8 +230,8 @@ def compare_ties(tally: Tally, trace: Trace) -> None:
     for pair in _ties(event.alike for event in trace.of(Noticed)):
         if named.isdisjoint(pair):
             tally.note(
-                f"{pair[0]} and {pair[1]} have the same values before the first step, and "
-                f"are two tensors: if they are meant to be one, {_declare(pair)}"
+                f"{pair[0]} and {pair[1]} have the same values before the first step, but are "
+                f"two tensors: if they should be one tensor, {_declare(pair)}"
             )
 
 
@@ -310,15 +312,16 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
         comparison = Comparison(tally, trace)
         if _is_the_server_s(trace):
             tally.miss(
-                "the server makes the updates: it alone holds the optimizer's state, and what it "
-                "resumes with is not recorded; F-TI-003 and F-TI-008 judge the resulting weights"
+                "the server makes the updates: only the server holds the optimizer's state, and "
+                "the state that it resumes with is not recorded; F-TI-003 and F-TI-008 judge the "
+                "resulting weights"
             )
         is_elsewhere = trace.traits.steps != "model" and not any(
             update.optimizer for update in trace.of(Update)
         )
         # If weights follow the rule from the first step on, the state that moved them was right.
         if is_elsewhere and not applied_gradients.follow_copies(tally, traces, trace):
-            tally.miss("the optimizer's state is that of copies of the weights, or of shards")
+            tally.miss("the optimizer's state belongs to copies of the weights, or to shards")
         missing.require_updates(tally, trace)
         require_ranks(tally, trace)
         for step, by_rank in evidence.ranks_by_step(trace):
@@ -331,9 +334,9 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
     reason = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"
     if tally.observed and any(map(_is_spread, traces)):
         return tally.finding(
-            nothing="each rank keeps the optimizer's state of its own parameters, and no two "
-            "ranks keep that of the same parameter (ZeroRedundancyOptimizer): stop and "
-            "resume the run to have it judged, with {workdir} in the command"
+            nothing="each rank keeps the optimizer's state of its own parameters, and no two ranks "
+            "keep the state of the same parameter (ZeroRedundancyOptimizer): stop and resume the "
+            "run to have it judged, with {workdir} in the command"
         )
     return tally.finding(
         nothing=missing.told(
@@ -341,7 +344,10 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
             trace=f"{reason}, and no checkpoint was recorded: record, with an optimizer that has "
             "state, Update.optimizer on two ranks or more; or a Saved where a checkpoint is "
             "written, and a Start with resumed=True on every rank that loads it",
-            script=f"{reason}: try the script with an optimizer that keeps some, such as momentum",
+            script=(
+                f"{reason}: try the script with an optimizer that keeps state, such as SGD with "
+                "momentum"
+            ),
         )
     )
 
@@ -354,7 +360,7 @@ def _absent_state(traces: Sequence[Trace]) -> str:
     updates = [update for trace in traces for update in trace.of(Update)]
     several = [trace for trace in traces if trace.scenario.world_size > 1]
     if several and all(trace.of(Update) and _is_in_one_place(trace) for trace in several):
-        return "each tensor's state is kept by one rank alone, and the script writes no checkpoint"
+        return "each tensor's state is kept by only one rank, and the script writes no checkpoint"
     if not updates:
         return ""
     if several and all(rounds.are_in(t) and t.traits.saves == "nothing" for t in several):
@@ -411,8 +417,8 @@ def _compare_owners(tally: Tally, runs: Traces) -> None:
         if gaps and all(gap.distance <= bound * gap.size for gap in gaps.values()):
             tally.compared += len(gaps)
             tally.note(
-                "each rank keeps the optimizer's state of its own parameters: together it "
-                f"equals that of one worker after step {first}"
+                "each rank keeps the optimizer's state of its own parameters: together it equals "
+                f"the state of one worker after step {first}"
             )
 
 

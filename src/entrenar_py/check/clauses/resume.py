@@ -140,8 +140,8 @@ def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:
     if "ended" not in straight.environment:
         tally.miss(
             f"the resumed run made {beyond} steps more than the one without stops: {{steps}} is "
-            "the number of steps in all, also after a resume; or the script's count was not "
-            "restored"
+            "the total number of steps, including those before a resume; or the script's count "
+            "was not restored"
         )
     kept = [
         event
@@ -158,8 +158,8 @@ def _ends_as_late(tally: Tally, straight: Trace, trace: Trace) -> None:
     if trace.end.status == "completed" and "ended" not in trace.environment:
         tally.check(
             num_steps >= due,
-            f"the resumed run ended by itself after {counted(num_steps, 'step')}, and "
-            f"the one without stops after {due}: it counts more steps than were made",
+            f"the resumed run ended by itself after {counted(num_steps, 'step')}, and the one "
+            f"without stops after {due}: its step count is higher than the number of steps made",
             step=num_steps,
             scenario=trace.scenario,
         )
@@ -191,7 +191,7 @@ def _rate_of(
         return ""
     back = [start.step for start in trace.of(Start) if start.resumed and start.step <= at]
     anew = step in (0, at - max(back, default=0))
-    return f": that of step {step}{', as if the schedule started over' if anew else ''}"
+    return f": it is step {step}'s{', as if the schedule started over' if anew else ''}"
 
 
 def _same_scale(tally: Tally, straight: Trace, trace: Trace) -> None:
@@ -373,7 +373,7 @@ def _tell_other_step(tally: Tally, straight: Trace, trace: Trace, start: Start, 
     message = f"rank {start.rank} resumed at step {start.step} with the weights after step {step}"
     last = max(evidence.updates(straight), default=-1)
     if max(evidence.updates(trace), default=-1) == last:
-        what = f"{message}: its count of steps is {start.step}, and {num_steps} were made"
+        what = f"{message}: its step count is {start.step}, but {num_steps} steps were made"
         tally.check(False, what, **evidence.place(trace, start))
     else:
         tally.miss(
@@ -409,7 +409,7 @@ def require_resumes(tally: Tally, trace: Trace) -> None:
             if not resumed:
                 break  # after every stop the script starts over, for the same reason
         elif stop not in resumed and len(lives) <= number and stop <= last:
-            why = f"the run was to stop before step {stop}, and no resume was recorded"
+            why = f"the run should stop before step {stop}, but no resume was recorded"
             missing.ask(tally, why, facts.RESUMED_START)
 
 
@@ -490,9 +490,8 @@ def compare_first_steps(tally: Tally, straight: Trace, trace: Trace) -> None:
         if model is None or update is None or not _rests_on_the_same(resume, model, update):
             continue
         message = (
-            f"rank {start.rank} resumed at step {start.step} with the weights and the "
-            "optimizer state that it had, its gradient and learning rate are right, "
-            "but the step differs"
+            f"rank {start.rank} resumed at step {start.step} with the right weights and "
+            "optimizer state; its gradient and learning rate are right, too, but the step differs"
         )
         place = evidence.place(trace, update)
         words = _cause(resume, update)
@@ -528,9 +527,8 @@ def _cause(resume: resumes.Resume, update: Update) -> str:
     if not np.linalg.norm(came - begun) < np.linalg.norm(came - was):  # also if one is NaN
         return general
     return (
-        "it went back to nearly what it was before the first step: the optimizer "
-        "steps copies of the weights, which were made before the checkpoint was "
-        "loaded"
+        "it went back to nearly its value before the first step: the optimizer steps copies of "
+        "the weights, which were made before the checkpoint was loaded"
     )
 
 

@@ -22,7 +22,7 @@ from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Attempt, Membership, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Finding, Tally
 
-_ROUNDED = "two runs agree within rounding, and not in their bits,"
+_ROUNDED = "two runs agree within rounding, but not in their bits,"
 _ANY_ORDER = (
     "its kernels may add in any order: with "
     "torch.use_deterministic_algorithms(True) torch uses deterministic "
@@ -51,7 +51,7 @@ def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
             )
     compare_worker_counts(tally, runs.own)
     return tally.finding(
-        nothing="no two runs that differ in world_size alone: record another with world_size=1, "
+        nothing="no two runs that differ only in world_size: record another with world_size=1, "
         f"say, and all else equal{missing.nearest(tally, runs, COUNTS)}"
     )
 
@@ -296,7 +296,7 @@ def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
         elif _on_trajectory(tally, calm, trace, left, within_steps):
             is_followed = True
         if "bitwise" in trace.promises:
-            message = "bits differ from those of the undisturbed run"
+            message = "bits differ from the undisturbed run"
             compare_steps(tally, calm, trace, message)
     return is_followed
 
@@ -326,7 +326,7 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
     planned = {fault.rank for fault in trace.scenario.faults if fault.kind == "leave"}
     silent = {rank for rank in planned if rank is not None} - {change.rank for change in left}
     if silent:
-        why = f"{missing.named(silent)} was to leave, and no departure was recorded"
+        why = f"{missing.named(silent)} should leave, but no departure was recorded"
         missing.ask(tally, why, facts.DEPARTURE)
 
 

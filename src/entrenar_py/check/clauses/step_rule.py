@@ -27,7 +27,9 @@ from entrenar_py.check.clauses import clipping, knobs, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, factors, facts, missing, run_names
-from entrenar_py.check.evidence.needs import ALONE, REORDERED, REPEATED, SHORTENED, Traces, turned
+from entrenar_py.check.evidence.needs import ALONE, REPEATED, SHORTENED, Need, Traces, turned
+from entrenar_py.shared import faults
+from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Noticed, Ruled, Start, Tensors, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
@@ -46,7 +48,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     knobs.compare(tally, runs)
     if tally.observed:
         compare_schedule(tally, runs)
-        parameter_order.compare(tally, runs)
+        parameter_order.compare(tally, runs.witnesses.get(REORDERED, ()))
         for trace in (*runs, *runs.witnesses.get(SHORTENED, ())):
             compare_metrics(tally, trace)
     for trace in runs:
@@ -113,7 +115,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
     if trace.traits.rule != "known" and update_rule.are_derived(trace):
         is_known = is_known and _is_as_derived(trace)
     if not is_known and trace.traits.rule == "own":
-        tally.note("the optimizer's rule is its own: steps were not recomputed")
+        tally.note("the optimizer has a rule of its own: steps were not recomputed")
         return
     if not is_known:
         tally.miss(
@@ -121,8 +123,8 @@ def _follow(tally: Tally, trace: Trace) -> None:
             + missing.told(
                 tally,
                 trace=" (traits: rule: other)",
-                script=": known are those of torch.optim, except for LBFGS, Rprop, ASGD and some "
-                "that are rare",
+                script=": known are those of torch.optim, except for LBFGS, Rprop, ASGD and a few "
+                "rare ones",
             )
         )
         return
@@ -269,7 +271,7 @@ def _clipping(
         return  # F-DP-003 judges this
     norm = closeness.norm_l2(update.gradient)
     if norm is not None:
-        message = "the norm is not that of the averaged gradient"
+        message = "the norm is not the averaged gradient's"
         tally.close(norm, update.grad_norm, relative * norm, message, **place)
     if trace.traits.clipping == "other":  # gradients were clipped to an unknown norm
         tally.check(
@@ -367,7 +369,7 @@ def _absent(traces: Sequence[Trace]) -> str:
         return ""
     if any(update_rule.are_known(trace) for trace in traces):
         return ""
-    return "the optimizer's rule is its own: it is none of torch.optim's that are known here"
+    return "the optimizer has a rule of its own, which is not known here"
 
 
 def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
@@ -541,7 +543,7 @@ def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
         groups = {group for event in noticed for group in event.shared if name in group}
         others = sorted({one for group in groups for one in group} & twice - {name})
         if not others:
-            cause = "it is in the optimizer's parameters twice"
+            cause = "it occurs twice in the optimizer's parameters"
         elif plain:
             tally.note(f"{name} and {others[0]} are parameters in the same memory: SGD steps both")
             continue
@@ -552,6 +554,19 @@ def judge_doubled(tally: Tally, trace: Trace) -> Set[str]:
         tally.check(False, message, tensor=name, **place)
     return twice
 
+
+def _reordered(usual: Trace) -> Fault | None:
+    is_own = parameter_order.is_wanted(usual) and not is_recomputed(usual)
+    return Fault(kind=faults.REORDERED, step=0) if is_own else None
+
+
+REORDERED = Need(
+    name="reordered",
+    says="the same run, with the optimizer's parameters in a different order",
+    faults=(faults.REORDERED,),
+    is_paired=True,
+    planned=_reordered,
+)
 
 ROWS = (
     Check(

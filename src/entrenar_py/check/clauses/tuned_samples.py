@@ -68,7 +68,7 @@ def compare_tokens(tally: Tally, trace: Trace) -> None:
     if all(event.label == NO_CLASS for event in samples.values()):
         for shard in trace.of(Shard):
             due = sum(len(samples[i].completion) for i in shard.ids if i in samples)
-            message = f"shard {shard.shard} counts {shard.weight:g} tokens, it predicts {due}"
+            message = f"shard {shard.shard} counts {shard.weight:g} tokens, but predicts {due}"
             place = evidence.place(trace, shard)
             tally.equal(float(due), shard.weight, message, sample_ids=shard.ids, **place)
 
@@ -168,7 +168,7 @@ def compare_copies(tally: Tally, trace: Trace) -> None:
         return  # nothing was repeated
     place = {"scenario": trace.scenario}
     numbers = [event.sample for event in samples]
-    message = "samples, with copies, are not numbered from 0 to the number of samples"
+    message = "samples (including copies) are not numbered from 0 without gaps"
     tally.equal(list(range(trace.scenario.num_samples)), sorted(numbers), message, **place)
     counts = Counter(event.label for event in labelled)
     message = f"classes have {dict(sorted(counts.items()))} samples once rarer ones are repeated"
@@ -206,7 +206,7 @@ ROWS = (
         id="F-FT-006",
         decides="the loss counts the completion's tokens, each predicted from those before it",
         spoken_of="loss-mask prompt label-shift padding chat-template",
-        judge=judge_each(compare_tokens, f"no Encoded sample was recorded: {_ADVICE}"),
+        judge=judge_each(compare_tokens, f"no event Encoded was recorded: {_ADVICE}"),
         plan=plan_tokens,
     ),
     Check(
@@ -214,7 +214,7 @@ ROWS = (
         id="F-FT-007",
         decides="class weights in the loss follow the written formula",
         spoken_of="class-weight imbalance",
-        judge=judge_each(compare_class_weights, f"no Weighed was recorded: {_ADVICE}"),
+        judge=judge_each(compare_class_weights, f"no event Weighed was recorded: {_ADVICE}"),
         plan=plan_classes,
         tolerance_kinds=("ulp",),
     ),

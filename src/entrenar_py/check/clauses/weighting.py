@@ -144,7 +144,7 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
             if update.loss is None:
                 continue  # no loss was reported, so none is weighted wrongly
             place = evidence.place(trace, update)
-            message = "the step's weight is not its shards'"
+            message = "the step's weight is not the sum of its shards' weights"
             tally.close(weight, update.weight, 1e-9 * abs(weight), message, **place)
             message = "the reported loss is not the weighted mean of the shards' losses"
             tally.close(mean, update.loss, relative * size, message, **place)
@@ -158,8 +158,8 @@ def _changed_gradient(tally: Tally, *, is_one_workers: bool) -> None:
     """
     if is_one_workers:
         tally.note(
-            "the script changes gradients before the optimizer gets them, on one "
-            "worker as on several: it is not judged whether that is intended"
+            "the script changes gradients before the optimizer gets them, on one worker and on "
+            "several: it was not judged whether this is intended"
         )
         return
     tally.miss(
@@ -279,9 +279,9 @@ def _without_taken(
     tally: Tally, total: Mapping[str, step_sums.Vector], mean: step_sums.Vectors, step: int
 ) -> dict[str, step_sums.Vector]:
     taken = sorted(total.keys() - mean.keys())
-    if taken and not any("took the gradient from" in note for note in tally.notes):
+    if taken and not any("removed the gradient of" in note for note in tally.notes):
         names = listed(taken, most=2)
-        tally.note(f"the script took the gradient from {names} before the update of step {step}")
+        tally.note(f"the script removed the gradient of {names} before the update of step {step}")
     return {name: value for name, value in total.items() if name in mean}
 
 
@@ -354,8 +354,8 @@ class _Divisions:
         is_mixed = not off and not loss_terms.are_one_mean(shards)
         for name in [name for name in mean if name in update.mixed and is_mixed]:
             message = (
-                f"the applied gradient of {name} also contains that of the pass before its "
-                "weights were moved: clear gradients between the two passes of a "
+                f"the applied gradient of {name} also contains the gradient of the pass before "
+                "its weights were moved: clear gradients between the two passes of a "
                 "sharpness-aware step"
             )
             self.tally.check(False, message, tensor=name, **place)
@@ -542,7 +542,8 @@ def _shares(tally: Tally, trace: Trace, counting: Sequence[Shard]) -> None:
         tally.check(
             abs(got - due) <= BOUND * due,
             f"the loss of micro-batch {shard.shard} counts {got / due:.3g} times as much as its "
-            f"weight of {shard.weight:g} in {weight:g}, which could mean: a mean of means",
+            f"share, a weight of {shard.weight:g} in {weight:g}, which could mean: a mean of "
+            "means",
             expected=f"{due:.6g} of the step",
             got=f"{got:.6g} of the step",
             **evidence.place(trace, shard),
@@ -642,7 +643,7 @@ def _common(tally: Tally, trace: Trace, factor_of: Mapping[int, float]) -> None:
     if factor < 1:
         tally.note(f"{words}it is divided once too often, or the loss is one term of several")
     elif weights == {1.0}:
-        tally.note(f"{words}losses are added, and each counts as a whole")
+        tally.note(f"{words}losses are added instead of averaged")
     elif reason.startswith("2^"):
         tally.note(f"{words}the loss is scaled, and gradients are not unscaled")
     else:

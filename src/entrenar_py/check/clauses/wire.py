@@ -42,7 +42,7 @@ def compare_round_trip(tally: Tally, trace: Trace) -> None:
     for carried in trace.of(Carried):
         what = f"{carried.message} with {carried.payload_bytes} bytes, in {carried.pieces} pieces"
         place = {"tensor": carried.message, "scenario": trace.scenario}
-        tally.equal(carried.sent, carried.got, f"{what}, is not what was sent", **place)
+        tally.equal(carried.sent, carried.got, f"{what}, differs from the sent one", **place)
 
 
 def compare_refusal(tally: Tally, trace: Trace) -> None:
@@ -57,11 +57,14 @@ def compare_memory(tally: Tally, trace: Trace) -> None:
     """Check the memory that reading takes beyond the payload, and that of a refusal."""
     for carried in trace.of(Carried):
         num_bytes = carried.allocated_bytes
-        what = f"reading {carried.message} with {carried.payload_bytes} bytes took {num_bytes}"
+        what = (
+            f"reading {carried.message} with {carried.payload_bytes} bytes took {num_bytes} "
+            "bytes of memory"
+        )
         place: dict[str, Any] = {"tensor": carried.message, "scenario": trace.scenario}
         tally.at_most(carried.payload_bytes + BESIDE_BYTES, num_bytes, what, **place)
     for refused in trace.of(Refused):
-        what = f"refusing {refused.case} took {refused.allocated_bytes} bytes"
+        what = f"refusing {refused.case} took {refused.allocated_bytes} bytes of memory"
         place = {"tensor": refused.case, "scenario": trace.scenario}
         tally.at_most(BESIDE_BYTES, refused.allocated_bytes, what, **place)
 

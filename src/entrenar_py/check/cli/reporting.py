@@ -238,7 +238,7 @@ def _noted(entry: Entry, standing: configuration.Standing) -> Entry:
 
 def _doubted(left_out: NotApplying, doubts: Mapping[str, str]) -> NotApplying:
     doubt = doubts.get(left_out.invariant.id)
-    reason = f"{left_out.reason}; BUT {doubt}: if it does apply, remove that"
+    reason = f"{left_out.reason}; BUT {doubt}: if the clause does apply, remove this declaration"
     return replace(left_out, reason=reason) if doubt else left_out
 
 

@@ -39,8 +39,8 @@ from entrenar_py.shared.verdict import Verdict, inconclusive
 from entrenar_py.shared.wording import counted, listed
 
 NO_WORKDIR = (
-    "the command needs {workdir} (folder of checkpoints), and should have "
-    "{steps} (steps in all); put them into it, or exclude the clause"
+    "the command needs {workdir} (folder of checkpoints), and should have {steps} (total steps); "
+    "put both into it, or exclude the clause"
 )
 _NO_WORKER = "no worker was killed: that takes two workers or more; raise --world-size"
 _BY_PROBES = "decided by a probe that the harness runs itself, not by a script's runs"
@@ -196,7 +196,7 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
     """
     files = {run.settings: file for file, run in runs.items()}
     chosen = run_settings.beside(check.needs, runs[file].settings).chosen(files.get)
-    chosen = replace(chosen, witnesses=_witnesses(runs))
+    chosen = replace(chosen, witnesses=_witnesses(check, runs))
     if CONTROLLED in check.witnesses and chosen.of(ALONE):
         replayed = _joined(runs, runs[file].trace, *OF_RECORDS)
         if replayed is not None:
@@ -240,7 +240,7 @@ def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
     return None
 
 
-def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
+def _witnesses(check: Check, runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     """Return need -> the files of runs that show whether other runs can be compared.
 
     ALONE is answered by runs on one worker, REPEATED by two runs that should be equal, and other
@@ -254,6 +254,7 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
         REPEATED: tuple(plain[run] for run in twice),
         ALONE: tuple(plain[run] for run in alone),
         **witnesses(
+            check.witnesses,
             {file: run.faults for run, file in plain.items()},
             lambda file: plain.get(replace(runs[file].settings, faults=())),
         ),
@@ -397,7 +398,7 @@ def refuted(
     for entry in judge([task for task in declared if task.check is not None], runs):
         if entry.verdict is not Verdict.INCONCLUSIVE:
             why = reasons[entry.invariant.id]
-            note = f"declared not to apply, but its runs decide it; remove that: {why}"
+            note = f"declared not to apply, but the runs decide it; remove the declaration: {why}"
             finding = replace(entry.finding, notes=(*entry.finding.notes, note))
             yield replace(entry, finding=finding)
 

@@ -14,12 +14,12 @@ from entrenar_py.shared.wording import counted
 
 # Name of a placeholder -> what is filled in for it.
 PLACEHOLDERS = {
-    "world_size": "how many workers there are",
+    "world_size": "number of workers",
     "seed": "the seed",
-    "steps": "how many optimizer steps to make in all, also after a resume",
-    "epochs": "how many epochs to make in all, also after a resume",
+    "steps": "total number of optimizer steps, including those before a resume",
+    "epochs": "total number of epochs, including those before a resume",
     "workdir": "a folder of the run, for checkpoints: the same before a stop and after it",
-    "trace_dir": "the folder that the ranks record to",
+    "trace_dir": "the folder for the records of the ranks",
     "resume:OPTIONS": "options that make the script continue from a checkpoint, filled in only "
     "where it is started again after a stop: {resume:--resume out/last.pt}; a "
     "PATH with a * is the newest such file",

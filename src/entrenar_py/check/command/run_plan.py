@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from entrenar_py.check.causes import parameter_order
-from entrenar_py.check.clauses import step_rule
 from entrenar_py.check.clauses.knobs import KNOBS
 from entrenar_py.check.command import placeholders
 from entrenar_py.check.command.launch import Ended, launch
@@ -21,7 +19,6 @@ from entrenar_py.check.evidence.needs import (
     KILLED,
     POISONED,
     PROBED,
-    REORDERED,
     REPEATED,
     RESUMED,
     SAVED,
@@ -33,7 +30,6 @@ from entrenar_py.check.rank_files.arrangements import Arrangement
 from entrenar_py.check.rank_files.layout import DATA, Layout
 from entrenar_py.shared.errors import UsageError, did_you_mean
 from entrenar_py.shared.faults import LONGER, Fault, steps_of
-from entrenar_py.shared.faults import REORDERED as REORDERED_GROUPS
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Start, Trace, Traits
 
@@ -294,10 +290,10 @@ class Plan:
             others[f"{name}-nan"] = replace(settings, faults=(nan,))
         if KILLED in self.needs and self.most > 1 and restarts:
             others[f"{name}-killed"] = replace(settings, faults=(leave,))
-        is_own = parameter_order.is_wanted(usual) and not step_rule.is_recomputed(usual)
-        if REORDERED in self.needs and is_own:
-            few, reordered = [*self.plain().values()][-1], Fault(kind=REORDERED_GROUPS, step=0)
-            others[f"{_name(few.world_size)}-reordered"] = replace(few, faults=(reordered,))
+        few = [*self.plain().values()][-1]
+        for need in sorted(self.needs, key=lambda need: need.name):
+            if need.planned is not None and (fault := need.planned(usual)) is not None:
+                others[f"{_name(few.world_size)}-{need.name}"] = replace(few, faults=(fault,))
         interrupted = self._cuts_off(like) or not self.can_say("workdir")
         if {RESUMED, SAVED}.intersection(self.needs) and stops:
             # If possible, with several micro-batches per step: only then does a position in the

@@ -287,7 +287,7 @@ def ending(
         why = f"the folder of its records, {folder}, was removed while it ran"
         return "failed", f"{why}; {ended_by}"
     if not ranks and problems:
-        return "failed", f"{ended.how}, and what its ranks recorded is damaged: {problems[0]}"
+        return "failed", f"{ended.how}, and the records of its ranks are damaged: {problems[0]}"
     if ended.code is None and last.closed != set(range(settings.world_size)):
         return (
             "failed",
@@ -393,8 +393,9 @@ def _of_another_size(
     first = sum(rank.header["rank"] == 0 for rank in ranks)
     if first > 1 and first % settings.world_size == 0:
         return (
-            f"{first} processes ran as rank 0: if RANK counts within a part of the job (a replica "
-            "group), set ENTRENAR_RANK and ENTRENAR_WORLD_SIZE in each to those of the whole job"
+            f"{first} processes ran as rank 0: if RANK counts within a part of the job (a "
+            "replica group), set ENTRENAR_RANK and ENTRENAR_WORLD_SIZE in each process to the "
+            "rank and world size in the whole job"
         )
     ran = ", ".join(map(str, sorted(sizes)))
     return (
@@ -552,8 +553,8 @@ def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
     if fault is None:
         return recorded
     reason = (
-        f"the planned fault {fault.kind} (rank {fault.rank}, step {fault.step}) never struck: the "
-        "rank has no gradient in that step, or does not take it"
+        f"the planned fault {fault.kind} (rank {fault.rank}, step {fault.step}) never struck: "
+        "the rank has no gradient in that step, or does not make the step"
     )
     end = trace.End(status="failed", reason=reason)
     return replace(recorded, events=(*recorded.events[:-1], end))

@@ -131,7 +131,7 @@ def _interpreter_of(program: Path) -> str:
     first, _, rest = text.partition("\n")
     path = first.removeprefix("#!").strip()
     if first[:2] != "#!" or not Path(path).is_file():
-        raise _Cold(f"{program.name} isn't a script of Python")
+        raise _Cold(f"{program.name} isn't a Python script")
     if not any(f"from {entry} import main" in rest for entry in _ENTRIES):
         raise _Cold(f"{program.name} is not a launcher with ranks that can be forked")
     return path

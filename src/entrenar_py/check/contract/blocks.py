@@ -58,7 +58,7 @@ def metadata(root: MapNode, problems: Problems) -> dict[str, Any]:
     record = Record(node, what="metadata", known=layout.METADATA_KEYS, problems=problems)
     if not record.texts("references"):
         at = record.place("references")
-        message = "metadata: references is empty; name what the clauses rest on"
+        message = "metadata: references is empty; name the sources of the clauses"
         problems.warn(at, message, rule="SCHEMA-001")
     data: dict[str, Any] = plain(node)
     data["version"] = _version(record, root, problems)
@@ -395,7 +395,7 @@ def follow_dependencies(path: Path, root: MapNode, problems: Problems) -> None:
     for name, at in _dependency_names(root, problems):
         target = _resolve(name, start.parent)
         if target is None or not _follow(target, graph):
-            words = "leads to no contract next to this file and to no shipped one"
+            words = "is neither a contract next to this file nor a shipped one"
             problems.note(at, f"metadata: depends_on {name!r} {words}; its clauses are not read")
             continue
         direct.setdefault(target, at)

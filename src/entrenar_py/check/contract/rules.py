@@ -368,8 +368,8 @@ RULES: tuple[Rule, ...] = (
         "SCHEMA-008",
         _ERROR,
         "each falsification test has a `prediction`",
-        "Say what is seen if the contract holds.",
-        _filled(_TESTS, "prediction", "say what is seen if the contract holds"),
+        "Say what the test observes if the contract holds.",
+        _filled(_TESTS, "prediction", "say what the test observes if the contract holds"),
     ),
     Rule(
         "SCHEMA-009",

@@ -281,7 +281,7 @@ def unseen_gradients(trace: Trace) -> str:
     }
     if not seen or not moved:
         return ""
-    return f"the norm of the gradient is unknown: that of {min(moved)} was not recorded"
+    return f"the norm of the gradient is unknown: the gradient of {min(moved)} was not recorded"
 
 
 def passes_begun_late(trace: Trace) -> set[tuple[int, int]]:

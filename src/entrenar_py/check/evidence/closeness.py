@@ -296,8 +296,8 @@ def judge_explained(tally: Tally, item: Explained, trace: Trace) -> None:
         if without := item.num_elements - item.num_bounded:
             tally.note(f"{what}: {without} of {item.num_elements} elements have no bound")
         message = (
-            f"{what} is off by {item.error:.3g} from float64 at element {item.element}, "
-            f"rounding explains {item.bound:.3g}"
+            f"{what} is off by {item.error:.3g} from float64 at element {item.element}, rounding "
+            f"explains at most {item.bound:.3g}"
         )
         tally.at_most(item.bound, item.error, message, form=".3g", element=item.element, **place)
     if math.isinf(item.total_bound):
@@ -305,7 +305,7 @@ def judge_explained(tally: Tally, item: Explained, trace: Trace) -> None:
     elif item.total_bound or item.total_error:
         message = (
             f"{what} is off by {item.total_error:.3g} from float64, all elements together; "
-            f"rounding explains {item.total_bound:.3g}"
+            f"rounding explains at most {item.total_bound:.3g}"
         )
         tally.at_most(item.total_bound, item.total_error, message, form=".3g", **place)
 
@@ -423,6 +423,6 @@ def _relation_of_rates(
         counts = {"worker": scenario.world_size, "micro-batch": scenario.accumulation}
         for_each = [what for what, count in counts.items() if count > 1 and other == step * count]
         moved = f", as if the schedule moved once for each {for_each[0]}" if for_each else ""
-        return f": it is that of step {other}{moved}"
+        return f": it is step {other}'s{moved}"
     words = factors.of(np.array([due]), np.array([got]), scenario)
     return f": {words}" if words else ""

@@ -96,7 +96,7 @@ UPDATES = Fact(record="an Update for every rank and step", call=_STEPS)
 UPDATES_IN_BOTH = Fact(record="an Update for every rank and step in both", call=_BOTH_ENDS)
 UPDATES_OF_CALM = Fact(record="an Update for every step", call=_STEPS)
 START = Fact(record="a Start with weights and trainable on every rank", call=_STATES)
-START_WITH_VALUES = Fact(record=f"a Start of each rank, its weights {WITH_VALUES}", call=_WHOLE)
+START_WITH_VALUES = Fact(record=f"a Start of each rank, and its weights {WITH_VALUES}", call=_WHOLE)
 START_WEIGHTS = Fact(record="Start.weights on every rank", call=_STATES)
 START_AND_UPDATES = Fact(
     record="a Start and Updates for every rank, weights and gradient with values, "

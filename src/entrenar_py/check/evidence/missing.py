@@ -235,10 +235,10 @@ def require_moves(tally: Tally, trace: Trace) -> None:
                 return
     if num_steps := len(evidence.updates(trace)):
         tally.miss(
-            f"no weight changes in {wording.counted(num_steps, 'step')}, as in a "
-            "trainer that loses its gradients: nothing was compared that could differ; "
-            "is the learning rate 0, does the optimizer have different tensors, or is "
-            "the loss detached from them?"
+            f"no weight changes in {wording.counted(num_steps, 'step')}, as in a trainer that "
+            "loses its gradients: nothing was compared that could differ; is the learning rate "
+            "0, does the optimizer step other tensors than the model's, or is the loss detached "
+            "from them?"
         )
 
 

@@ -4,7 +4,7 @@ A judge does not search for runs, and does not know how they are made. It declar
 receives the runs that answer them. `check/harness/companions.py` answers a need by changing a
 scenario or by searching stored traces, `check/command/run_plan.py` by launching the user's command
 again. So the same judge handles all three cases, and a check that needs a new type of run adds a
-row here.
+row here. If only one check uses that run, the row stands next to the check.
 
 `Runs` is generic: its runs are either planned scenarios or the traces of these scenarios (`chosen`
 maps the first to the second). Witnesses are runs that are never judged. They show whether the
@@ -14,7 +14,7 @@ presuppositions of a comparison hold, such as that two plain runs agree. They ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -33,7 +33,8 @@ class Need:
     A run still answers the need if its scenario differs in the fields named by `free`. `knob` is
     the knob of a user's command that is turned in the run; "" if no knob is. `faults` are the kinds
     of fault that a witness has. If `is_paired`, two witnesses answer the need: a run without these
-    faults, and the same run with them.
+    faults, and the same run with them. `planned` returns the fault of the second one if the first
+    run of a user's command calls for it, else None.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Need:
     knob: str = ""
     faults: tuple[str, ...] = ()
     is_paired: bool = False
+    planned: Callable[[Trace], Fault | None] | None = None
 
 
 # --- the judged run in another form ---------------------------------------------------------------
@@ -68,12 +70,6 @@ SHORTENED = Need(
     says="the same run, in which an epoch ends: after two steps, by its loaders, or by more steps",
     faults=(faults.SHORTENED, faults.LONGER),
 )
-REORDERED = Need(
-    name="reordered",
-    says="the same run, with the optimizer's parameters in a different order",
-    faults=(faults.REORDERED,),
-    is_paired=True,
-)
 ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
 PEER = Need(name="peer", says="the same fine-tuning by transformers.Trainer with peft")
 SINGLE = Need(name="single", says="the same fine-tuning by one worker, without ranks")
@@ -91,19 +87,21 @@ SAVED = Need(name="saved", says="a run that wrote a checkpoint and loaded it")
 PROBED = Need(name="probed", says="a run that passed its tokens to the model again, some replaced")
 
 
-_WITNESSES = (NUDGED, CONTROLLED, SHORTENED, REORDERED)
-
-
 def witnesses(
-    planned: Mapping[T, tuple[Fault, ...]], without: Callable[[T], T | None]
+    needs: Iterable[Need],
+    planned: Mapping[T, tuple[Fault, ...]],
+    without: Callable[[T], T | None],
 ) -> dict[Need, tuple[T, ...]]:
     """Return need -> the witnesses that answer it, for needs that are recognised by their faults.
 
+    Every check gets those for NUDGED, CONTROLLED and SHORTENED, and those for its own `needs`.
     `planned` maps the runs without stops to their faults, and `without` returns the same run
     without faults, or None.
     """
     by_need: dict[Need, tuple[T, ...]] = {}
-    for need in _WITNESSES:
+    for need in dict.fromkeys((NUDGED, CONTROLLED, SHORTENED, *needs)):
+        if not need.faults:
+            continue
         runs = [run for run, those in planned.items() if faults.has_kind(those, *need.faults)]
         pairs = ((plain, run) for run in runs if (plain := without(run)) is not None)
         by_need[need] = next(pairs, ()) if need.is_paired else tuple(runs)

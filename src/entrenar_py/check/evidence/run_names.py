@@ -120,7 +120,7 @@ _DONE: Mapping[str, str] = {
     "replayed_in_turn": "which is given the batches that several workers had, in turn",
     "shortened_epochs": "with epochs of two steps",
     "more_steps": "with more steps",
-    "reordered_groups": "with the parameters of each group in another order",
+    "reordered_groups": "with the parameters of each group in a different order",
     "repeated_share": "with the samples of one rank, repeated",
 }
 

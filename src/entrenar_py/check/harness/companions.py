@@ -25,8 +25,8 @@ from entrenar_py.check.evidence.needs import (
     Near,
     Need,
     Runs,
-    witnesses,
 )
+from entrenar_py.check.evidence.needs import witnesses as witnesses_of
 from entrenar_py.shared import faults
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.faults import SILENT, SURVIVED
@@ -176,7 +176,13 @@ _SHOWN = (
 )
 
 
-def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs[K]:
+def among(
+    needs: Collection[Need],
+    own: K,
+    scenarios: Mapping[K, Scenario],
+    *,
+    witnesses: Collection[Need] = (),
+) -> Runs[K]:
     """Return the run `own` and the runs that a check with `needs` compares it with.
 
     Runs are named by their keys in `scenarios`. A run answers a need if `of` derives its scenario
@@ -218,11 +224,13 @@ def among(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> R
         beside=beside,
         undropped=None if meant.undropped is None else meant.undropped.chosen(keys.get),
         near={need: run for need, run in near.items() if not (base and beside[need])},
-        witnesses=_witnesses(subject, scenarios) if subject.workload == "own" else {},
+        witnesses=_witnesses(witnesses, subject, scenarios) if subject.workload == "own" else {},
     )
 
 
-def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need, tuple[K, ...]]:
+def _witnesses(
+    needs: Collection[Need], subject: Scenario, scenarios: Mapping[K, Scenario]
+) -> dict[Need, tuple[K, ...]]:
     """Return need -> the runs of a user's trainer that show whether other runs can be compared.
 
     ALONE is answered by the run on one worker, even with a different batch; REPEATED by two runs
@@ -246,7 +254,7 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     return {
         ALONE: () if alone is None else (alone[0],),
         REPEATED: twice,
-        **witnesses(planned, without_faults),
+        **witnesses_of(needs, planned, without_faults),
     }
 
 

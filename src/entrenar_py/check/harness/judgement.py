@@ -192,7 +192,9 @@ def judge_stored(
         if task.check is not None:
             kinds = {_kind(planned.system) for planned in task.scenarios}
             runs = {
-                file: companions.among(task.check.needs, file, scenarios)
+                file: companions.among(
+                    task.check.needs, file, scenarios, witnesses=task.check.witnesses
+                )
                 for file, scenario in scenarios.items()
                 if _kind(scenario.system) in kinds and not faults.are_of_witnesses(scenario.faults)
             }

@@ -18,6 +18,7 @@ number. So the harness keeps the usual {steps}, and the process ends itself.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -47,7 +48,7 @@ from entrenar_py.check.observing import (
 )
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared import hook_calls, trace
-from entrenar_py.shared.faults import LASTING, NUDGED, Fault
+from entrenar_py.shared.faults import LASTING, NUDGED, OF_THE_START, Fault
 
 # How many steps an optimizer (of a critic, say) may take alone before the first pass through its
 # parameters.
@@ -57,6 +58,13 @@ _WAITS = 3
 def planned() -> list[Fault]:
     """Return the faults that the harness planned for this process."""
     return [Fault.from_dict(fields) for fields in json.loads(os.environ.get(FAULTS, "[]"))]
+
+
+def begin() -> None:
+    """Begin the planned faults that need it before the script's first line."""
+    for fault in planned():
+        if fault.kind in OF_THE_START:
+            importlib.import_module(f"entrenar_py.check.observing.{fault.kind}").begin()
 
 
 class PlannedFaults:

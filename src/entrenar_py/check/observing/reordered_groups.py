@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entrenar_py.check.observing import call_sites, planned_faults
-from entrenar_py.shared.faults import REORDERED, has_kind
+from entrenar_py.check.observing import call_sites
 
 _PARAMS = "params"
 # A class that is derived from another class of the script, or creates an object of one, passes its
@@ -27,16 +26,15 @@ _PARAMS = "params"
 _is_within = False
 
 
-def begin_if_planned() -> None:
-    """Make the script's optimizer classes get reordered parameters, if a fault plans that.
+def begin() -> None:
+    """Make the script's optimizer classes get reordered parameters.
 
     The constructor of each class is replaced when the class is defined: torch's base class would be
     called too late, after the class has used the parameters. The replacement is never undone, since
     a script may define a class at any time, and this run is made for nothing else.
     """
-    if has_kind(planned_faults.planned(), REORDERED):
-        kind: Any = torch.optim.Optimizer
-        kind.__init_subclass__ = classmethod(_defined)
+    kind: Any = torch.optim.Optimizer
+    kind.__init_subclass__ = classmethod(_defined)
 
 
 def _defined(kind: Any, /, **named: Any) -> None:

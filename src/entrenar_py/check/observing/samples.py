@@ -29,9 +29,9 @@ _PENDING_MAX = 4096  # batches that are remembered until they are used
 
 STREAM = "the data set is a stream: its samples have no numbers"
 AHEAD = "the loader had fetched several batches, and nothing shows which of them the model got"
-AGAIN = "the model was given a batch that an earlier step had, too"
+AGAIN = "the model was given a batch that was already used in an earlier step"
 NONE = "the loader handed out no batch for this forward pass"
-OTHERS = "with dispatch_batches=True one rank draws the samples of all"
+OTHERS = "with dispatch_batches=True one rank draws the samples of all ranks"
 
 
 class Drawn(NamedTuple):

@@ -159,9 +159,9 @@ class Batches:
 
 
 INDEX, CONTENT = "index", "content"
-CUT = "the model was given a part of a batch, changed, and nothing shows which part"
-STRANGE = "the model was given something that no loader has handed out"
-NO_ROWS = "the model was given nothing that has rows, and no loader has drawn samples for it"
+CUT = "the model was given a changed part of a batch, and nothing shows which part"
+STRANGE = "the model was given data that no loader has handed out"
+NO_ROWS = "the model was given no tensor with rows, and no loader has drawn samples for it"
 
 
 class SeenSamples(Samples):

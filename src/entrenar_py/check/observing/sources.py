@@ -49,7 +49,7 @@ class Numbering:
     def __init__(self, data: Any) -> None:
         self._data = data
         self._first: dict[int, int] = {}  # id of an original data set -> its first number
-        self._bottoms: list[Any] = []  # references to these, so that no id is reused
+        self._bottoms: list[Any] = []  # the original data sets, kept so that no id is reused
         self.size: int | None = 0
         for bottom in _bottoms(data, _SPLITS_MAX):
             length = length_of(bottom)

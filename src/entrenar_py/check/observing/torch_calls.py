@@ -256,7 +256,7 @@ LINE_TABLE = (
     Patch(
         module="torch.autograd",
         name="backward",
-        reason="no hook tells which tensor, the loss, a backward pass is called on",
+        reason="no hook tells on which tensor (the loss) a backward pass is called",
         wrap=_backward,
     ),
     Patch(
@@ -306,7 +306,9 @@ LINE_TABLE = (
         Patch(
             module=module,
             name=name,
-            reason="a script that saves its weights in another way than torch's has a checkpoint",
+            reason=(
+                "a script may save its weights without torch.save, and then has a checkpoint, too"
+            ),
             wrap=_saved,
             optional=True,
         )
@@ -392,7 +394,7 @@ TABLE = (
         module="torch._dynamo.eval_frame",
         owner="OptimizedModule",
         name="__call__",
-        reason="it warns of hooks of all modules, and compiles these with the modules inside",
+        reason="a compiled module warns of hooks on all modules, and compiles them, too",
         wrap=_compiled,
     ),
 )
@@ -403,8 +405,8 @@ def install_for_line(awaited: dict[str, Callable[[], None]]) -> None:
 
     `awaited` gets functions to call when a module is imported.
     """
-    _await(heard(), EARS, awaited)
-    _await((patch for patch in TABLE if patch.wrap is _loading), None, awaited)
+    await_modules(heard(), EARS, awaited)
+    await_modules((patch for patch in TABLE if patch.wrap is _loading), None, awaited)
 
 
 def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
@@ -420,10 +422,12 @@ def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
         return  # the watch only needs steps
     follower.look_at_calls(True)
     LoaderHooks(follower.iterated)
-    _await(TABLE, follower, awaited)
+    await_modules(TABLE, follower, awaited)
 
 
-def _await(table: Iterable[Patch], listener: Any, awaited: dict[str, Callable[[], None]]) -> None:
+def await_modules(
+    table: Iterable[Patch], listener: Any, awaited: dict[str, Callable[[], None]]
+) -> None:
     """Replace the functions of `table`, each as soon as its module is imported."""
     by_module: dict[str, list[Patch]] = {}
     for patch in table:

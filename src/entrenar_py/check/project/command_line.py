@@ -37,6 +37,7 @@ examples:
   entrenar-check --contract my-contract.yaml --validate --strict --suppress SCHEMA-009
   entrenar-check -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check init -- torchrun --nproc_per_node=2 my_train.py
+  entrenar-check anatomy -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check
 """
 
@@ -53,7 +54,8 @@ def build() -> argparse.ArgumentParser:
     cli = Parser(
         prog=PROG,
         usage="%(prog)s [--contract FILE] [options] [-- COMMAND ...]\n"
-        "       %(prog)s init [-- COMMAND ...]",
+        "       %(prog)s init [-- COMMAND ...]\n"
+        "       %(prog)s anatomy [options] -- COMMAND ...",
         description="Tries to falsify a distributed trainer against a written contract. "
         "Options that the command line omits are read from the project's "
         "configuration, which `init` writes.",
@@ -121,8 +123,8 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     workers = "numbers of workers, instead of the contract's"
     add("--world-size N[,N]", workers, type=arguments.counts, default=())
     backends = (
-        "the workers' backends in turn: cpu, wgpu, cuda, auto (a GPU, else cpu); wgpu:1 and cuda:1 "
-        "are the second adapter and GPU"
+        "backends, given to the workers in turn: cpu, wgpu, cuda, auto (a GPU, else cpu); wgpu:1 "
+        "and cuda:1 are the second adapter and GPU"
     )
     add("--backend NAME[,NAME]", backends, type=arguments.words, default=())
     add("--seed N", "added to every seed (default 0)", type=arguments.natural, default=0)
@@ -130,8 +132,8 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     add("--examples N", examples, type=arguments.natural, default=20)
     add("--timeout S", "start no new run after S seconds", type=arguments.seconds)
     auto = (
-        "observe a command as if its script didn't call observe(); that is the default if no line "
-        "of it does; without {steps} or {epochs} each run ends after --steps optimizer steps"
+        "observe a command even if its script doesn't call observe(), which is the default if no "
+        "line does; without {steps} or {epochs} each run ends after --steps optimizer steps"
     )
     add("--auto", auto)
     deadline = "end each run of a command after S seconds (default 300)"
@@ -143,9 +145,9 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     own = "run a command in this folder itself, instead of in a copy of it for each run"
     add("--in-place", own)
     launcher = (
-        "forked: the processes of torchrun and accelerate launch are forked from "
-        "one that has imported torch, where that makes no difference (default); "
-        "as-is: each is a new process"
+        "forked: the processes of torchrun and accelerate launch are forked from a process that "
+        "has imported torch, if a script can't tell the difference (default); as-is: each is a "
+        "new process"
     )
     add("--launcher KIND", launcher, choices=("forked", "as-is"), default="forked")
     again = "only what the last call falsified; its runs are judged again, unless anything changed"
@@ -167,7 +169,7 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
     _add(modes, "--replay FILE", "run a saved counterexample of --contract", type=Path)
     _add(modes, "--mutants", "plant every known bug and print the clauses that kill it")
     _add(group, "--strict", "treat the contract's warnings as errors")
-    aside = "rules of --validate (docs/contract-rules.md) that don't count"
+    aside = "rules of --validate to ignore (docs/contract-rules.md)"
     _add(group, "--suppress RULE[,RULE]", aside, type=arguments.words, default=())
 
 

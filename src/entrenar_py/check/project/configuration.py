@@ -73,16 +73,16 @@ KEYS: Mapping[str, Key] = {
     "knobs": Key(
         "knobs",
         "each knob's own values",
-        "how the script spells a [knob](your-trainer.md#knobs)'s values, as in "
-        '`knobs.strategy = {on = "ddp", off = "none"}`; a word of the command that is a knob alone '
-        'is left out where that is `""`',
+        "how the script spells a [knob](your-trainer.md#knobs)'s values, as in `knobs.strategy = "
+        '{on = "ddp", off = "none"}`; if the value is `""`, a word of the command that is only '
+        "the knob is left out",
     ),
     "steps": Key("count", "`8`", "what `{steps}` stands for in the command"),
     "epochs": Key("count", "`2`", "what `{epochs}` stands for in the command"),
     "auto": Key(
         "flag",
         "whether no line of the script calls `observe()`",
-        "the command's script doesn't call `observe()`, and is [observed all the same](auto.md)",
+        "observe the command's script [even if it doesn't call `observe()`](auto.md)",
     ),
     "deadline": Key("seconds", "`300`", "a run of the command is ended after this time"),
     "in-place": Key(
@@ -98,7 +98,9 @@ KEYS: Mapping[str, Key] = {
         "[forked](your-trainer.md#what-is-run) from a process that has imported torch",
     ),
     "system": Key("text", "the contract's own", "the trainer to try, where there is no command"),
-    "backend": Key("texts", "`cpu`", "the workers' backends in turn, where there is no command"),
+    "backend": Key(
+        "texts", "`cpu`", "backends, given to the workers in turn, where there is no command"
+    ),
     "examples": Key("count", "`20`", "random scenarios per invariant, where there is no command"),
     "timeout": Key("seconds", "none", "no new run is started after this time; not for a command"),
     "world-size": Key("counts", "the contract's; with a command `2`", "numbers of workers"),
@@ -114,7 +116,7 @@ KEYS: Mapping[str, Key] = {
     ),
     "allow-inconclusive": Key("flag", "`false`", "exit 0 instead of 4 where nothing broke"),
     "strict": Key("flag", "`false`", "the contract's warnings are errors"),
-    "suppress": Key("texts", "none", "[rules](contract-rules.md) that don't count in `--validate`"),
+    "suppress": Key("texts", "none", "[rules](contract-rules.md) that `--validate` ignores"),
     "json": Key("path", "not written", f"the report as JSON{_PER_CONTRACT}"),
     "junit": Key("path", "not written", "the report as JUnit XML; `{contract}` as in `json`"),
     "sarif": Key("path", "not written", "the report as SARIF; `{contract}` as in `json`"),
@@ -139,7 +141,8 @@ EXCLUSION: Mapping[str, Key] = {
     "kind": Key(
         "text",
         '`"excluded"`',
-        '`"not-applicable"`: the clause says nothing of this trainer, ever; it has no end date',
+        '`"not-applicable"`: the clause can never apply to this trainer; such an exclusion '
+        "has no end date",
     ),
 }
 KINDS = ("excluded", "not-applicable")

@@ -29,7 +29,7 @@ from entrenar_py.shared.trace import Event, Noticed, Shard, Start
 # Rank -> name of its tensor -> place in the whole model.
 Places = Mapping[int, Mapping[str, Placed]]
 
-_PARTS_UNKNOWN = "ranks are given parts of rows, and no row is known as a whole"
+_PARTS_UNKNOWN = "ranks are given parts of rows, and no complete row is known"
 
 
 @dataclass(frozen=True, kw_only=True)

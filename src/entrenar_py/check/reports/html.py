@@ -169,9 +169,9 @@ def section(report: Report) -> Iterator[str]:
     drawn = sorted(groups.values(), key=lambda curves: _rank(curves, broken))[:TRAININGS_MAX]
     yield "<section><h2>Runs</h2>"
     yield (
-        f"<p>{counted(len(report.curves), 'run')} of {counted(len(groups), 'training')} "
-        f"reported losses. Drawn: {counted(len(drawn), 'training')}, those of falsified runs "
-        "first, then those run with the most numbers of workers.</p>"
+        f"<p>{counted(len(report.curves), 'run')} of {counted(len(groups), 'training')} reported "
+        f"losses. Drawn: {counted(len(drawn), 'training')}, trainings with falsified runs first, "
+        "then trainings with the most different numbers of workers.</p>"
     )
     for curves in drawn:
         yield from _group(_chosen(curves, broken), broken)

@@ -27,7 +27,7 @@ EXIT_INCONCLUSIVE = 4
 EXIT_NOTHING_SELECTED = 5
 _REASON_CHARS_MAX = 120  # length of a clause's reason in the explanation of the exit code
 _NAMED_MAX = 5  # ids in the explanation, if nothing but these is known
-_INTERRUPTED = "interrupted: this is what is known so far"
+_INTERRUPTED = "interrupted: these are the results so far"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,7 +389,7 @@ class Report:
     def incomplete(self) -> str:
         """The reason why results are missing, or "" if none are."""
         if self.interrupted:
-            return "the run was interrupted: the other results are what is known so far"
+            return "the run was interrupted: the other clauses have the results so far"
         if not self.contract.invariants:
             return "nothing selected: the contract has no clause and no proof obligation to check"
         if not self.entries:

@@ -278,8 +278,8 @@ class Watch:
         for rank, other in enumerate(by_rank):
             if other[1:] != own[1:]:
                 raise UsageError(
-                    "the ranks watch different things (every, step, patience, clauses): "
-                    f"rank {rank} {other[1:]}, this rank {own[1:]}; give all ranks the same"
+                    "the ranks watch different things (every, step, patience, clauses): rank "
+                    f"{rank} {other[1:]}, this rank {own[1:]}; give all ranks the same arguments"
                 )
         ranks = [pieces for pieces, *_ in by_rank]
         self._rank = torch.distributed.get_rank() if len(ranks) > 1 else 0

@@ -133,7 +133,7 @@ def plan(pairs: Sequence[Pair], device: Device) -> list[Job]:
     if offset > device.buffer_bytes_max:
         raise BackendUnavailable(
             f"backend wgpu on {device.name}: the results of {len(jobs)} products take {offset} "
-            f"bytes, a buffer holds {device.buffer_bytes_max}; multiply fewer at a time"
+            f"bytes, a buffer holds at most {device.buffer_bytes_max}; multiply fewer at a time"
         )
     return jobs
 

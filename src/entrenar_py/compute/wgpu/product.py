@@ -533,7 +533,7 @@ def _check(product: Product, limits: Limits) -> None:
         size = layout.num_bytes(product.num_elements(layout, rows, columns))
         if size > limits.binding_bytes_max:
             raise BackendUnavailable(
-                f"{describe(product)}: {name} takes {size} bytes, a binding holds "
+                f"{describe(product)}: {name} takes {size} bytes, a binding holds at most "
                 f"{limits.binding_bytes_max}; use smaller matrices or another backend"
             )
 

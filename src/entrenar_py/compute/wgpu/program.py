@@ -309,12 +309,13 @@ class Program:
             step = next(buffer for buffer in self._lowered.steps if largest in buffer.bindings)
             raise BackendUnavailable(
                 f"{where}: {step.line}: a tensor of {largest.num_bytes} bytes, a binding holds "
-                f"{self.device.limits.binding_bytes_max}; use smaller tensors or another backend"
+                f"at most {self.device.limits.binding_bytes_max}; use smaller tensors or another "
+                "backend"
             )
         for what, size in (("inputs", self._input_bytes), ("results", self._result_bytes)):
             if size > self.device.buffer_bytes_max:
                 raise BackendUnavailable(
-                    f"{where}: the {what} of a step take {size} bytes, a buffer holds "
+                    f"{where}: the {what} of a step take {size} bytes, a buffer holds at most "
                     f"{self.device.buffer_bytes_max}; use a smaller model or another backend"
                 )
 

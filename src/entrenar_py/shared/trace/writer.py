@@ -189,17 +189,17 @@ def _lacking(since: Gap, reader: ledger.Reader, num_made: int, digest: str | Non
     """Return which events before the checkpoint `since` the file lacks, as text for an error."""
     if since.digest is None:
         return (
-            f"it ends after {num_made} steps, the checkpoint is of step {since.step} "
-            "and names no ledger: the steps in between are not in it"
+            f"it ends after {num_made} steps, but the checkpoint is of step {since.step} and "
+            "names no ledger: the steps in between are not in it"
         )
     if digest is None:
         return (
-            f"it has {reader.num_lines} complete lines, the checkpoint was written when it "
-            f"had {since.lines} (digest of the last {since.digest}): the lines in "
-            "between are lost"
+            f"it has {reader.num_lines} complete lines, but had {since.lines} when the "
+            f"checkpoint was written (digest of the last {since.digest}): the lines in between "
+            "are lost"
         )
     return (
-        f"its line {since.lines} has the digest {digest}, the checkpoint names "
+        f"its line {since.lines} has the digest {digest}, but the checkpoint names "
         f"{since.digest}: it belongs to a different run, or was rewritten"
     )
 
@@ -229,9 +229,9 @@ def _require_same(theirs: TrainingPlan, ours: TrainingPlan, path: Path) -> None:
     for name in {**writes, **wrote}:
         if wrote.get(name) != writes.get(name):
             raise TraceError(
-                f"ledger {path}: it was written by a run with {name}={wrote.get(name)!r}, and this "
-                f"run has {name}={writes.get(name)!r}; continue with the configuration of that "
-                "run, or give another path"
+                f"ledger {path}: it was written by a run with {name}={wrote.get(name)!r}, but "
+                f"this run has {name}={writes.get(name)!r}; continue with the configuration of "
+                "that run, or give another path"
             )
 
 

@@ -283,6 +283,14 @@ class SoftTextbook(Textbook):
         self._rows = self._workload.teacher.rows(ids)
         return super().batch(ids)
 
+    def constants(self) -> list[Tensor]:
+        """Return the teacher's rows of the last batch, and how the losses are mixed."""
+        rows, mix = self._rows, self._workload.mix
+        assert rows is not None, "a batch was asked for"
+        columns = (rows.sample, rows.position, rows.tokens, rows.log_probabilities, rows.rest)
+        mixed = torch.tensor([mix.alpha, mix.temperature, mix.has_rest], dtype=torch.float64)
+        return [mixed, *map(torch.from_numpy, columns)]
+
     def loss(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, due: Tensor) -> Any:
         """See `Textbook`."""
         rows, mix = self._rows, self._workload.mix

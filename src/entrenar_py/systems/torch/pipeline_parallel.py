@@ -69,8 +69,9 @@ def degree(scenario: Scenario, world_size: int) -> int:
         raise UsageError(f"option pp={size!r} on system pipeline_parallel: use a number of ranks")
     if size > 1 and not _can_share(scenario, size):
         raise UsageError(
-            f"option pp={size} on system pipeline_parallel: {scenario.workload} can't be cut into "
-            f"stages for schedule {name} that train each; use fewer ranks, or another schedule"
+            f"option pp={size} on system pipeline_parallel: {scenario.workload} can't be cut "
+            f"into so many stages with trainable weights for schedule {name}; use fewer ranks, "
+            "or another schedule"
         )
     return max(n for n in possible if math.gcd(size, world_size) % n == 0)
 

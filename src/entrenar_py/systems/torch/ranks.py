@@ -429,7 +429,7 @@ def _device(scenario: Scenario, index: int, world_size: int) -> torch.device:
     count = torch.cuda.device_count()
     if count < world_size:
         raise BackendUnavailable(
-            f"backend cuda: {world_size} ranks need a GPU each, this machine has {count}; "
+            f"backend cuda: {world_size} ranks need a GPU each, but this machine has {count}; "
             f"use --world-size {max(count, 1)} or less"
         )
     device = torch.device("cuda", index)

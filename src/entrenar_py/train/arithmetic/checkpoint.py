@@ -83,7 +83,7 @@ def load_state(
     Raises ValueError if the size of `data` is not exactly `state_bytes`.
     """
     if len(data) != state_bytes(specs, kind):
-        raise ValueError(f"a state of {len(data)} bytes: expected {state_bytes(specs, kind)}")
+        raise ValueError(f"a state of {len(data)} bytes: expected {state_bytes(specs, kind)} bytes")
     parts = {name: part.astype(np.float32) for name, part in _views(specs, kind, data)}
     moments = {name: parts[_in_state(name)] for name in optimizer.STATE[kind]}
     return progress_of(data), {spec.name: parts[spec.name] for spec in specs}, moments
@@ -223,10 +223,9 @@ def require_own(path: Path, progress: Mapping[str, Any], plan: Mapping[str, Any]
     for name in (*ours, *theirs):
         if theirs.get(name) != ours.get(name):
             raise CheckpointError(
-                f"checkpoint {path}: it was saved by a run with "
-                f"{name[-1]}={theirs.get(name)!r}, this one has "
-                f"{name[-1]}={ours.get(name)!r}; continue with the setting of that run, or "
-                "give another path"
+                f"checkpoint {path}: it was saved by a run with {name[-1]}={theirs.get(name)!r}, "
+                f"but this run has {name[-1]}={ours.get(name)!r}; continue with the setting of "
+                "that run, or give another path"
             )
 
 
@@ -267,8 +266,8 @@ def require_fitting(
         array = arrays[name]
         if (array.shape, array.dtype) != (model.shape, model.dtype):
             raise CheckpointError(
-                f"checkpoint {path}: tensor {name} is {array.dtype} {list(array.shape)}, this "
-                f"run's is {model.dtype} {list(model.shape)}; {_ADVICE}"
+                f"checkpoint {path}: tensor {name} is {array.dtype} {list(array.shape)}, but "
+                f"this run's is {model.dtype} {list(model.shape)}; {_ADVICE}"
             )
         if not np.isfinite(array).all():
             raise CheckpointError(f"checkpoint {path}: tensor {name} is not finite; {_ADVICE}")

@@ -179,13 +179,14 @@ class Reducer:
         if self._shard != self.shards[-1]:
             raise UsageError(
                 "a backward pass outside of the loop over fold(): with the canonical all-reduce "
-                "every micro-batch has to come from there"
+                "every micro-batch has to come from fold()"
             )
         parameters = bucket.parameters()
         if not self._reduced.isdisjoint(parameters):
             raise UsageError(
                 f"a second backward pass in micro-batch {self._shard}: with the canonical "
-                "all-reduce each has one; add its losses, and call backward() on the sum"
+                "all-reduce each micro-batch has one; add its losses, and call backward() on the "
+                "sum"
             )
         self._reduced.update(parameters)
         self._counter.complete(parameters, _views(bucket.buffer(), parameters))

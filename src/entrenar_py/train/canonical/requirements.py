@@ -43,7 +43,7 @@ def require_deterministic() -> None:
             "set it before the process starts"
         )
     if problems:
-        raise UsageError("kernels may give other bits in another run:\n" + "\n".join(problems))
+        raise UsageError("kernels may give different bits in another run:\n" + "\n".join(problems))
 
 
 def switches() -> dict[str, object]:
@@ -99,7 +99,8 @@ def require_same(facts: dict[str, object], group: dist.ProcessGroup) -> None:
             if theirs.get(name) != value:
                 raise UsageError(
                     f"{name} = {theirs.get(name)!r} on rank {rank} and {value!r} on rank 0: "
-                    "ranks with other settings may get other bits; use the same on all ranks"
+                    "ranks with different settings may get different bits; use the same on all "
+                    "ranks"
                 )
 
 
@@ -128,8 +129,8 @@ def require_unchanged(facts: dict[str, object]) -> None:
     for name, value in facts.items():
         if now[name] != value:
             raise UsageError(
-                f"{name} = {now[name]!r}, and was {value!r} when canonical_all_reduce was called: "
-                "kernels may give other bits now; don't change it during training"
+                f"{name} = {now[name]!r}, and was {value!r} when canonical_all_reduce was "
+                "called: kernels may give different bits now; don't change it during training"
             )
 
 
@@ -159,8 +160,9 @@ def require_numbers(*, micro_batches: int, world_size: int) -> None:
         )
     if world_size > micro_batches:
         raise UsageError(
-            f"micro_batches={micro_batches} with world_size={world_size}: every rank needs one; "
-            f"cut the global batch into {world_size} or more micro-batches, or start fewer ranks"
+            f"micro_batches={micro_batches} with world_size={world_size}: every rank needs a "
+            f"micro-batch; cut the global batch into {world_size} or more micro-batches, or "
+            "start fewer ranks"
         )
 
 
@@ -176,8 +178,8 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
         if parameter.dtype not in _DTYPES:
             raise UsageError(
                 f"parameter {name} has dtype {parameter.dtype}: allowed are "
-                f"{' and '.join(map(str, _DTYPES))}: in their range sums over all "
-                "micro-batches don't overflow"
+                f"{' and '.join(map(str, _DTYPES))}: only in these do sums over all "
+                "micro-batches not overflow"
             )
         if not _is_dense(parameter):
             raise UsageError(

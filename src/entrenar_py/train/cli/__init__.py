@@ -145,7 +145,7 @@ _TRAINING: Arguments = {
     "--resume": _RESUME,
     "--backend": _value(
         "LIST",
-        "the workers' backends in turn, e.g. cpu,wgpu or cuda:0,cuda:1; each gets "
+        "backends, given to the workers in turn, e.g. cpu,wgpu or cuda:0,cuda:1; each is used by "
         "at least one worker (default cpu)",
         dest="backends",
         type=_backends,
@@ -157,7 +157,7 @@ _TRAINED: Arguments = {
     "output": _path("OUT", "the run's output folder"),
     "--trust-remote-code": _flag("run Python that comes with the checkpoint, as the run did"),
 }
-_STUDENT = _path("CONFIG.yaml", "as `finetune` takes it, with `distill`")
+_STUDENT = _path("CONFIG.yaml", "the configuration of a fine-tuning, with the section `distill`")
 
 COORDINATOR = Command(
     name="coordinator",
@@ -169,9 +169,9 @@ COORDINATOR = Command(
         "--wire": {
             "choices": WIRES,
             "default": OWN_WIRE,
-            "help": "the protocol of the workers: own, that of this package, or v2, the second "
-            "layout of the original system, without a secret, where the workers hold "
-            "the weights (default own)",
+            "help": "the workers' protocol: own (this package's), or v2, the second layout of the "
+            "original system, which has no secret, and in which the workers hold the weights "
+            "(default own)",
         },
         "--insecure": _flag(
             "with --wire v2: let any process on other machines that can connect take part"
@@ -283,7 +283,7 @@ FINETUNE = (
         name="plan",
         what="say what a run of `finetune` needs, and which strategy fits",
         arguments={
-            "config": _path("CONFIG.yaml", "as `finetune` takes it"),
+            "config": _path("CONFIG.yaml", "the configuration, as for `finetune`"),
             "--device": _value(
                 "D",
                 "plan for this device instead of this machine's, as "
@@ -309,14 +309,14 @@ FINETUNE = (
             **_TRAINED,
             "--prompt": _value("TEXT", "the text to answer"),
             "--prompts": _path(
-                "FILE", "rows to answer instead; a line of JSON is printed for each"
+                "FILE", "file of rows to answer instead; a line of JSON is printed for each"
             ),
             "--new-tokens": _value(
-                "N", f"the most tokens of an answer (default {NEW_TOKENS})", type=_positive
+                "N", f"largest number of tokens in an answer (default {NEW_TOKENS})", type=_positive
             ),
             "--temperature": _value(
                 "T",
-                "of sampling; 0 takes the most likely token (default 0)",
+                "sampling temperature; 0 takes the most likely token (default 0)",
                 type=functools.partial(_number, least=0, most=10),
             ),
             "--top-p": _value(
@@ -324,7 +324,7 @@ FINETUNE = (
                 "sample from the most likely tokens with this probability together (default 1)",
                 type=functools.partial(_number, least=0, most=1),
             ),
-            "--seed": _value("N", "of sampling (default 0)", type=arguments.natural),
+            "--seed": _value("N", "seed of sampling (default 0)", type=arguments.natural),
         },
     ),
     Command(
@@ -332,10 +332,10 @@ FINETUNE = (
         what="write a model with the adapters added to its weights",
         arguments={
             **_TRAINED,
-            "merged": _path("MERGED", "a new folder"),
+            "merged": _path("MERGED", "new folder for the model"),
             "--precision": _value(
                 "TYPE",
-                "of the weights: float32 (default), or bfloat16, which rounds them",
+                "number format of the weights: float32 (default), or bfloat16, which rounds them",
                 choices=PRECISIONS,
                 default="float32",
             ),
@@ -346,7 +346,7 @@ FINETUNE = (
         what="score a model that `finetune` trained, on rows",
         arguments={
             **_TRAINED,
-            "--data": _path("FILE", "rows: .jsonl, .json or .parquet", required=True),
+            "--data": _path("FILE", "file of rows: .jsonl, .json or .parquet", required=True),
         },
     ),
 )
@@ -358,7 +358,7 @@ PIPELINE = Command(
             name="plan",
             what="show the stages of a configuration, or find the fastest cut",
             arguments={
-                "config": _path("CONFIG.yaml", "as `coordinator` takes it"),
+                "config": _path("CONFIG.yaml", "the configuration, as for `coordinator`"),
                 "--workers": _value(
                     "FILE",
                     "a list of {worker, memory, backend, flops or seconds_per_block, "
@@ -395,7 +395,7 @@ PIPELINE = Command(
                     "FILE", "rows to train on (default train.jsonl)", default=Path("train.jsonl")
                 ),
                 "--output": _path(
-                    "FOLDER", "folder for what is trained (default out)", default=Path("out")
+                    "FOLDER", "folder for the trained weights (default out)", default=Path("out")
                 ),
                 "--secret-file": _path(
                     "FILE", "the run's shared secret (default secret)", default=Path("secret")
@@ -403,7 +403,7 @@ PIPELINE = Command(
                 "--task": {
                     "choices": ("instruct", "text"),
                     "default": _TASK,
-                    "help": f"what is learned (default {_TASK})",
+                    "help": f"the task to train for (default {_TASK})",
                 },
             },
         ),
@@ -428,7 +428,7 @@ DISTILL = Command(
                 "--part": _value(
                     "K/N",
                     "make every N-th shard, from the K-th on, for machines without a common "
-                    "folder; machines with one share the work without this option",
+                    "folder; machines with a common folder share the work without this option",
                     type=_part,
                 ),
             },
@@ -557,7 +557,7 @@ def _require_of_wire(parsed: argparse.Namespace) -> None:
         )
     if parsed.wire == WIRE_2 and parsed.tensorboard is not None:
         raise UsageError(
-            f"--tensorboard with --wire {WIRE_2}: its coordinator writes `metrics` alone; leave "
+            f"--tensorboard with --wire {WIRE_2}: its coordinator writes only `metrics`; leave "
             "--tensorboard out"
         )
     if parsed.wire == WIRE_2 and parsed.halt_on_spike:
@@ -567,7 +567,7 @@ def _require_of_wire(parsed: argparse.Namespace) -> None:
         )
     if parsed.wire != WIRE_2 and parsed.insecure:
         raise UsageError(
-            f"--insecure: it is for --wire {WIRE_2} alone; workers of this package prove a secret"
+            f"--insecure: it is only for --wire {WIRE_2}; workers of this package prove a secret"
         )
 
 

@@ -120,7 +120,8 @@ def events_in(rank: int, message: Message, payload: Buffer) -> list[trace.Event]
         place = (getattr(event, "rank", None), getattr(event, "step", None))
         if place != (rank, step):
             raise ProtocolError(
-                f"{type(message).__name__} of rank {rank} in step {step} has an event of another"
+                f"{type(message).__name__} of rank {rank} in step {step} has an event of "
+                "another rank"
             )
     return events
 

@@ -255,8 +255,8 @@ def _require_output(settings: Settings, text: Completions) -> None:
     for key, path in read.items():
         if path is not None and _fits(text.rows, path):
             raise UsageError(
-                f"distill.text.rows={text.rows}: {key}={path} would read it, too; give it another "
-                "name or folder"
+                f"distill.text.rows={text.rows}: {key}={path} would read this file, too; give it "
+                "another name or folder"
             )
     if text.rows.exists() and not journal_of(text.rows).exists():
         raise UsageError(

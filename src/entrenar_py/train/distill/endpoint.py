@@ -284,7 +284,7 @@ class Endpoint:
                     in_a_row = in_a_row + 1 if isinstance(result, _Unserved) else 0
                     yield prompt, result
             for prompt in () if stopping.is_set() else left:
-                yield prompt, Failed(f"not asked, since {HOPELESS} prompts in a row had failed")
+                yield prompt, Failed(f"not sent, since {HOPELESS} prompts in a row had failed")
         finally:
             loop.run_until_complete(_end(client, flying))
             loop.close()

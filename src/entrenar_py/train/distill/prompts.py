@@ -299,7 +299,7 @@ class Journal:
         except OSError as error:
             raise SystemFailure(
                 f"{self.path}: can't be written ({error.strerror or error}); make room, and "
-                "start it again: it asks the prompts without an answer"
+                "start it again: it sends only the prompts without an answer"
             ) from error
         self._answers[prompt.digest] = answer
 
@@ -310,7 +310,7 @@ class Journal:
         except OSError as error:
             raise SystemFailure(
                 f"{self.path}: can't be written ({error.strerror or error}); make room, and "
-                "start it again: it asks the prompts without an answer"
+                "start it again: it sends only the prompts without an answer"
             ) from error
         finally:
             os.close(self._file)

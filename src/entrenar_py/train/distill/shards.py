@@ -491,8 +491,8 @@ class TeacherRows:
         positions, targets = self._places.positions(sample), self._places.targets(sample)
         if not (rows.sample == sample).all() or not np.array_equal(rows.position, positions):
             raise SystemFailure(
-                f"{file.path}: rows {begin} to {end - 1} are not those of sample {sample} at "
-                f"positions {_shown(positions)}: they are of {_shown(np.unique(rows.sample))} at "
+                f"{file.path}: rows {begin} to {end - 1} do not belong to sample {sample} at "
+                f"positions {_shown(positions)}, but to {_shown(np.unique(rows.sample))} at "
                 f"{_shown(rows.position)}; make the shard again by `entrenar distill logits`",
                 kind="samples",
             )

@@ -357,9 +357,9 @@ def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> 
         )
     if facts.data != prepared.train.digest:
         raise UsageError(
-            f"{where}: its shards were made from different rows ({facts.data}) than "
-            f"those of data.train ({prepared.train.digest}); use the configuration that "
-            "they were made with, or make them again in another folder"
+            f"{where}: its shards were made from rows ({facts.data}) other than data.train's "
+            f"({prepared.train.digest}); use the configuration that they were made with, or make "
+            "them again in another folder"
         )
     for name in ("top_k", "stored", "precision", "shard_samples"):
         stored = max(facts.samples) if name == "shard_samples" else getattr(facts, name)
@@ -399,22 +399,22 @@ def workload(
     if vocabulary != facts.vocabulary and not facts.has_rest:
         raise UsageError(
             f"distill.logits={section.shards}: its rows have all of the teacher's "
-            f"{facts.vocabulary} logits, and the student has {vocabulary} "
+            f"{facts.vocabulary} logits, but the student has only {vocabulary} "
             f"({prepared.settings.model}); make them with a smaller top_k"
         )
     # A teacher keeps only tokens that the tokenizer has, unless top_k is larger than their number.
     known = manifest.num_tokens(prepared.tokenizer)
     if vocabulary < min(known, facts.vocabulary):
         raise UsageError(
-            f"model={prepared.settings.model}: it has {vocabulary} logits, and its "
-            f"tokenizer has {known} tokens; the teacher's rows may have any of these; "
-            "use a student with a logit for each"
+            f"model={prepared.settings.model}: it has {vocabulary} logits, but its tokenizer has "
+            f"{known} tokens; the teacher's rows may have any of these; use a student with a "
+            "logit for each"
         )
     if vocabulary < facts.vocabulary and facts.top_k > known:
         raise UsageError(
             f"distill.logits={section.shards}: its rows have {facts.top_k} of the teacher's "
-            f"{facts.vocabulary} logits; the student has {vocabulary} of them, and the tokenizer "
-            f"{known}; make them with top_k={known} or less"
+            f"{facts.vocabulary} logits; the student has only {vocabulary} of them, and the "
+            f"tokenizer {known}; make them with top_k={known} or less"
         )
     rows = TeacherRows(
         section.shards,

@@ -437,7 +437,10 @@ class Generation:
         model_folder.require_tokens(module, tokens, folder=self._own.model)
         limit, most = model_folder.longest(module), self._text.new_tokens
         if limit is not None and len(tokens) >= limit:
-            return Failed(f"has {len(tokens)} tokens; the teacher takes {limit} with its answer")
+            return Failed(
+                f"has {len(tokens)} tokens; prompt and answer together may have at most "
+                f"{limit}, the teacher's limit"
+            )
         if limit is not None:
             most = min(most, limit - len(tokens))
         answer = self._generated(prompt, tokens, most, stopping)

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.precision != "float32":
             printing.say(
                 f"weights were rounded to {arguments.precision}, which may undo small changes: "
-                "compare scores with those of `entrenar eval`"
+                "compare the scores by `entrenar eval`"
             )
         elif narrow != "float32":
             printing.say(

@@ -251,7 +251,7 @@ def text(arguments: argparse.Namespace) -> int:
         left = progress.total - progress.done - len(progress.failed)
         if left and stopping.is_set():
             printing.say(
-                f"stopped; start it again to ask the {counted(left, 'prompt')} without an answer"
+                f"stopped; start it again to send the {counted(left, 'prompt')} without an answer"
             )
             return exit_codes.STOPPED
         return _say_end(asking, progress, asking.write())
@@ -267,13 +267,13 @@ def _say_what_is_there(asking: Asking, settings: Settings) -> None:
         printing.say_lines("\n".join(samples.listed(prompts.skipped)))
     if journal.others:
         printing.say(
-            f"{journal.path} has {counted(journal.others, 'answer')} of other settings, "
+            f"{journal.path} has {counted(journal.others, 'answer')} from different settings, "
             "which are kept but not used"
         )
     if journal.damaged:
         printing.say(
             f"{journal.path} has {counted(journal.damaged, 'damaged line')}; their prompts are "
-            "asked again"
+            "sent again"
         )
     if text.synthetic_share == 1:
         printing.warn(
@@ -282,8 +282,8 @@ def _say_what_is_there(asking: Asking, settings: Settings) -> None:
         )
     if isinstance(asking.source, Endpoint) and asking.source.shows_key:
         printing.warn(
-            "the endpoint is on another machine, and its URL is http://: anyone on the "
-            "way can read the key; use https://"
+            "the endpoint is on another machine, and its URL is http://: anyone on the network "
+            "path can read the key; use https://"
         )
 
 
@@ -309,9 +309,9 @@ def _say_end(asking: Asking, progress: answers.Progress, written: Written) -> in
     )
     if truncated:
         printing.say(
-            "truncated answers have more than "
-            f"distill.text.new_tokens={text.new_tokens}, or than the teacher takes with "
-            "the prompt; with a larger number only these prompts are asked again"
+            f"truncated answers have more tokens than distill.text.new_tokens={text.new_tokens}, "
+            "or than the teacher takes with the prompt; with a larger number only these prompts "
+            "are sent again"
         )
     if progress.failed:
         shown = [

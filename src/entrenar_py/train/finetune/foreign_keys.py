@@ -40,7 +40,7 @@ def _same(*names: str, ours: str = "", note: str = "") -> Row:
 
 _PATH = ("model_name_or_path",)
 _BATCH = ("per_device_train_batch_size",)
-_PRODUCT = "the rows of a step: their product, times the number of devices"
+_PRODUCT = "rows per step: the product of both keys and the number of devices"
 _SCHEDULE = ("lr_scheduler_type",)
 ROWS = (
     Row(
@@ -92,7 +92,7 @@ ROWS = (
         trl=("max_length", "max_seq_length"),
         llama_factory=("cutoff_len",),
         ours="data.max_tokens",
-        note="data.on_long says what is done about a longer row",
+        note="data.on_long decides what happens to a longer row",
     ),
     Row(
         axolotl=("sample_packing",),
@@ -150,7 +150,7 @@ ROWS = (
         trl=("loss_type",),
         llama_factory=("pref_loss",),
         ours="task",
-        note="preference is DPO with the loss sigmoid; others are not learned",
+        note="preference is DPO with the sigmoid loss; other losses are not supported",
     ),
     Row(
         axolotl=("num_epochs",),
@@ -158,7 +158,7 @@ ROWS = (
         llama_factory=("num_train_epochs",),
         ours="training.epochs",
     ),
-    _same("max_steps", ours="training.max_steps", note="fewer steps than training.epochs has"),
+    _same("max_steps", ours="training.max_steps", note="ends a run before training.epochs do"),
     Row(
         axolotl=("micro_batch_size",),
         trl=_BATCH,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -140,11 +141,9 @@ def _fitting(settings: Settings, most: int, *, longest: int | None) -> int:
     devices = plan.of_backends(("cpu",), settings.devices)
     run = plan.of(settings, devices, longest=longest, bandwidth=_BANDWIDTH)
     for number in range(most, 1, -1):
-        try:
-            plan.require_memory(replace(run, settings=replace(settings, workers=number)))
-        except UsageError:
-            continue
-        return number
+        with contextlib.suppress(UsageError):  # raised if its memory can't be estimated
+            if plan.has_memory(replace(run, settings=replace(settings, workers=number))):
+                return number
     return 1
 
 
@@ -217,7 +216,7 @@ def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
         prepared = preparation.prepare(settings, needs_weights=False)
     except UsageError as error:
         first = str(error).splitlines()[0]
-        printing.warn(f"rows are not checked, and assumed to be data.max_tokens long: {first}")
+        printing.warn(f"rows are not checked, but assumed to be data.max_tokens long: {first}")
         return None, None
     return hyper_parameters.rows_of(prepared), _longest(prepared)
 

@@ -100,9 +100,9 @@ def require_same(folder: Path, files: Sequence[File]) -> None:
             ) from error
         if digest != file.digest:
             raise UsageError(
-                f"--model {folder}: not the run's model: {file.name} has SHA-256 {digest}, "
-                f"the run's {file.digest}; give the run's checkpoint, or leave --model out "
-                "to fetch it"
+                f"--model {folder}: not the run's model: {file.name} has SHA-256 {digest}, but "
+                f"the run's file has {file.digest}; give the run's checkpoint, or leave --model "
+                "out to fetch it"
             )
 
 

@@ -242,7 +242,9 @@ def require_own(settings: Settings) -> None:
     output = settings.output
     problem = f"output={output}: it has a checkpoint that no run of `entrenar` wrote"
     if output.resolve() == settings.model.resolve():
-        problem = f"output={output}: it is the model's folder, and its files would be replaced"
+        problem = (
+            f"output={output}: this is the model's folder, and the model's files would be replaced"
+        )
     elif any((output / name).exists() for name in _OWN) or not any(
         path.name in _OTHERS or path.suffix in _WEIGHTS for path in _listed(output)
     ):
@@ -313,16 +315,15 @@ def _require_same(path: Path, settings: Settings, digests: Digests | None) -> No
         return
     if settings.adapts and (digest := model_folder.digest(settings.model)) != digests.model:
         raise UsageError(
-            f"{path}: its adapters were trained on a different model from "
-            f"{settings.model}, which has the digest {digest}; the run's had "
-            f"{digests.model}. Put that checkpoint there, or name its folder in "
-            f"{SETTINGS} (model)"
+            f"{path}: its adapters were trained on a different model from {settings.model}, "
+            f"which has the digest {digest}; the run's model had {digests.model}. Put that "
+            f"checkpoint there, or name its folder in {SETTINGS} (model)"
         )
     if (digest := tokenizer_digest(path)) != digests.tokenizer:
         raise UsageError(
-            f"{path}: its tokenizer is not the run's: its files have the digest {digest}, the "
-            f"run's had {digests.tokenizer}. Put back the files that the run wrote, or export it "
-            "again: entrenar finetune --resume"
+            f"{path}: its tokenizer is not the run's: its files have the digest {digest}, but "
+            f"the run's had {digests.tokenizer}. Put back the files that the run wrote, or "
+            "export it again: entrenar finetune --resume"
         )
 
 

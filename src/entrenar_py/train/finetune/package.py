@@ -115,7 +115,7 @@ def parse(data: bytes) -> Contents:
         record = json_text.load(data, names_once=True)
         version = record.pop("version")
         if version != VERSION:
-            raise ValueError(f"version {version!r}, this worker reads {VERSION}")
+            raise ValueError(f"version {version!r}, but this worker reads version {VERSION}")
         contents = Contents(
             settings=_mapping(record.pop("settings")),
             class_weights=tuple(map(_weight, record.pop("class_weights"))),
@@ -399,7 +399,7 @@ class ReceivedFiles:
                 f"{file.name}: the coordinator sends bytes that don't match SHA-256 "
                 f"{file.digest}; start the run again"
             )
-        self._say(f"{file.name}: what came is damaged; it is fetched again")
+        self._say(f"{file.name}: the received file is damaged; it is fetched again")
         os.ftruncate(partial.handle, 0)
         partial.num_bytes, partial.hasher = 0, hashlib.sha256()
 

@@ -223,7 +223,7 @@ def _summary(settings: Settings, outcome: Outcome) -> Iterator[tuple[str, str]]:
     yield "steps", f"{outcome.made:,} of {outcome.num_steps:,}"
     yield "rows", f"{trained:,} to train on, {evaluated:,} to evaluate on"
     yield "output", str(settings.output)
-    yield "weights", f"{outcome.digest} (digest of what was trained)"
+    yield "weights", f"{outcome.digest} (digest of the trained weights)"
     if outcome.ledger is not None:
         lines = f"{outcome.ledger.line:,} lines, the last with digest {outcome.ledger.chain}"
         yield "ledger", f"{lines}; entrenar ledger verify {settings.output / 'ledger.jsonl'}"

@@ -109,7 +109,8 @@ def _tell_order(
         names = ", ".join(stage.workers[0].name or "any" for stage in other.stages)
         share = 100 * (1 - other.slowest / stages.slowest)
         printing.say_lines(
-            f"order    as {names} the slowest stage takes {share:.0f} % less time: --order best"
+            f"order    in the order {names} the slowest stage takes {share:.0f} % less time: "
+            "use --order best"
         )
 
 

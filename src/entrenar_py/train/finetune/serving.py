@@ -168,9 +168,9 @@ def is_finetuning(path: Path) -> bool:
         for key in named:
             problems.error(
                 root.keys[key],
-                f"{key} is of a configuration that fine-tunes a checkpoint, and {OF_THE_TRAINER} "
-                f"(line {root.keys[OF_THE_TRAINER].line}) of one that trains a model of the "
-                "trainer's own; leave out either",
+                f"{key} belongs to a configuration that fine-tunes a checkpoint, and "
+                f"{OF_THE_TRAINER} (line {root.keys[OF_THE_TRAINER].line}) to one that trains a "
+                "built-in model; leave out one of them",
             )
     for key in (own.name for own in settings_file.fields_of(Serving) if own.name in root.fields):
         place = f"{key} stands in the section `{SECTION}:`; move it there"
@@ -346,7 +346,10 @@ def connected(
             return None
 
     if section.wait_for > num_workers:
-        refuse(f"wait_for={section.wait_for}: {key} is {num_workers}; wait for no more", "wait_for")
+        refuse(
+            f"wait_for={section.wait_for}: {key} is {num_workers}; use that number or less",
+            "wait_for",
+        )
     if section.topology == "mesh" and section.audit_share:
         refuse(
             f"audit_share={section.audit_share:g} with topology: mesh: no gradient passes the "

@@ -67,7 +67,8 @@ def of_pipeline(settings: Settings, root: MapNode) -> Iterator[tuple[Position, s
     if settings.stages and "workers" in root.fields:
         yield (
             root.fields["workers"].at,
-            f"workers={settings.workers} with stages: each stage names its own; leave it out",
+            f"workers={settings.workers} with stages: each stage names its own workers; "
+            "leave it out",
         )
     yield from _of_workers(settings, root)
     yield from _of_layers(settings, root)
@@ -432,8 +433,8 @@ class _Conflicts:
             self._error("keep without rows to evaluate on: give data.validation, too", "keep")
         if settings.keep != Keep() and settings.strategy is not None:
             self._error(
-                f"strategy: {settings.strategy} does not read keep: ranks write the end's result "
-                "alone; leave it out",
+                f"strategy: {settings.strategy} does not read keep: ranks write only the final "
+                "result; leave it out",
                 "keep",
             )
         if settings.adapts and not settings.lora.targets:
@@ -494,7 +495,8 @@ class _Conflicts:
             )
         if settings.data.packing:
             self._error(
-                "packing with task: preference: a pair is two rows of its own; leave packing out",
+                "packing with task: preference: the two sides of a pair are separate rows; "
+                "leave packing out",
                 *("data", "packing"),
             )
         if settings.data.on_long == "truncate":
@@ -529,8 +531,8 @@ class _Conflicts:
             return
         if settings.distill.logits is None and settings.distill.text is None:
             self._error(
-                "distill has neither logits nor text: give the folder of the teacher's shards, or "
-                "the prompts that it is to answer",
+                "distill has neither logits nor text: give the folder of the teacher's shards, "
+                "or the prompts that the teacher should answer",
                 "distill",
             )
         if settings.task not in ("instruct", "text"):
@@ -573,7 +575,7 @@ class _Conflicts:
         strategy, num_shards = self._settings.strategy, self._settings.training.num_shards
         if strategy != LAYER_PIPELINE and "stages" in self._root.fields:
             self._error(
-                f"stages: they are for strategy: {LAYER_PIPELINE}; leave them out", "stages"
+                f"stages: only strategy: {LAYER_PIPELINE} has stages; leave them out", "stages"
             )
         if strategy is None:
             return

@@ -77,5 +77,5 @@ def remark(num_workers: int, *, num_shards: int, limit: str) -> str:
     if num_workers < busy(cores, num_shards):
         return f"{said}; {limit}"
     if num_workers < cores:
-        return f"{said}; training.num_shards: {num_shards} leaves nothing for more"
+        return f"{said}; training.num_shards: {num_shards} allows no more workers"
     return said

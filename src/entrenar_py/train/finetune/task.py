@@ -74,7 +74,7 @@ class Evaluator:
         tensors = present()
         size = sum(array.nbytes for array in tensors.values())
         if self._waiting and size + sum(held for _, held, _ in self._waiting) > WAITING_BYTES:
-            text = f"validation after step {step} is left out: the one before is not done"
+            text = f"validation after step {step} is skipped: the previous one is still running"
             tell(Noted(what="not_scored", step=step, text=f"{text}; raise evaluate_every"))
             return
         copies = {name: array.copy() for name, array in tensors.items()}
@@ -190,7 +190,7 @@ class _Keeper:
 
 def _left_out(step: int, error: Exception) -> Noted:
     reason = escaping.shortened(" ".join(str(error).split()))
-    text = f"validation after step {step} is left out: it failed ({reason})"
+    text = f"validation after step {step} is skipped: it failed ({reason})"
     return Noted(what="not_scored", step=step, text=text)
 
 

@@ -341,7 +341,9 @@ class ChatEncoder:
                 "tokenizer.json"
             )
         if not any(targets[1]):
-            raise BadConversationError("the chat template leaves out all that the assistant says")
+            raise BadConversationError(
+                "the chat template leaves out everything that the assistant says"
+            )
         return targets
 
     def _part(self, conversation: Conversation, text: str, index: int) -> Range:
@@ -498,9 +500,9 @@ def _require_own(
         if any(first < end and begin < last for first, last in learned):
             role = conversation.messages[index]["role"]
             raise BadConversationError(
-                f"where the assistant's turns begin and end can't be told: a part of message "
-                f"{index + 1} ({role}) is within one, as the chat template writes it; use a "
-                "template with marks ({% generation %})"
+                "where the assistant's turns begin and end can't be told: a part of message "
+                f"{index + 1} ({role}) is inside such a turn, in the text that the chat template "
+                "writes; use a template with marks ({% generation %})"
             )
 
 

@@ -142,9 +142,9 @@ def _require_good(fields: Mapping[str, Any], field: str) -> None:
     for better, worse in _PREFERENCES:
         if field not in (better, worse) and fields.get(better) and fields.get(worse):
             raise BadConversationError(
-                f"has {better} and {worse} answers, but preferences are not learned here; use "
-                f"task: preference, or to learn what is {better}, make it a list of messages and "
-                f"set data.messages_field: {better}"
+                f"has {better} and {worse} answers, but this task doesn't learn preferences; use "
+                f"task: preference, or to learn only the {better} answers, make each a list of "
+                f"messages and set data.messages_field: {better}"
             )
     if fields.get("label") is False:
         raise BadConversationError("label=False marks a bad answer; leave such rows out")
@@ -234,8 +234,7 @@ def _is_learned(place: str, message: Message) -> bool:
             weights.append(bool(value) is (key not in _MASKS))
     if len(set(weights)) > 1:
         raise BadConversationError(
-            f"{place} is to be learned by one of its keys, and not to be learned by "
-            "another; leave one out"
+            f"{place} has one key that says to learn it, and one that says not to; leave one out"
         )
     _require_no_marks(place, message)
     return all(weights)

@@ -231,7 +231,7 @@ def _clip(facts: Facts) -> Iterator[Remark]:
     if clip is None:
         yield Remark(
             "training.clip_norm",
-            "clip_norm=null: one bad batch can undo what was learned; use 0.3 to 1",
+            "clip_norm=null: one bad batch can undo the training; use 0.3 to 1",
         )
     elif not least <= clip <= most:
         what = "clips no step but a broken one" if clip > most else "clips nearly every step"
@@ -256,7 +256,7 @@ def _decay(facts: Facts) -> Iterator[Remark]:
     elif decay > most:
         yield Remark(
             "training.weight_decay",
-            f"weight_decay={decay:g} pulls what was learned back to nothing; use {most:g} or less",
+            f"weight_decay={decay:g} pulls trained weights back to zero; use {most:g} or less",
         )
 
 
@@ -290,8 +290,8 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
         fewer = max(1, int(_SEEN_MAX / copies))
         yield Remark(
             "training.epochs",
-            f"epochs={settings.training.epochs}: each of {counts[rarest]} rows of {name!r} "
-            f"is seen {seen:.0f} times, and learned by heart; use epochs: {fewer}"
+            f"epochs={settings.training.epochs}: each of {counts[rarest]} rows of {name!r} is "
+            f"seen {seen:.0f} times, and memorised; use epochs: {fewer}"
             + (", or weights instead of oversample" if copies > _SEEN_MAX else ""),
         )
 

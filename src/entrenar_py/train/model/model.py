@@ -214,7 +214,7 @@ def require_blind(settings: Settings, hidden: torch.Tensor) -> None:
     one, other = hidden[:, :3].float()
     if (one - other).norm() > _ROUNDED * one.norm():
         raise UsageError(
-            f"model={settings.model}: it sees the tokens that it is to predict, as encoders do; "
+            f"model={settings.model}: it sees the tokens that it should predict, as encoders do; "
             f"use a causal language model for task: {settings.task}, or is_decoder in config.json"
         )
 

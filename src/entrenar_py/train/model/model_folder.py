@@ -387,9 +387,9 @@ def require_tokens(module: nn.Module, tokens: Iterable[int], *, folder: Path) ->
     rows: int = cast("Any", module).get_input_embeddings().num_embeddings
     if most >= rows:
         raise UsageError(
-            f"model={folder}: its tokenizer does not fit: it produces token {most}, but "
-            f"the model has embeddings of tokens 0 to {rows - 1}; use the tokenizer "
-            "that it was trained with"
+            f"model={folder}: its tokenizer does not fit: it produces token {most}, but the "
+            f"model has embeddings of tokens 0 to {rows - 1}; use the tokenizer that the model "
+            "was trained with"
         )
 
 
@@ -419,10 +419,10 @@ def require_own_loss(settings: Settings, module: nn.Module) -> None:
     for key in _ROUTER_LOSSES:
         if share := getattr(config, key, None):
             raise UsageError(
-                f"model={settings.model}: config.json asks for a router's auxiliary loss "
-                f"(output_router_logits: true, {key}: {share:g}), which entrenar does not "
-                "add: it is not a sum over the parts of a batch; set output_router_logits: "
-                "false there to train without it"
+                f"model={settings.model}: config.json demands a router's auxiliary loss "
+                f"(output_router_logits: true, {key}: {share:g}), which entrenar does not add: "
+                "it is not a sum over the parts of a batch; set output_router_logits: false "
+                "there to train without it"
             )
 
 
@@ -523,8 +523,9 @@ def configuration(settings: Settings) -> Any:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(
-            f"model={settings.model}: {config.model_type} has an encoder and a decoder, which is "
-            "not trained here; use a causal language model, or an encoder for task: classify"
+            f"model={settings.model}: {config.model_type} has an encoder and a decoder, and such "
+            "models are not supported; use a causal language model, or an encoder for task: "
+            "classify"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UsageError(

@@ -263,8 +263,8 @@ def require_apart(module: nn.Module, products: torch.dtype, name: object) -> Non
     changed = _distance(alone, packed)
     if not changed <= _ROUNDED[products]:
         raise UsageError(
-            f"data.packing with model={name}: {type(module).__name__} computes something else for "
-            f"packed rows (logits differ by {changed:.2g} of their norm); leave packing out"
+            f"data.packing with model={name}: {type(module).__name__} computes different logits "
+            f"for packed rows (logits differ by {changed:.2g} of their norm); leave packing out"
         )
 
 

@@ -171,8 +171,8 @@ class ChatTemplate:
         plain = rendered.replace(_FIRST, "").replace(_LAST, "")
         if plain != self.text(messages, tools):
             raise BadConversationError(
-                "the chat template writes another text where its marks ({% generation %}) are "
-                "read; use a template that marks what it writes as it stands"
+                "the chat template writes a different text if its marks ({% generation %}) are "
+                "read; use a template that writes the same text with and without marks"
             )
         return runs
 

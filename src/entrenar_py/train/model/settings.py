@@ -82,7 +82,11 @@ class Data:
         ),
     ] = None
     max_tokens: Annotated[
-        int, Key("the most tokens of a row; `on_error` says what happens to a longer one", least=2)
+        int,
+        Key(
+            "largest number of tokens in a row; `on_error` says what happens to a longer one",
+            least=2,
+        ),
     ] = 512
     packing: Annotated[
         bool,
@@ -136,7 +140,10 @@ class Preference:
     """The loss of the task `preference` (DPO)."""
 
     beta: Annotated[
-        float, Key("how much a side's log-probability counts, less the reference's", above=0)
+        float,
+        Key(
+            "factor of the difference between a side's log-probability and the reference's", above=0
+        ),
     ] = 0.1
     label_smoothing: Annotated[
         float,
@@ -243,7 +250,9 @@ class Completions:
     key_variable: Annotated[str | None, Key("environment variable with the endpoint's API key")] = (
         None
     )
-    new_tokens: Annotated[int, Key("the most tokens of an answer", least=1, most=2**17)] = 512
+    new_tokens: Annotated[
+        int, Key("largest number of tokens in an answer", least=1, most=2**17)
+    ] = 512
     temperature: Annotated[
         float, Key("sampling temperature; 0 takes the most likely token", least=0, most=10)
     ] = 0.0
@@ -282,7 +291,8 @@ class Distillation:
     ] = "bfloat16"
     shard_samples: Annotated[int, Key("samples per shard", least=1, most=2**20)] = 256
     batch_tokens: Annotated[
-        int, Key("the most tokens of a teacher's batch, unless a single row has more", least=1)
+        int,
+        Key("largest number of tokens in a teacher's batch, unless a single row has more", least=1),
     ] = 8192
     wait_s: Annotated[
         float,
@@ -406,7 +416,7 @@ class Settings:
     """The settings of one run."""
 
     model: Annotated[Path, Key("folder with a checkpoint in Hugging Face's format")]
-    task: Annotated[str, Key("what is learned", choices=TASKS)]
+    task: Annotated[str, Key("the task to train for", choices=TASKS)]
     output: Annotated[Path, Key("folder for the trained weights, and for the run's record")]
     method: Annotated[
         str,

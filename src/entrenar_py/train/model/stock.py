@@ -327,7 +327,7 @@ def _at_read_back(folder: Path) -> Iterator[None]:
         yield
     except UsageError as error:
         raise SystemFailure(
-            f"output {folder}: what was written there can't be read back by stock libraries: "
+            f"output {folder}: stock libraries can't read the files that were written there: "
             f"{error}. The files are kept; report this, with the kind of model"
         ) from error
 
@@ -409,7 +409,7 @@ def _require_same(
         if name not in read:
             problem = f"it has no {name}"
         elif not torch.equal(read[name].cpu(), torch.from_numpy(array).to(read[name].dtype)):
-            problem = f"{name} has other values"
+            problem = f"{name} has different values"
     if not problem:
         tokens, mask = _rows(module, pad_token)
         ours = _logits(module, tokens, mask, products)
@@ -423,9 +423,9 @@ def _require_same(
                 problem = f"its logits of two rows of different lengths are up to {apart:.3g} apart"
     if problem:
         raise SystemFailure(
-            f"output {folder}: what stock libraries read there is not the model of this run: "
-            f"{problem}. The files are kept, and entrenar infer, eval and merge use them as "
-            "trained; report this, with the kind of model"
+            f"output {folder}: the model that stock libraries read there is not the model of "
+            f"this run: {problem}. The files are kept, and entrenar infer, eval and merge use "
+            "them as trained; report this, with the kind of model"
         )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from entrenar_py.shared import scenario, wording
@@ -33,22 +34,36 @@ COMPARED = ("mesh",)  # shown but never advised: `entrenar finetune` trains over
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A worker's device and its memory; `recomputed` is its memory if blocks are recomputed.
+    """A worker's device, and what it computes; memory is estimated when it is first needed.
 
     `sharing` is the number of workers on the device.
     """
 
     device: Device
-    memory: Memory
-    recomputed: Memory
     sharing: int
+    strategy: str
+    shape: Shape
+    load: Load
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory that it needs. Raises UsageError if that can't be estimated."""
+        return costs.memory_of(self.strategy, self.shape, self.load)
+
+    @cached_property
+    def recomputed(self) -> Memory:
+        """The memory that it needs if blocks are recomputed."""
+        return costs.memory_of(self.strategy, self.shape, replace(self.load, recompute=True))
+
+    def needs(self, *, recompute: bool) -> Memory:
+        """Return the memory that it needs with or without recomputed blocks."""
+        return self.recomputed if recompute else self.memory
 
     def fits(self, *, recompute: bool) -> bool | None:
         """Return whether all workers of the device fit on it; None if its memory is not known."""
         if self.device.memory is None:
             return None
-        needed = (self.recomputed if recompute else self.memory).needed
-        return self.sharing * needed <= self.device.memory
+        return self.sharing * self.needs(recompute=recompute).needed <= self.device.memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +84,7 @@ class Option:
 
     def peak(self, *, recompute: bool) -> int:
         """Return the peak of the worker that needs the most, in bytes."""
-        memories = (one.recomputed if recompute else one.memory for one in self.workers)
-        return max((one.peak for one in memories), default=0)
+        return max((one.needs(recompute=recompute).peak for one in self.workers), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +171,7 @@ def rehearse(run: Run, strategy: str) -> None:
     Does nothing if no device reports its memory.
     """
     if any(one.memory is not None for one in run.devices):
-        option(run, strategy)
+        option(run, strategy).peak(recompute=run.recompute)
 
 
 def options(run: Run) -> list[Option]:
@@ -206,9 +220,10 @@ def _worker(run: Run, strategy: str, rank: int) -> Worker:
     )
     return Worker(
         device=device,
-        memory=costs.memory_of(strategy, run.shape, load),
-        recomputed=costs.memory_of(strategy, run.shape, replace(load, recompute=True)),
         sharing=sum(run.place(other) == number for other in range(run.num_workers)),
+        strategy=strategy,
+        shape=run.shape,
+        load=load,
     )
 
 
@@ -224,7 +239,7 @@ def _problem(run: Run, strategy: str) -> str:
     if len({one.kind for one in run.devices}) > 1:
         return "its devices must be of one kind"
     if run.devices[0].kind == "wgpu":
-        return "torch's collectives know no wgpu"
+        return "torch's collectives don't support wgpu"
     if run.settings.method == "qlora" and strategy not in WHOLE_LAYERS:
         return f"quantised weights can't be cut: use {' or '.join(WHOLE_LAYERS)}"
     if run.settings.task == "preference" and strategy not in _ALONE:
@@ -325,12 +340,12 @@ def reason(run: Run, tried: Sequence[Option], chosen: Option | None) -> str:
 
 def _reason(run: Run, chosen: Option) -> str:
     worker = max(chosen.workers, key=lambda one: one.sharing * one.memory.needed)
-    needed = (worker.recomputed if run.recompute else worker.memory).needed * worker.sharing
+    needed = worker.needs(recompute=run.recompute).needed * worker.sharing
     limit = worker.device.memory
     room = f"{size(limit)} of {worker.device.name}" if limit else f"{worker.device.name}"
     workers = f"{worker.sharing} workers need" if worker.sharing > 1 else "a worker needs"
     if run.num_workers == 1:
-        return f"One worker shares nothing: it needs {size(needed)} of the {room}."
+        return f"One worker exchanges nothing: it needs {size(needed)} of the {room}."
     return (
         f"With {chosen.strategy} {workers} {size(needed)} of the {room}, and a step moves "
         f"{size(chosen.traffic.sent)} from a worker, {seconds(chosen.seconds)} on the wire."
@@ -347,7 +362,7 @@ def _others(run: Run, tried: Sequence[Option], chosen: Option) -> str:
         least = min(full, key=lambda option: option.peak(recompute=run.recompute))
         names = wording.listed([option.strategy for option in full], most=len(full))
         return (
-            f"There is no room for {names}: the least of them peaks at "
+            f"There is no room for {names}: the smallest of them peaks at "
             f"{size(least.peak(recompute=run.recompute))}."
         )
     able = [option for option in tried if not option.problem]
@@ -374,7 +389,7 @@ def _none_fits(run: Run, tried: Sequence[Option]) -> str:
             option.sharing * option.memory.needed - memory_or_infinite(option.device)
         ),
     )
-    needed = worst.sharing * (worst.recomputed if run.recompute else worst.memory).needed
+    needed = worst.sharing * worst.needs(recompute=run.recompute).needed
     what = remedies(run, least.strategy)
     changes = "; ".join(what) if what else "nothing that the configuration can change"
     return (
@@ -451,22 +466,32 @@ def require_memory(run: Run, strategy: str = "star") -> None:
 
     The coordinator of a star also holds the model. Its memory is counted on the CPU.
     """
+    for worker, needed, extra in _short(run, strategy):
+        workers = "a worker needs" if worker.sharing == 1 else f"{worker.sharing} workers need"
+        more = f", and the coordinator {size(extra)}" if extra else ""
+        raise UsageError(
+            f"{RULE}: {workers} {size(needed)} of {worker.device.name}{more}, which has "
+            f"{size(worker.device.memory or 0)}; "
+            f"{_advice(run, strategy, has_coordinator=strategy == 'star')}; "
+            "`entrenar plan` shows all of it"
+        )
+
+
+def has_memory(run: Run, strategy: str = "star") -> bool:
+    """Return whether `require_memory` accepts the run; finding advice takes much longer."""
+    return not any(_short(run, strategy))
+
+
+def _short(run: Run, strategy: str) -> Iterator[tuple[Worker, int, int]]:
+    """Yield workers that don't fit, with the bytes of all workers there and of a coordinator."""
     if not any(one.memory is not None for one in run.devices):
         return
     chosen, has_coordinator = option(run, strategy), strategy == "star"
     for worker in () if chosen.problem else chosen.workers:
         extra = _coordinator(run.shape) if has_coordinator and worker.device.kind == "cpu" else 0
-        limit, parts = worker.device.memory, (worker.memory, worker.recomputed)
-        needed = worker.sharing * parts[run.recompute].needed + extra
-        if limit is None or needed <= limit:
-            continue
-        workers = "a worker needs" if worker.sharing == 1 else f"{worker.sharing} workers need"
-        more = f", and the coordinator {size(extra)}" if extra else ""
-        raise UsageError(
-            f"{RULE}: {workers} {size(needed - extra)} of {worker.device.name}{more}, which has "
-            f"{size(limit)}; {_advice(run, strategy, has_coordinator=has_coordinator)}; "
-            "`entrenar plan` shows all of it"
-        )
+        needed = worker.sharing * worker.needs(recompute=run.recompute).needed
+        if worker.device.memory is not None and needed + extra > worker.device.memory:
+            yield worker, needed, extra
 
 
 def _advice(run: Run, strategy: str, *, has_coordinator: bool) -> str:

@@ -171,7 +171,9 @@ def of_settings(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan
             unknown = StageWorker(name="", kind=stage.backend or "cpu")
             worker = next(left, None if workers else unknown)
             if worker is None:
-                raise UsageError(f"stages[{index}]: no worker is left for it; give one more")
+                raise UsageError(
+                    f"stages[{index}]: no worker is left for this stage; give one more"
+                )
             group.append(worker)
         for worker in group:
             if stage.backend not in (None, worker.kind):
@@ -193,8 +195,8 @@ def propose(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
     """
     if len(workers) > costs.num_blocks:
         raise UsageError(
-            f"{len(workers)} workers and {costs.num_blocks} blocks: a stage would have none; use "
-            f"{costs.num_blocks} workers or fewer"
+            f"{len(workers)} workers and {costs.num_blocks} blocks: a stage would have no block; "
+            f"use {costs.num_blocks} workers or fewer"
         )
     cut = best_cut(_costs(costs, workers))
     if cut is None:
@@ -204,7 +206,7 @@ def propose(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan:
         cut = best_cut(shares)
         assert cut is not None, "there are as many blocks as workers"
         plan = _of(costs, cut, [(worker,) for worker in workers])
-        require_fits(plan, "no cut fits, and the one that lacks least has ")
+        require_fits(plan, "no cut fits; the one that comes closest has ")
     return _of(costs, cut, [(worker,) for worker in workers])
 
 

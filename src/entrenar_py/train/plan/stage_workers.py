@@ -180,8 +180,8 @@ def _require_all_speeds(root: ListNode, problems: Problems) -> None:
         if any(has) and not has_speed:
             problems.error(
                 item.at,
-                "it has neither flops nor seconds_per_block, and others have; give all or none a "
-                "speed",
+                "it has neither flops nor seconds_per_block, but other workers do; give a speed "
+                "for all workers or for none",
             )
 
 
@@ -311,7 +311,7 @@ def _moved(value: Any, place: torch.device) -> Any:
 def _two_blocks(run: Run) -> nn.Module:
     if run.settings.method == "qlora":
         raise UsageError(
-            "method: qlora: weights in NF4 are made from a checkpoint's, so no block of random "
-            "ones is measured; give flops or seconds_per_block by --workers FILE"
+            "method: qlora: weights in NF4 are made from a checkpoint's weights, so a block of "
+            "random weights can't be measured; give flops or seconds_per_block by --workers FILE"
         )
     return models.random(run.settings, num_blocks=min(2, run.shape.num_blocks))

@@ -28,7 +28,7 @@ def lines(
     yield from step_lines(run, length_from, "micro-batches")
     yield from _devices(run)
     yield ""
-    yield "bytes of a worker, each part at its largest; +: with blocks computed again (recompute)"
+    yield "bytes of a worker, each part at its largest; +: with recomputed blocks (recompute)"
     yield from columns(_MEMORY, list(_memory_rows(options)))
     yield ""
     yield f"a step on the wire, at {size(run.link)}/s"

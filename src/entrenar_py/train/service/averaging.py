@@ -77,11 +77,11 @@ KEYS: Mapping[str, tuple[str, str, str]] = {
     ),
     "frame_bytes_max": (
         *("whole number from 4096 to 4294967295", f"`{FRAME_BYTES_MAX}`"),
-        "the most bytes of a worker's frame",
+        "largest size of a worker's frame, in bytes",
     ),
     "gradient_bytes_max": (
         *("whole number >= `frame_bytes_max`", "`frame_bytes_max`"),
-        "the most bytes that all parts of one shard's gradient may take",
+        "largest total size of all parts of one shard's gradient, in bytes",
     ),
     "listen": ("host:port", f"`{LISTEN}`", "where workers connect; port 0 means any free port"),
     "timing": ("mapping", "below", "how long the coordinator waits"),

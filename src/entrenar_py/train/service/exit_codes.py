@@ -36,11 +36,11 @@ _OWN: Mapping[str, Mapping[int, str]] = {
     "worker": {**_TRAINING, WRONG: "the run was halted or given up, or refused this worker"},
     "ledger verify": {
         DONE: "the ledger is right",
-        WRONG: "the ledger is broken, or training again gives another",
+        WRONG: "the ledger is broken, or training again gives different results",
         INCONCLUSIVE: MEANINGS[INCONCLUSIVE],
     },
-    "doctor": {DONE: "the doctor has looked"},
-    "infer": {DONE: "the prompt has its answer"},
+    "doctor": {DONE: "the doctor has finished"},
+    "infer": {DONE: "the prompt was answered"},
     "merge": {DONE: "the model is written"},
     "eval": {DONE: "the rows have their scores"},
     "plan": {
@@ -49,8 +49,8 @@ _OWN: Mapping[str, Mapping[int, str]] = {
     },
     "distill logits": {DONE: "all shards are complete", **_SHARDS},
     "distill text": {
-        DONE: "every prompt has its answer",
-        WRONG: "some prompts have no answer",
+        DONE: "every prompt was answered",
+        WRONG: "some prompts were not answered",
         **_SHARDS,
     },
     "distill status": {

@@ -199,7 +199,7 @@ class Host:
             self.unsaved = f"checkpoint {path}: can't be written ({told})"
             kept = "there is no earlier one"
             if self._saved is not None:
-                kept = f"the one of step {self._saved} stays"
+                kept = f"the checkpoint of step {self._saved} stays"
             self.note("not_saved", f"{self.unsaved}; {kept}, and the run goes on")
             return
         self.unsaved, self._saved = None, step

@@ -48,8 +48,8 @@ def replay(account: Account, path: Path) -> int:
         plan = None
     if plan is None or plan.workload in OF_USERS:
         raise UsageError(
-            f"ledger {path}: not written by `entrenar coordinator` (it is of your own trainer or "
-            "model, or plans faults); judge it with `entrenar-check --judge`"
+            f"ledger {path}: not written by `entrenar coordinator` (it belongs to your own "
+            "trainer or model, or to a plan with faults); judge it with `entrenar-check --judge`"
         )
     if not account.weights:
         return _inconclusive("no step was made in it: there is nothing to compare")
@@ -62,7 +62,7 @@ def replay(account: Account, path: Path) -> int:
     try:
         device = backends.open_backend(name).device
     except BackendUnavailable as error:
-        return _inconclusive(f"computed on {name}, which is not here: {error}")
+        return _inconclusive(f"computed on {name}, which this machine doesn't have: {error}")
     difference = _difference(account, plan, path, name)
     if difference is None:
         num_steps = len(account.weights)
@@ -85,11 +85,11 @@ def _difference(account: Account, plan: TrainingPlan, path: Path, backend: str) 
         if theirs is not None and theirs != weights_digest(update.weights, update.buffers):
             return _first_tensor(path, update)
     if step < last:
-        return f"training again halts in step {step + 1}, the ledger goes on"
+        return f"training again halts in step {step + 1}, but the ledger goes on"
     if account.halt is not None and account.halt.step > last:
         again = len(list(_updates(plan, backend, last + 2)))
         if again > last + 1:
-            return f"the ledger halts in step {account.halt.step}, training again does not"
+            return f"the ledger halts in step {account.halt.step}, but training again does not"
     return None
 
 
@@ -116,8 +116,8 @@ def _first_tensor(path: Path, again: trace.Update) -> str:
         if record is None or record.digest != ours.digest:
             digest = "nothing" if record is None else record.digest
             where = f"step {again.step}, tensor {name}"
-            return f"{where}: training again gives {ours.digest}, the ledger has {digest}"
-    return f"step {again.step}: the ledger holds tensors that the model has not"
+            return f"{where}: training again gives {ours.digest}, but the ledger has {digest}"
+    return f"step {again.step}: the ledger holds tensors that the model doesn't have"
 
 
 def _explanation(account: Account, backend: str, device: str) -> str | None:
@@ -127,12 +127,12 @@ def _explanation(account: Account, backend: str, device: str) -> str | None:
     """
     others = {other for _, other in account.devices} - {device}
     if others:
-        return f"it was computed on {', '.join(sorted(others))}, this is {device}"
+        return f"it was computed on {', '.join(sorted(others))}, and this machine has {device}"
     here = process.environment()
     for name in _ROUNDING:
         there = account.environment.get(name)
         if there is not None and name in here and there != here[name]:
-            return f"it was recorded with {name} {there}, this is {here[name]}"
+            return f"it was recorded with {name} {there}, and this machine has {here[name]}"
     return None
 
 

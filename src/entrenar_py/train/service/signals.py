@@ -101,7 +101,7 @@ class Stopper:
     def stop(self, number: signal.Signals) -> None:
         """Handle the signal `number`."""
         grace = "" if self._grace_s is None else f", {self._grace_s:g} s at most"
-        when = "now" if self._again else f"after the step in work{grace}"
+        when = "now" if self._again else f"after the current step{grace}"
         self._note("stopping", f"{number.name}: stops {when}")
         reason = f"the coordinator was stopped by {number.name}"
         self._server.stop(reason, at_once=self._again)

@@ -196,9 +196,9 @@ def specs_of(module: nn.Module, stages: Sequence[range]) -> tuple[tuple[TensorSp
             specs[stage].append(spec)
     if order != sorted(order):
         raise UsageError(
-            f"strategy=layer_pipeline: {type(module).__name__} names what it trains after its "
-            "blocks before them, so stages have no consecutive parts; use method: lora, with "
-            "targets within blocks"
+            f"strategy=layer_pipeline: {type(module).__name__} lists trained weights that follow "
+            "its blocks before them, so the parts of stages are not consecutive; use method: "
+            "lora, with targets within blocks"
         )
     for stage, own in enumerate(specs):
         if not own:

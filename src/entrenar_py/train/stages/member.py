@@ -339,7 +339,7 @@ class StageHands:
         """Raise ProtocolError unless `message` is possible here and its payload is complete."""
         if isinstance(message, Welcome):
             if message.rank >= self._cut.places.num_ranks:
-                raise ProtocolError(f"Welcome rank={message.rank}: there is no such place")
+                raise ProtocolError(f"Welcome rank={message.rank}: the run has no such rank")
             specs = self._cut.specs[self._cut.stage_of_rank(message.rank)]
             due = checkpoint.state_bytes(specs, _OPTIMIZER)
             if len(payload) != due or message.blocks != self._cut.blocks.count:

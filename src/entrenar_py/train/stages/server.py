@@ -190,8 +190,8 @@ class PipelineServer(Server):
             theirs = event.weights.get(name)
             if theirs is None or theirs.digest != own[name].digest:
                 raise ProtocolError(
-                    f"rank {event.rank} holds different weights than it was sent: {name}, step "
-                    f"{event.step}"
+                    f"rank {event.rank} holds different weights from those that it was sent: "
+                    f"{name}, step {event.step}"
                 )
 
     def _completed(self, event: trace.Event) -> trace.Event:

@@ -127,7 +127,7 @@ class AveragingWorker:
             if self.shard is None and not self.num_done:
                 raise ProtocolError(f"{what}: no shard of it was assigned to this worker")
         if self.num_ignored >= IGNORED_MAX:
-            raise ProtocolError(f"{what}: the {IGNORED_MAX + 1}th message that came twice or late")
+            raise ProtocolError(f"{what}: this is the {IGNORED_MAX + 1}th repeated or late message")
         return False
 
     def require_possible(self, upload: Upload, run: AveragingRun) -> None:
@@ -142,8 +142,8 @@ class AveragingWorker:
         elif run.components is not None:
             if isinstance(upload, GradientPayload):
                 raise ProtocolError(
-                    "GradientPayload: with `components` in the configuration a shard has blocks "
-                    "and components alone"
+                    "GradientPayload: with `components` in the configuration a shard has only "
+                    "blocks and components"
                 )
             if upload.component not in run.components:
                 raise ProtocolError(f"component={part.number}: use one of {run.components}")
@@ -273,7 +273,7 @@ class Averager:
         waited = now - self._alone_since
         if not self._has_enough() and waited >= self.patience.gather_s:
             here = len(self._workers())
-            reason = f"step {self.step} has waited {waited:.0f} s for workers; {here} are there"
+            reason = f"step {self.step} has waited {waited:.0f} s for workers; {here} are present"
             effects += self._end("failed", reason)
         return effects
 
@@ -298,7 +298,10 @@ class Averager:
             size = self.run.world_size
             raise ProtocolError(f"{request.node_id!r} asks to join: all {size} places are taken")
         if late and not self.run.late_joins:
-            raise ProtocolError(f"{request.node_id!r} asks to join in step {self.step}: too late")
+            raise ProtocolError(
+                f"{request.node_id!r} asks to join in step {self.step}: the run admits no late "
+                "workers"
+            )
         worker.worker_id, worker.node_id = free, request.node_id
         accepted = say.JoinAccepted(worker_id=free, total_workers=self.run.world_size)
         effects: list[Effect] = [wire.Admit(peer), wire.Tell(peer, accepted)]
@@ -414,13 +417,13 @@ class Averager:
         if isinstance(upload, say.BlockGradient) and self._num_blocks not in (0, upload.num_blocks):
             raise ProtocolError(f"num_blocks={upload.num_blocks}: it was {self._num_blocks} before")
         if self.layout is not None and part not in self.layout:
-            raise ProtocolError(f"{part}: a gradient of this run has none")
+            raise ProtocolError(f"{part}: no gradient of this run has this part")
         known = self._known.get(part, extent)
         if known != extent:
             raise ProtocolError(
                 f"{part}: gradients={extent.num_gradients} of components "
-                f"{list(extent.component_sizes)}: those that came first have "
-                f"{known.num_gradients} of {list(known.component_sizes)}"
+                f"{list(extent.component_sizes)}: the first ones had {known.num_gradients} of "
+                f"{list(known.component_sizes)}"
             )
 
     def _is_complete(self, worker: AveragingWorker, upload: Upload) -> bool:

@@ -489,7 +489,10 @@ class Decoder:
         due = head_end + FLOAT_BYTES * count + LAYOUTS[self._kind].rest.size
         if due == self._length:
             return ""
-        return f"gradients={count}: its frame would have {due + 1} bytes, it has {self._length + 1}"
+        return (
+            f"gradients={count}: its frame would have {due + 1} bytes, but it has "
+            f"{self._length + 1}"
+        )
 
     def _begin_gradients(self, head_end: int, count: int) -> None:
         layout, early = LAYOUTS[self._kind], self._head[head_end:]

@@ -58,7 +58,7 @@ class Applicant:
 
     def _ask(self, challenge: Challenge) -> list[Effect]:
         if challenge.version != VERSION:
-            reason = f"version={challenge.version}: this worker speaks {VERSION}"
+            reason = f"version={challenge.version}: this worker speaks version {VERSION}"
             return self._end(do.Finish("failed", reason))
         greeting = greet(
             challenge, UNKNOWN, secret=self._secret, backend=self._backend, nonce=self._nonce
@@ -157,7 +157,7 @@ class Fetcher(Applicant):
         self._require_proof(offer)
         self.offer = offer
         if offer.package != self._package:
-            reason = "the coordinator has another run by now; start this worker again"
+            reason = "the coordinator now has a different run; start this worker again"
             return self._end(do.Finish("failed", reason))
         self.phase = ApplicantPhase.FETCHING
         return [effect for _ in range(WANTED_MAX) for effect in self._want()] or self._done()

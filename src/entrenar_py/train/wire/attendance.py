@@ -99,15 +99,17 @@ class Member:
         """
         block = node.block
         if block != blocks[-1] and not self.is_whole(block + 1):
-            raise ProtocolError(f"TreeNode block={block}: it comes when block {block + 1} is whole")
+            raise ProtocolError(
+                f"TreeNode block={block}: it is due only when block {block + 1} is complete"
+            )
         came = self.covered.setdefault(block, set())
         # A node may not include shards of the next assignment: an assignment counts, or is void, as
         # a whole.
         due = set(self.assigned[0]) - came if self.delivering else set[int]()
         if not under or not due.issuperset(under):
             raise ProtocolError(
-                f"TreeNode block={block} level={node.level} index={node.index}: "
-                "its shards were not assigned, or came before"
+                f"TreeNode block={block} level={node.level} index={node.index}: its shards were "
+                "not assigned, or were already received"
             )
         came.update(under)
 
@@ -168,8 +170,8 @@ class Expulsions:
 def problem(rank: int | None, step: int, times: int, reason: str) -> str:
     """Return the reason to give up on a worker that was expelled `times` times for `reason`."""
     return (
-        f"worker {rank} was thrown out {times} times before step {step} was made, each time for "
-        f"the same reason: {reason}"
+        f"worker {rank} was disconnected {times} times before step {step} was made, each time "
+        f"for the same reason: {reason}"
     )
 
 

@@ -133,8 +133,8 @@ class Coordinator(Dealing):
         if rank is not None:
             return self._ask(rank, shard, now)
         reason = (
-            f"workers {sorted(audit.disputed)} disagree on shard {shard} of step {step}, and "
-            "nobody can say which is wrong: training halted before any update"
+            f"workers {sorted(audit.disputed)} disagree on shard {shard} of step {step}, and it "
+            "can't be decided which is wrong: training halted before any update"
         )
         return [self._end_audit(shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
 
@@ -156,7 +156,7 @@ class Coordinator(Dealing):
 
     def _give_up(self, waited: float) -> list[Effect]:
         there = sorted(member.in_rank() for member in self._members().values())
-        reason = f"step {self.step} has waited {waited:.0f} s for workers; here are {there}"
+        reason = f"step {self.step} has waited {waited:.0f} s for workers; present are {there}"
         return self._end(do.Finish("failed", reason), say.Shutdown(problem=say.brief(reason)))
 
     def _loads(self) -> bool:
@@ -343,7 +343,7 @@ class Coordinator(Dealing):
         if times >= THROWN_OUT_MAX:
             why = problem(rank, self.step, times, reason)
             return self._end(do.Finish("failed", why), say.Shutdown(problem=say.brief(why)))
-        told = say.Refuse(reason=say.brief(f"thrown out: {reason}"), retry=True)
+        told = say.Refuse(reason=say.brief(f"disconnected: {reason}"), retry=True)
         return [do.Send(peer, told), *self._drop(peer, reason, now)]
 
     def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:

@@ -283,7 +283,7 @@ class Decoder:
         magic, version, tag, first, direction, number, *sizes = FIELDS.unpack_from(self._prefix)
         header_bytes, chunk_bytes, whole_bytes = sizes
         _require(magic == MAGIC, f"magic={magic!r}: not a frame of this protocol")
-        _require(version == VERSION, f"version={version}: this end speaks {VERSION}")
+        _require(version == VERSION, f"version={version}: this end speaks version {VERSION}")
         _require(tag in MESSAGES, f"tag={tag}: no message has it")
         _require(number == self._number, f"frame {number} came where {self._number} was due")
         in_turn = direction == self._direction and first == (self._received is None)

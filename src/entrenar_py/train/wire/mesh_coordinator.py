@@ -138,7 +138,7 @@ class MeshCoordinator(Grouping):
         self._require_step(said.step)
         if said.round == self._round:  # and was not sent before the round ended
             if member.assigned:
-                raise ProtocolError(f"Staged: its shards {member.assigned[0]} are not computed")
+                raise ProtocolError(f"Staged: its shards {member.assigned[0]} are not computed yet")
             member.phase = Phase.STAGED
         return self._settle(now)
 
@@ -153,7 +153,7 @@ class MeshCoordinator(Grouping):
     def _made_before(self, member: Member, said: say.Applied, now: float) -> list[Effect]:
         """Continue with the next step: a returning worker has applied this one, as committed."""
         if not self._committed:
-            raise ProtocolError(f"Applied step={said.step}: nobody was told to make it")
+            raise ProtocolError(f"Applied step={said.step}: no worker was told to make this step")
         member.phase = Phase.WAITING
         kept = do.Keep(member.in_rank(), said)
         return [kept, *self._gather(self.step + 1, now), *self._settle(now)]

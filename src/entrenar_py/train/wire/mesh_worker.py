@@ -537,7 +537,7 @@ class RingWorker(MeshWorker):
         block = message.block
         if isinstance(message, Average):
             if block in self._held or self._owner(block) == self.rank:
-                raise ProtocolError(f"Average block={block}: it came before")
+                raise ProtocolError(f"Average block={block}: it was already received")
             return [do.Hold(self.step, block), *self._spread(message), *self._has(block)]
         assert isinstance(message, Partial)
         if not self._is_computed:

@@ -87,7 +87,9 @@ class PipelineCoordinator(Grouping):
         ranks = range(self.places.num_ranks)
         if hello.rank is None and len(unsuited | self._named()) == self.places.num_ranks:
             names = ", ".join(self.places.called(rank) for rank in ranks if rank not in unsuited)
-            return f"the stages are planned for workers by name: start it with --id, of {names}"
+            return (
+                f"the stages are planned for workers by name: start it with --id and one of {names}"
+            )
         return ""
 
     def _named(self) -> set[int]:
@@ -129,7 +131,7 @@ class PipelineCoordinator(Grouping):
         if said.round != self._round:
             return []
         if member.phase is not PeerPhase.STAGING:
-            raise ProtocolError("Staged: its weights are not all sent")
+            raise ProtocolError("Staged: not all its weights were sent")
         return super()._staged(peer, member, said, now)
 
     def _non_finite(
@@ -291,7 +293,7 @@ class PipelineWorker(MeshWorker):
     def _enter(self, welcome: say.Welcome) -> list[Effect]:
         """Load the stage in the background; `loaded` is called at the end."""
         if self._loading is not None:
-            raise ProtocolError("Welcome: it came before, and is being loaded")
+            raise ProtocolError("Welcome: it was already received, and is being loaded")
         load, *_ = super()._enter(welcome)
         assert isinstance(load, do.Load), "what a worker is welcomed for"
         if welcome.rank >= self.places.num_ranks:
@@ -400,9 +402,13 @@ class PipelineWorker(MeshWorker):
     def _take(self, assign: say.Assign) -> list[Effect]:
         self._require_step(assign.step)
         if self._group is None or self._passes or self._running is not None:
-            raise ProtocolError(f"Assign shards={assign.shards}: no round, or one is in work")
+            raise ProtocolError(
+                f"Assign shards={assign.shards}: no round was begun, or one is in progress"
+            )
         if any(self._holder(self.stage, shard) != self.rank for shard in assign.shards):
-            raise ProtocolError(f"Assign shards={assign.shards}: others hold them in this round")
+            raise ProtocolError(
+                f"Assign shards={assign.shards}: other workers hold them in this round"
+            )
         self._shards, self._assigned_s = assign.shards, self._heard
         self._passes = pipeline.order(
             assign.shards, stage=self.stage, num_stages=self.places.num_stages
@@ -441,7 +447,7 @@ class PipelineWorker(MeshWorker):
         if not is_possible or self._holder(sender, shard) != rank:
             raise ProtocolError(f"{name} shard={shard}: not due from rank {rank}")
         if self._holder(self.stage, shard) != self.rank or key in self._arrived:
-            raise ProtocolError(f"{name} shard={shard}: not due here, or it came before")
+            raise ProtocolError(f"{name} shard={shard}: not due here, or already received")
         self._arrived.add(key)
         return [do.Receive(message), *self._go_on()]
 
@@ -465,7 +471,9 @@ class PipelineWorker(MeshWorker):
         self._require_step(message.step)
         own, block = self.places.blocks[self.stage], message.block
         if block in self._held or block not in own:
-            raise ProtocolError(f"Weights block={block}: it came before, or is another stage's")
+            raise ProtocolError(
+                f"Weights block={block}: it was already received, or belongs to another stage"
+            )
         if self._group is None:
             raise ProtocolError(f"Weights block={block}: no round has begun")
         self._held.add(block)

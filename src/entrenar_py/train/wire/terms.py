@@ -247,7 +247,7 @@ def admit(
         reason = f"rank={hello.rank}: this run has ranks 0 to {world_size - 1}"
         return Refuse(reason=reason, retry=False)
     if hello.rank in barred:
-        reason = f"rank={hello.rank}: it was caught too often with wrong results"
+        reason = f"rank={hello.rank}: it was caught with wrong results too often"
         return Refuse(reason=reason, retry=False)
     free = [rank for rank in range(world_size) if rank not in (*taken, *barred)]
     if not free:

@@ -166,7 +166,7 @@ class Worker:
 
     def _greet(self, challenge: say.Challenge) -> list[Effect]:
         if challenge.version != say.VERSION:
-            reason = f"version={challenge.version}: this worker speaks {say.VERSION}"
+            reason = f"version={challenge.version}: this worker speaks version {say.VERSION}"
             return self._end(do.Finish("failed", reason))
         greeting = greet(
             challenge,
@@ -216,7 +216,9 @@ class Worker:
         self._require_step(message.step)
         block, name = message.block, type(message).__name__
         if block in self._held or block >= self._num_blocks:
-            raise ProtocolError(f"{name} block={block}: it came before, or there is no such block")
+            raise ProtocolError(
+                f"{name} block={block}: it was already received, or there is no such block"
+            )
         self._held.add(block)
         if len(self._held) < self._num_blocks:
             return [do.Hold(self.step, block)]

@@ -84,7 +84,7 @@ def test_adapters_are_part_of_it(workload: Finetuning) -> None:
         for name, parameter in workload.module.named_parameters():
             if "lora_A" in name:
                 parameter.data.mul_(2)
-        with pytest.raises(UsageError, match="computes something else"):
+        with pytest.raises(UsageError, match="computes different logits"):
             require_same(before, workload)
     assert not any(p.any() for n, p in workload.module.named_parameters() if "lora_B" in n)
 
@@ -341,7 +341,7 @@ def test_neither_blocks_that_are_computed_again_nor_scores_change_a_bit(
 )
 def test_canonical_ranks_write_the_same_bits(case: Case) -> None:
     digests = set()
-    for world_size in (1, 2, 4):
+    for world_size in (1, 2, 4) if case.lora == DROPOUT else (1, 4):
         config = case.write(f"out{world_size}", "ddp_canonical")
         codes, told = ranks.torchrun(config, world_size)
         assert codes == [exit_codes.DONE] * world_size, told
@@ -365,7 +365,7 @@ def test_a_run_that_died_goes_on_with_the_same_bits(
     if strategy == "ddp":
         codes, told = ranks.torchrun(broken, 2)
         assert codes == [exit_codes.INVALID] * 2
-        assert told.count("it exists already; continue with --resume") == 1
+        assert told.count("it already exists; continue with --resume") == 1
     codes, told = ranks.torchrun(broken, 2, "--resume")
     assert codes == [exit_codes.DONE] * 2, told
     assert "from step 2 on" in told

@@ -242,7 +242,7 @@ def _why_no_fork(words: Sequence[str], environment: Mapping[str, str], imports: 
     if not rest or flags not in ((), ("-u",)):
         return f"ranks are started by {' '.join(words[:4])}"
     if flags != interpreter.options_of(sys.orig_argv[1:])[0]:
-        return "ranks are started with another -u"
+        return "ranks and launcher are started with different -u options"
     for name in sorted({*environment, *imports.before}):
         if environment.get(name) != imports.before.get(name):
             if name not in RANKS and not name.startswith(PREFIXES):

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from entrenar_py.check.observing import FAULTS, FOLDER, auto
+from entrenar_py.check.observing import ANATOMY, FAULTS, FOLDER, auto
 from entrenar_py.check.rank_files import notes
 from entrenar_py.shared.faults import CONTROLLED
 
@@ -112,12 +112,17 @@ def begin(waiting: Waiting) -> None:
         with suppress(OSError):
             (Path(folder) / notes.LOADED).touch()
     settings = auto.Settings.of(os.environ)
+    if ANATOMY in os.environ:
+        from entrenar_py.check.observing.auto import anatomy
+
+        anatomy.begin(settings.steps, waiting.awaited)
+        return
     if settings.seed is not None:
         seed_process(settings.seed)
-    from entrenar_py.check.observing import reordered_groups, torch_calls
+    from entrenar_py.check.observing import planned_faults, torch_calls
     from entrenar_py.check.observing.auto import follower
 
-    reordered_groups.begin_if_planned()
+    planned_faults.begin()
     if not settings.follows:
         torch_calls.install_for_line(waiting.awaited)
         return

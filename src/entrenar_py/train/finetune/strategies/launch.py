@@ -111,8 +111,8 @@ def world(environment: Mapping[str, str]) -> World:
     if count := torch.cuda.device_count():
         if on_host > count:
             raise BackendUnavailable(
-                f"--nproc_per_node={on_host}: ranks need a GPU each, this machine has {count}; use "
-                f"--nproc_per_node={count}, or CUDA_VISIBLE_DEVICES= for CPUs"
+                f"--nproc_per_node={on_host}: ranks need a GPU each, but this machine has "
+                f"{count}; use --nproc_per_node={count}, or CUDA_VISIBLE_DEVICES= for CPUs"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

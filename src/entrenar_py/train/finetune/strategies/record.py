@@ -102,7 +102,7 @@ class Record:
         path, state = self._folder / CHECKPOINT, None
         if path.exists() and not resume:
             raise UsageError(
-                f"checkpoint {path}: it exists already; continue with --resume, or give another "
+                f"checkpoint {path}: it already exists; continue with --resume, or give another "
                 "output"
             )
         if path.exists():

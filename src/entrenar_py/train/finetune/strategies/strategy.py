@@ -350,9 +350,9 @@ def require_same_logits(before: Reference, after: Tensor, strategy: str, kind: s
     allowed = min(max(_LEAST, _TIMES * before.rounding), _MOST)
     if not difference <= allowed:
         raise UsageError(
-            f"strategy={strategy}: {kind} computes something else once it is cut (logits differ by "
-            f"{difference:.2g} of their norm, and rounding makes at most {allowed:.2g}); use ddp, "
-            "ddp_canonical or fsdp"
+            f"strategy={strategy}: {kind} computes different logits once it is cut (logits "
+            f"differ by {difference:.2g} of their norm, and rounding makes at most "
+            f"{allowed:.2g}); use ddp, ddp_canonical or fsdp"
         )
 
 
