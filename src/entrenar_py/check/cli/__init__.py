@@ -24,7 +24,7 @@ from entrenar_py.shared.untrusted import printing
 if TYPE_CHECKING:
     from entrenar_py.check.contract import Contract
 
-INIT, ANATOMY = "init", "anatomy"
+INIT, DIFF, ANATOMY = "init", "diff", "anatomy"
 EXIT_INVALID = 2
 EXIT_HARNESS = 3
 EXIT_INTERRUPTED = 4
@@ -66,6 +66,10 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
             from entrenar_py.check.project import init
 
             return init.run(arguments[1:])
+        if arguments[:1] == [DIFF]:
+            from entrenar_py.check.diff import command_line as diff
+
+            return diff.run(arguments[1:])
         if arguments[:1] == [ANATOMY]:
             from entrenar_py.check.cli import anatomy
 
