@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from entrenar_py.check.cli import anatomy
 from entrenar_py.check.project.command_line import EPILOG, MODES, PROG, build, flag
 
 
@@ -13,7 +14,8 @@ def reference() -> str:
     codes, _, examples = EPILOG.partition("\n\nexamples:\n")
     parts = [
         f"# `{PROG}`",
-        f"`{PROG} [--contract FILE] [options] [-- COMMAND ...]`, `{PROG} init [-- COMMAND ...]`",
+        f"`{PROG} [--contract FILE] [options] [-- COMMAND ...]`, `{PROG} init [-- COMMAND ...]`, "
+        f"`{PROG} anatomy [options] -- COMMAND ...`",
         "Generated from `entrenar_py.check.project.command_line`; a test says whether this page is "
         "current. "
         "Options that are left out are read from the project's [configuration](configuration.md).",
@@ -22,6 +24,8 @@ def reference() -> str:
         rows = [_row(action) for action in group._group_actions if action.dest != "help"]
         if rows:
             parts += [f"## {(group.title or '').capitalize()}", _table("option", rows)]
+    own = [*map(_row, anatomy.build()._actions[1:])]
+    parts += ["## Of [`anatomy`](anatomy.md)", _table("option", own)]
     meant = [
         (
             "`-- COMMAND`" if mode == "command" else f"`--{mode}`",

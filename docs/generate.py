@@ -14,6 +14,7 @@ from typing import Any
 
 from docs import cli_reference, finetune_schema, kill_matrix_page, original_wire
 from entrenar_py.check import kill_matrix
+from entrenar_py.check.anatomy import suspects
 from entrenar_py.check.causes.presuppositions import COMPARISONS
 from entrenar_py.check.clauses import CHECKS, Check
 from entrenar_py.check.clauses.knobs import KNOBS
@@ -51,6 +52,7 @@ SERVICE = DOCS / "entrenar.md"
 CONFIGURATION = DOCS / "configuration.md"
 YOUR_TRAINER = DOCS / "your-trainer.md"
 AUTO = DOCS / "auto.md"
+ANATOMY = DOCS / "anatomy.md"
 
 # The meaning of each field of a scenario; its type and default are read from the record.
 MEANINGS = {
@@ -131,6 +133,7 @@ PAYLOADS = {
 def pages(rows: Sequence[Row]) -> dict[str, str]:
     """Return file name -> text of every page that is generated or has generated tables."""
     return {
+        "anatomy.md": anatomy(ANATOMY.read_text(encoding="utf-8")),
         "auto.md": auto(AUTO.read_text(encoding="utf-8")),
         "cli.md": cli_reference.reference(),
         "configuration.md": configuration(CONFIGURATION.read_text(encoding="utf-8")),
@@ -258,6 +261,12 @@ def auto(page: str) -> str:
     """Return `page` with the current numbers of scripts by class."""
     head = ("by", "class", "broken scripts", "right scripts")
     return _filled(page, {"classes": _table(head, [*classes.counts(twins.every())])})
+
+
+def anatomy(page: str) -> str:
+    """Return `page` with the current table of suspects."""
+    rows = [(f"`{one.name}`", one.reason, one.decided) for one in suspects.PATTERNS]
+    return _filled(page, {"suspects": _table(("suspect", "why", "decided by"), rows)})
 
 
 def configuration(page: str) -> str:

@@ -29,6 +29,7 @@ def test_make_docs_changes_nothing(
     generate.main()
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == [
+        "anatomy.md",
         "auto.md",
         "cli.md",
         "coming-from.md",

@@ -71,7 +71,7 @@ def test_a_line_that_says_nothing_shows_what_auto_does(folder: Path) -> None:
     called = {event.what: event for event in found.events if isinstance(event, Called)}
     assert {event.file for event in called.values()} == {str(Path(__file__).resolve())}
     copy = (folder / COPY / "home/me/train.py").resolve()
-    assert call_sites._in_place(copy) == "/home/me/train.py"
+    assert call_sites.in_place(copy) == "/home/me/train.py"
     assert {what: lines[event.line - 1].strip() for what, event in called.items()} == {
         "step": "self.optimizer.step()",
         "samples": "for (batch,) in loader:",

@@ -23,7 +23,7 @@ from entrenar_py.shared.untrusted import printing
 if TYPE_CHECKING:
     from entrenar_py.check.contract import Contract
 
-INIT = "init"
+INIT, ANATOMY = "init", "anatomy"
 EXIT_INVALID = 2
 EXIT_HARNESS = 3
 EXIT_INTERRUPTED = 4
@@ -65,6 +65,10 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
             from entrenar_py.check.project import init
 
             return init.run(arguments[1:])
+        if arguments[:1] == [ANATOMY]:
+            from entrenar_py.check.cli import anatomy
+
+            return anatomy.run(arguments[1:])
         options = command_line.configured(command_line.read(arguments))
         try:
             if options.mode != "mutants":

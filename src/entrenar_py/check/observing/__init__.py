@@ -31,6 +31,8 @@ RATES = "ENTRENAR_RATES"  # a file with the learning rate to use in each step
 TOKENS = "ENTRENAR_TOKENS"  # set if a clause is about what a language model's outputs depend on
 # The step before which the process is ended, as if the job was cut off: `6`, or `6 from 3`.
 STOP = "ENTRENAR_STOP"
+# Set by `entrenar-check anatomy`: ranks write down their calls, and `observe` records nothing.
+ANATOMY = "ENTRENAR_ANATOMY"
 PATIENCE = 100  # default number of steps within which a tensor has to move
 
 
@@ -204,7 +206,7 @@ def observe(
             "every= starts: give every=, or leave them out"
         )
     observation = Observation()
-    if FOLDER in os.environ:
+    if FOLDER in os.environ and ANATOMY not in os.environ:
         from entrenar_py.check.observing.observer import Observer
 
         observation = Observer(

@@ -33,7 +33,7 @@ def here() -> Site | None:
     frame = own_frame()
     if frame is None:
         return None
-    return _in_place(Path(frame.f_code.co_filename).resolve()), frame.f_lineno
+    return in_place(Path(frame.f_code.co_filename).resolve()), frame.f_lineno
 
 
 def own_frame() -> FrameType | None:
@@ -81,7 +81,7 @@ def is_ours(file: str) -> bool:
     return file.startswith(_OWN)
 
 
-def _in_place(file: Path) -> str:
+def in_place(file: Path) -> str:
     """Return the path of `file` in the user's folder, even if it is in the run's copy of that."""
     if FOLDER not in os.environ:
         return str(file)

@@ -403,8 +403,8 @@ def install_for_line(awaited: dict[str, Callable[[], None]]) -> None:
 
     `awaited` gets functions to call when a module is imported.
     """
-    _await(heard(), EARS, awaited)
-    _await((patch for patch in TABLE if patch.wrap is _loading), None, awaited)
+    await_modules(heard(), EARS, awaited)
+    await_modules((patch for patch in TABLE if patch.wrap is _loading), None, awaited)
 
 
 def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
@@ -420,10 +420,12 @@ def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
         return  # the watch only needs steps
     follower.look_at_calls(True)
     LoaderHooks(follower.iterated)
-    _await(TABLE, follower, awaited)
+    await_modules(TABLE, follower, awaited)
 
 
-def _await(table: Iterable[Patch], listener: Any, awaited: dict[str, Callable[[], None]]) -> None:
+def await_modules(
+    table: Iterable[Patch], listener: Any, awaited: dict[str, Callable[[], None]]
+) -> None:
     """Replace the functions of `table`, each as soon as its module is imported."""
     by_module: dict[str, list[Patch]] = {}
     for patch in table:

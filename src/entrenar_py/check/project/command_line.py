@@ -37,6 +37,7 @@ examples:
   entrenar-check --contract my-contract.yaml --validate --strict --suppress SCHEMA-009
   entrenar-check -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check init -- torchrun --nproc_per_node=2 my_train.py
+  entrenar-check anatomy -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check
 """
 
@@ -53,7 +54,8 @@ def build() -> argparse.ArgumentParser:
     cli = Parser(
         prog=PROG,
         usage="%(prog)s [--contract FILE] [options] [-- COMMAND ...]\n"
-        "       %(prog)s init [-- COMMAND ...]",
+        "       %(prog)s init [-- COMMAND ...]\n"
+        "       %(prog)s anatomy [options] -- COMMAND ...",
         description="Tries to falsify a distributed trainer against a written contract. "
         "Options that the command line omits are read from the project's "
         "configuration, which `init` writes.",

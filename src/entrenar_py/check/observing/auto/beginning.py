@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from entrenar_py.check.observing import FAULTS, FOLDER, auto
+from entrenar_py.check.observing import ANATOMY, FAULTS, FOLDER, auto
 from entrenar_py.check.rank_files import notes
 from entrenar_py.shared.faults import CONTROLLED
 
@@ -112,6 +112,11 @@ def begin(waiting: Waiting) -> None:
         with suppress(OSError):
             (Path(folder) / notes.LOADED).touch()
     settings = auto.Settings.of(os.environ)
+    if ANATOMY in os.environ:
+        from entrenar_py.check.observing.auto import anatomy
+
+        anatomy.begin(settings.steps, waiting.awaited)
+        return
     if settings.seed is not None:
         seed_process(settings.seed)
     from entrenar_py.check.observing import planned_faults, torch_calls

@@ -1,0 +1,44 @@
+"""Calls of right scripts are recorded, and every replaced function exists in this torch."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.check.anatomy import record, steps, suspects
+from entrenar_py.check.anatomy.record import Collective, Forward, Stepped
+from entrenar_py.check.observing.auto.anatomy import patches
+from falsification.twins import Twin
+from tests.check.anatomy import runs
+
+
+@pytest.mark.parametrize("script", ["accumulation.py", "fsdp.py", "tensor_parallel.py"])
+def test_right_scripts_have_no_suspects(script: str, tmp_path: Path) -> None:
+    """A script with the line `observe` is recorded as well, and only by this recorder."""
+    records, ended = runs.recorded(Twin(name=script, script=script), tmp_path, steps=4)
+    assert ended.code == 0, ended.tail
+    assert not suspects.of(records)
+    assert [len(steps.cut(known)) for known in records.values()] == [4, 4]
+    assert {path.name.partition(".")[2] for path in tmp_path.glob("*.jsonl")} == {record.SUFFIX[1:]}
+
+
+def test_what_a_wrapper_does_in_c_is_counted(tmp_path: Path) -> None:
+    """The collectives of DistributedDataParallel are those of its gradients, by its name."""
+    records, _ = runs.recorded(Twin(name="", script="anatomy/loop.py"), tmp_path, steps=2)
+    for known in records.values():
+        (first, *_) = [one for one in known.of(Collective) if one.contents == "gradients"]
+        assert (first.by, first.size, first.touched) == ("DistributedDataParallel", 2, "0-3")
+        assert known.of(Forward)[0].kind == "DistributedDataParallel(Sequential)"
+        assert [one.moved for one in known.of(Stepped)] == [4, 4]
+
+
+def test_replaced_functions_exist() -> None:
+    """Each row names a function of the installed torch, and collectives have these arguments."""
+    for patch in patches.TABLE:
+        owner = importlib.import_module(patch.module)
+        function = getattr(getattr(owner, patch.owner) if patch.owner else owner, patch.name)
+        wanted = patches.COLLECTIVES.get(patch.name, ())
+        assert {*wanted} <= {*inspect.signature(function).parameters}, patch.name
