@@ -68,6 +68,13 @@ def test_a_step_ends_where_the_next_pass_begins() -> None:
     assert [len(one.events) for one in made] == [4, 4, 4]
 
 
+def test_without_an_optimizer_there_are_no_steps() -> None:
+    """Passes alone aren't counted as steps: weights are changed by code that isn't seen."""
+    known = {0: run(*(call(), backward(1.0)) * 3)}
+    assert steps.cut(known[0]) == []
+    assert steps.of(known) is None
+
+
 def test_two_optimizers_make_one_step_together() -> None:
     """A step is over when both have stepped; one that rarely steps doesn't count."""
     both = (call(), backward(1.0), step(), call(5), backward(2.0), step(6, optimizer=1, held="2"))
