@@ -75,6 +75,15 @@ def test_without_an_optimizer_there_are_no_steps() -> None:
     assert steps.of(known) is None
 
 
+def test_two_losses_of_one_batch_are_no_micro_batches() -> None:
+    """Passes from several means are suspect only if a module is called between them."""
+    one, other = (backward(value, mean=True) for value in (1.0, 2.0))
+    losses = (call(), one, other, step(), CLEARED) * 2
+    batches = (call(), one, call(), other, step(), CLEARED) * 2
+    assert not suspects.of({0: run(*losses)})
+    assert [one.name for one in suspects.of({0: run(*batches)})] == ["micro-batches-undivided"]
+
+
 def test_two_optimizers_make_one_step_together() -> None:
     """A step is over when both have stepped; one that rarely steps doesn't count."""
     both = (call(), backward(1.0), step(), call(5), backward(2.0), step(6, optimizer=1, held="2"))
