@@ -263,7 +263,8 @@ class TensorParallel(Strategy):
         strategy.require_same_logits(before, after, self.name, type(module).__name__)
         self._objective = cast("Any", workload.objective)
         self.trainable = trainable_of(module)
-        assert names == {name for name, _ in module.named_parameters()}, "only values are cut"
+        cut_names = {name for name, _ in module.named_parameters()}
+        assert names == cut_names, "only values are cut"
         self._dims = {n: cuts[p] for n, p in self.trainable.items() if p in cuts}
         self._completed = [n for n, p in self.trainable.items() if p in completed]
         is_small = self.records and vector.is_small(shards, self.trainable)
