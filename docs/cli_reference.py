@@ -15,7 +15,8 @@ def reference() -> str:
     parts = [
         f"# `{PROG}`",
         f"`{PROG} [--contract FILE] [options] [-- COMMAND ...]`, `{PROG} init [-- COMMAND ...]`, "
-        f"`{PROG} anatomy [options] -- COMMAND ...`",
+        f"`{PROG} anatomy [options] -- COMMAND ...`, "
+        f"`{PROG} diff [options] A B` ([why two runs differ](diff.md))",
         "Generated from `entrenar_py.check.project.command_line`; a test says whether this page is "
         "current. "
         "Options that are left out are read from the project's [configuration](configuration.md).",

@@ -114,6 +114,30 @@ def test_two_contracts_have_a_run_each_in_one_log(runner: Runner, tmp_path: Path
     assert [one["ruleId"] for run in runs for one in run["results"]] == ["F-DP-001", "F-TI-001"]
 
 
+def test_the_pages_are_uploaded(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each contract has a page in the folder of the artifact, unless the project has a place."""
+    monkeypatch.setenv("RUNNER_TEMP", str(tmp_path / "temp"))
+    pages = tmp_path / "temp/entrenar-check"
+    pages.parent.mkdir()
+    (upload,) = [step for step in STEPS if "upload-artifact" in step.get("uses", "")]
+    assert upload["with"]["path"] == "${{ runner.temp }}/entrenar-check/*.html"
+    contract = contract_file(tmp_path)
+    words = "--only F-DP-002 --examples 0"
+    assert runner.run(contract=contract, args=words, artifact="").returncode == 0
+    assert runner.run(contract=contract, args="--validate").returncode == 0
+    assert not pages.exists()
+    assert runner.run(contract=contract, args=words).returncode == 0
+    assert [page.name for page in pages.iterdir()] == ["small-v1.html"]
+    (pages / "small-v1.html").unlink()
+    text = 'contract = "small-v1.yaml"\nhtml = "own.html"\n'
+    (tmp_path / "entrenar-check.toml").write_text(text, encoding="utf-8")
+    assert runner.run(args=words).returncode == 0
+    assert (tmp_path / "own.html").is_file()
+    assert not [*pages.iterdir()]
+
+
 def test_the_configuration(runner: Runner, tmp_path: Path) -> None:
     """Without the input `contract` the configuration names the contract."""
     contract_file(tmp_path)

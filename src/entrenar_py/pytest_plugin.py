@@ -1,4 +1,4 @@
-"""The pytest plugin: a mark for tests of a clause that must hold, and a test per clause.
+"""The pytest plugin: marks for a clause or a command that must hold, and a test per clause.
 
 It imports nothing of the harness before a test needs it, since pytest loads the plugin in every
 run. A falsified clause fails a test. An inconclusive clause fails it, too, or skips it with
@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from entrenar_py.check.pytest_clauses import Judged, Request
+    from entrenar_py.check.pytest_clauses import Judged, Request, Trained
     from entrenar_py.shared.verdict import Finding
 
-MARK = "contract"
+MARK, TRAINS = "contract", "trains"
 _KNOWN: pytest.StashKey[dict[Any, Any]] = pytest.StashKey()  # the results of this session
 EXAMPLES = 20
 ALLOW = "contract_allow_inconclusive"
 _USAGE = (
     "contract(id, *, contract=FILE, system=NAME, world_size=N, seed=N, examples=N): "
     "the clause must hold for the system; `finding` is what was found (entrenar-py)"
+)
+_USAGE_TRAINS = (
+    "trains(command, *, only=IDS, contract=FILE, steps=N, epochs=N, seed=N, deadline=S): "
+    "the command that trains must hold all clauses, or `only` these (entrenar-py)"
 )
 
 
@@ -53,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark. Raises UsageError for an option that has no effect."""
     config.addinivalue_line("markers", _USAGE)
+    config.addinivalue_line("markers", _USAGE_TRAINS)
     for option in ("--contract-system", "--contract-examples"):
         if config.getoption("--contract") is None and config.getoption(option) is not None:
             raise pytest.UsageError(
@@ -107,11 +112,14 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.fixture
 def finding(request: pytest.FixtureRequest) -> Finding:
-    """Return the finding for the clause in the test's mark; for several marks, the nearest one."""
+    """Return the finding for the clause in the test's mark; for several marks, the nearest one.
+
+    For a command it is the worst finding.
+    """
     for judged in _judged(request.node):
         return judged.entry.finding
     raise pytest.UsageError(
-        "the fixture `finding` needs a clause; mark the test with @pytest.mark.contract"
+        "the fixture `finding` needs a clause; mark the test with @pytest.mark.contract or trains"
     )
 
 
@@ -137,13 +145,14 @@ class ContractItem(pytest.Item):
         return self.path, self.line - 1, self.name
 
 
-def _judged(item: pytest.Item) -> Iterator[Judged]:
-    """Yield the result for each clause in the marks of `item`; each is judged once per session.
+def _judged(item: pytest.Item) -> Iterator[Judged | Trained]:
+    """Yield the result for each mark of `item`; each is judged once per session.
 
     A mark without arguments belongs to a different plugin, and is ignored.
     """
     marks = [mark for mark in item.iter_markers(MARK) if mark.args or mark.kwargs]
-    if not marks:
+    commands = [mark for mark in item.iter_markers(TRAINS) if mark.args or mark.kwargs]
+    if not marks and not commands:
         return
     from entrenar_py.check import pytest_clauses as judging
 
@@ -154,3 +163,7 @@ def _judged(item: pytest.Item) -> Iterator[Judged]:
         if request not in known:
             known[request] = judging.judge(request)
         yield known[request]
+    for call in map(judging.call_of, commands):
+        if call not in known:
+            known[call] = judging.train(call, item.config.rootpath)
+        yield known[call]

@@ -27,7 +27,7 @@ def _blocks() -> list[list[str]]:
     return [block.splitlines() for block in blocks]
 
 
-BUG, RUN, SCALING = _blocks()
+RUN, BUG, SCALING = _blocks()
 
 
 def _run(command: Sequence[str]) -> None:
@@ -62,6 +62,13 @@ def test_commands_print_what_is_shown(
     for command in commands:
         _run(shlex.split(command))
     assert _essence(capsys.readouterr().out.splitlines()) == _essence(shown)
+
+
+def test_the_first_screen_is_that_of_the_tutorial() -> None:
+    """Its lines are lines of the tutorial, which is followed by a test of its own."""
+    (first,) = re.findall(r"^```console\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    lines = iter((ROOT / "docs/tutorial.md").read_text("utf-8").splitlines())
+    assert all(line in lines for line in first.splitlines()), "in this order"
 
 
 def test_the_main_report_has_every_clause(capsys: pytest.CaptureFixture[str]) -> None:

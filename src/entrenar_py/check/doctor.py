@@ -258,6 +258,8 @@ def _facts(backend: Found) -> Iterator[str]:
         yield f"{backend.facts['memory bytes'] / _GIB:.1f} GiB, {free:.1f} free"
     if "compute capability" in backend.facts:
         yield f"compute capability {backend.facts['compute capability']}"
+        problem = backend.facts["compiler problem"]
+        yield f"can't compile a model's blocks: {problem}" if problem else "compiles blocks"
     if "limits" in backend.facts:
         limits = backend.facts["limits"]
         yield backend.facts["driver"]

@@ -1,23 +1,24 @@
-"""Judging of a clause in a pytest test, with the search and the words of `entrenar-check`."""
+"""Judging of clauses in a pytest test, with the search and the words of `entrenar-check`."""
 
 from __future__ import annotations
 
 import shlex
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from entrenar_py.check import contract
+from entrenar_py.check import cli, contract
 from entrenar_py.check.cli import session
 from entrenar_py.check.contract import Contract, bindings, records
 from entrenar_py.check.harness import falsify, plan
-from entrenar_py.check.project import configuration, toml_file
+from entrenar_py.check.project import command_line, configuration, toml_file
 from entrenar_py.check.reports import evidence
-from entrenar_py.check.reports.report import Entry, Report
+from entrenar_py.check.reports.report import Entry, Report, rank
 from entrenar_py.shared import package_data, process
 from entrenar_py.shared.errors import EntrenarError
 from entrenar_py.shared.untrusted import escaping
@@ -188,6 +189,69 @@ def judge(request: Request) -> Judged:
         bindings_given=tuple(map(str, request.bind)),
     )
     return Judged(entry=entry, report=report)
+
+
+# --- clauses for a command ------------------------------------------------------------------------
+
+_OF_COMMANDS = {"only", "contract", "steps", "epochs", "seed", "deadline"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The reports on a command, of all its contracts."""
+
+    judged: tuple[Judged, ...]  # worst first
+
+    @property
+    def entry(self) -> Entry:
+        """The worst entry."""
+        return self.judged[0].entry
+
+    @property
+    def notes(self) -> str:
+        """The notes on all verdicts."""
+        return "\n".join(filter(None, (one.notes for one in self.judged)))
+
+    def settle(self, *, allow_inconclusive: bool) -> None:
+        """Fail the test if a clause didn't hold; skip if inconclusive and that is allowed.
+
+        A falsification that the project accepts, or that is only advice, doesn't count.
+        """
+        counted = [one for one in self.judged if not one.entry.is_accepted]
+        if broken := [one.text() for one in counted if one.entry.verdict is Verdict.FALSIFIED]:
+            pytest.fail("\n\n".join(broken), pytrace=False)
+        for judged in counted:
+            judged.settle(allow_inconclusive=allow_inconclusive)
+
+
+def call_of(mark: pytest.Mark) -> tuple[str, ...]:
+    """Return the call of `entrenar-check` that a mark means; an invalid mark fails the test."""
+    if len(mark.args) != 1 or not isinstance(mark.args[0], str) or {*mark.kwargs} - _OF_COMMANDS:
+        names = ", ".join(sorted(_OF_COMMANDS))
+        _refuse(f"{mark}: give one command as text, and no keywords but {names}")
+    words = []
+    for name, value in mark.kwargs.items():
+        values = [value] if isinstance(value, str | int | float) else [*value]
+        joined = [",".join(map(str, values))] if name == "only" else map(str, values)
+        words += [word for text in joined for word in (f"--{name}", text)]
+    return (*words, "--", *shlex.split(mark.args[0]))
+
+
+def train(call: Sequence[str], root: Path) -> Trained:
+    """Make a call with a command in the folder `root`; if that isn't possible, the test fails."""
+    try:
+        options = command_line.configured(command_line.read(call))
+        options.command_folder, options.quiet = options.command_folder or root, True
+        cli.require_possible(options)
+        with process.deferred_interrupts(), ExitStack() as opened:
+            cli.begin(options, opened)
+            reports = session.reports_of_command(options, call)
+    except EntrenarError as error:
+        _refuse(str(error))
+    judged = [Judged(entry=entry, report=report) for report in reports for entry in report.ranked]
+    if not judged:
+        _refuse(f"{shlex.join(call)}: no clause was selected, or none applies")
+    return Trained(judged=tuple(sorted(judged, key=lambda one: rank(one.entry))))
 
 
 def require_possible(request: Request) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from entrenar_py import compute as backends
-from entrenar_py.compute import adapters, chain
+from entrenar_py.compute import adapters, chain, on_torch
 from entrenar_py.shared import process
 from entrenar_py.shared.errors import BackendUnavailable
 
@@ -120,6 +120,7 @@ def _cuda() -> Iterator[Found]:
             "memory bytes": total,
             "free bytes": free,
             "multiprocessors": about.multi_processor_count,
+            "compiler problem": on_torch.compiler_problem(),
         }
         yield from _examined(name, facts)
 

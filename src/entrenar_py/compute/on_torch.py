@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -106,6 +108,95 @@ class CudaBackend:
             raise BackendUnavailable(f"backend {self.name} on {self.device}: {error}") from error
 
 
+class DeviceStep:
+    """The forward and backward pass of a workload on a torch device, with all tensors there.
+
+    `weights` has the trainable tensors as one vector, float32 [num_trainable], and `tensors` has
+    all tensors by name: the trainable ones are views of the vector. Calls return loss and gradients
+    as one vector on the device. On CUDA, the operations of a static workload are recorded once for
+    each shape of a batch, and then replayed by one call: launching operations takes longer than
+    running them. If recording fails, a line on standard error says why.
+    """
+
+    def __init__(
+        self, place: torch.device, workload: Model, tensors: Mapping[str, Tensor], scale: float
+    ) -> None:
+        """`weights` are not set yet; all other tensors are copied. `scale` is of the gradients."""
+        self.place, self._workload = place, workload
+        self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
+        self._shapes = [tensors[name].shape for name in self._trainable]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        # recorded operations by the shapes of a batch
+        self._seen: dict[Shapes, _Recorded | None] = {}
+        self._pool: Any = None  # memory shared by recorded operations
+        self._records = workload.is_static and place.type == "cuda"
+        self.weights = torch.empty(sum(self._sizes), device=place)
+        self.tensors = {
+            name: tensor.detach().to(place, copy=True)
+            for name, tensor in tensors.items()
+            if name not in self._trainable
+        }
+        for name, part in self.parts(self.weights).items():
+            self.tensors[name] = part.detach().requires_grad_()
+        self._scale = torch.tensor(scale, device=place)
+
+    def parts(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the part of each trainable tensor in `vector`, [num_trainable], by name."""
+        pieces = zip(self._trainable, self._shapes, torch.split(vector, self._sizes), strict=True)
+        return {name: piece.view(shape) for name, shape, piece in pieces}
+
+    @property
+    def num_recorded(self) -> int:
+        """The number of recordings that are kept now."""
+        return sum(recorded is not None for recorded in self._seen.values())
+
+    def computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
+        """Return the gradients, times the scale, and the loss of a batch that is on the CPU.
+
+        They are float32 [num_trainable + 1], and valid until the next call.
+        """
+        inputs = [placed(tensor, self.place) for tensor in batch]
+        if not self._records:
+            return self._on_device(inputs, drop)
+        shapes = _shapes(batch)
+        if shapes not in self._seen:
+            self._seen[shapes] = None  # in the first run, libraries choose their algorithms
+            return self._on_device(inputs, drop)
+        recorded = self._seen.pop(shapes) or self._recorded(inputs)
+        if recorded is None:
+            self._records = False
+            return self._on_device(inputs, drop)
+        self._seen[shapes] = recorded  # last, as the most recently used
+        held = [key for key, tensor in self._seen.items() if tensor is not None]
+        for key in held[:-_RECORDED_MAX]:
+            self._seen[key] = None
+        return recorded(inputs)
+
+    def _recorded(self, inputs: Sequence[Tensor]) -> _Recorded | None:
+        """Return recorded operations for such inputs; None if that fails or memory is short."""
+        torch.cuda.empty_cache()  # recorded operations have separate memory
+        places = [one.clone() for one in inputs]
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                flat = self._on_device(places, _same)
+        except RuntimeError as error:  # such as a read of data on the host
+            reason = str(error).partition("\n")[0]
+            told = f"a step can't be recorded and launches its operations one by one: {reason}"
+            printing.warn(told)
+            return None
+        return _Recorded(graph, places, flat)
+
+    def _on_device(self, inputs: Sequence[Tensor], drop: DropFunction) -> Tensor:
+        """Return all gradients and the loss as one vector on the GPU."""
+        loss = self._workload.loss_of(self.tensors, inputs, linear=F.linear, drop=drop)
+        leaves = [self.tensors[name] for name in self._trainable]
+        gradients = torch.autograd.grad(loss, leaves, grad_outputs=self._scale)
+        return torch.cat([*(one.reshape(-1) for one in gradients), loss.detach().reshape(1)])
+
+
 Result = tuple[float, list[Array]]  # of a `Stepper`
 
 
@@ -120,43 +211,24 @@ class Begun:
     wait: Callable[[], Result]
 
 
-class ResidentStep:
+class ResidentStep(DeviceStep):
     """A `Stepper` that keeps a copy of all tensors on the GPU.
 
-    `weights` is a vector of the trainable tensors on the GPU, float32 [num_trainable]. After
-    changing tensors on the host, call `changed`: the next step then uploads them. Loss and
-    gradients are downloaded as one vector. The operations of a static workload are recorded once
-    for each shape of a batch, and then replayed by one call: launching operations takes longer than
-    running them. If recording fails, a line on standard error says why.
+    After changing tensors on the host, call `changed`: the next step then uploads them. Loss and
+    gradients are downloaded as one vector.
     """
 
     def __init__(
         self, backend: CudaBackend, workload: Model, tensors: Mapping[str, Tensor], scale: float
     ) -> None:
         self._backend = backend
-        self._workload = workload
-        self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
+        with backend.failures():
+            super().__init__(backend.place, workload, tensors, scale)
+            self._fetching = torch.cuda.Stream(backend.place)  # type: ignore[no-untyped-call]
         buffers = [spec.name for spec in workload.specs if spec.role == "buffer"]
         self._host = [tensors[name].detach() for name in self._trainable]
         self._host_buffers = [tensors[name].detach() for name in buffers]
-        self._sizes = [tensor.numel() for tensor in self._host]
-        # recorded operations by the shapes of a batch
-        self._seen: dict[Shapes, _Recorded | None] = {}
-        self._pool: Any = None  # memory shared by recorded operations
-        self._records = workload.is_static
-        with backend.failures():
-            self.weights = torch.empty(sum(self._sizes), device=backend.place)
-            self._copies = {
-                name: tensor.detach().to(backend.place, copy=True)
-                for name, tensor in tensors.items()
-                if name not in self._trainable
-            }
-            parts = torch.split(self.weights, self._sizes)
-            for name, part, tensor in zip(self._trainable, parts, self._host, strict=True):
-                self._copies[name] = part.view(tensor.shape).detach().requires_grad_()
-            self._scale = torch.tensor(scale, device=backend.place)
-            self._fetching = torch.cuda.Stream(backend.place)  # type: ignore[no-untyped-call]
-        self._buffers = [self._copies[name] for name in buffers]
+        self._buffers = [self.tensors[name] for name in buffers]
         # whether the GPU's copies equal the host's tensors; all of them, the buffers
         self._is_current = self._has_buffers = False
 
@@ -164,7 +236,7 @@ class ResidentStep:
         batch = self._workload.batch(ids)
         with self._backend.failures():
             self.upload()
-            return self._fetch(self._computed(batch, drop))()
+            return self._fetch(self.computed(batch, drop))()
 
     def begin(self, ids: Sequence[int]) -> Begun | None:
         """Start the step of `ids` without dropout.
@@ -181,7 +253,7 @@ class ResidentStep:
             return None
         with self._backend.failures():
             self.upload()
-            flat = self._computed(batch, _same).clone()  # the next replay writes to the result
+            flat = self.computed(batch, _same).clone()  # the next replay writes to the result
             return Begun(flat[:-1], self._fetch(flat))
 
     @property
@@ -236,51 +308,6 @@ class ResidentStep:
         gradients = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         return float(loss[0]), gradients
 
-    def _computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
-        """Return `_on_device` of `batch`, from the CPU, with recorded operations if possible."""
-        # From pageable memory, each copy would wait until the GPU has done all earlier work.
-        pinned = [tensor.pin_memory() for tensor in batch]
-        inputs = [tensor.to(self._backend.place, non_blocking=True) for tensor in pinned]
-        if not self._records:
-            return self._on_device(inputs, drop)
-        shapes = _shapes(batch)
-        if shapes not in self._seen:
-            self._seen[shapes] = None  # in the first run, libraries choose their algorithms
-            return self._on_device(inputs, drop)
-        recorded = self._seen.pop(shapes) or self._recorded(inputs)
-        if recorded is None:
-            self._records = False
-            return self._on_device(inputs, drop)
-        self._seen[shapes] = recorded  # last, as the most recently used
-        held = [key for key, tensor in self._seen.items() if tensor is not None]
-        for key in held[:-_RECORDED_MAX]:
-            self._seen[key] = None
-        return recorded(inputs)
-
-    def _recorded(self, inputs: Sequence[Tensor]) -> _Recorded | None:
-        """Record the operations for such inputs; return None if that fails or memory is short."""
-        torch.cuda.empty_cache()  # recorded operations have separate memory
-        places = [one.clone() for one in inputs]
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                flat = self._on_device(places, _same)
-        except RuntimeError as error:  # such as a read of data on the host
-            reason = str(error).partition("\n")[0]
-            told = f"a step can't be recorded and launches its operations one by one: {reason}"
-            printing.warn(told)
-            return None
-        return _Recorded(graph, places, flat)
-
-    def _on_device(self, inputs: Sequence[Tensor], drop: DropFunction) -> Tensor:
-        """Return all gradients and the loss as one vector on the GPU."""
-        loss = self._workload.loss_of(self._copies, inputs, linear=F.linear, drop=drop)
-        leaves = [self._copies[name] for name in self._trainable]
-        gradients = torch.autograd.grad(loss, leaves, grad_outputs=self._scale)
-        return torch.cat([*(one.reshape(-1) for one in gradients), loss.detach().reshape(1)])
-
 
 @dataclass(frozen=True)
 class _Recorded:
@@ -296,6 +323,14 @@ class _Recorded:
             place.copy_(one)
         self.graph.replay()
         return self.result
+
+
+def placed(tensor: Tensor, place: torch.device) -> Tensor:
+    """Return a tensor of the CPU on `place`, without waiting for the device."""
+    if place.type != "cuda":
+        return tensor.to(place)
+    # From pageable memory, a copy would wait until the GPU has done all earlier work.
+    return tensor.pin_memory().to(place, non_blocking=True)
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
@@ -340,3 +375,15 @@ def open_cuda(index: int | None = None) -> CudaBackend:
     # Reading memory that was never written is a bug in itself; hiding it would cost a pass.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return CudaBackend(devices[place], place, name)
+
+
+_C_COMPILERS = ("cc", "gcc", "clang")  # Triton's choices without $CC
+
+
+def compiler_problem() -> str:
+    """Return why torch can't compile kernels for CUDA in this process; "" if it can."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if "CC" not in os.environ and not any(map(shutil.which, _C_COMPILERS)):
+        return f"there is no C compiler, which triton needs ({', '.join(_C_COMPILERS)}, or $CC)"
+    return ""

@@ -7,10 +7,11 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 from entrenar_py.check.anatomy import record, steps, suspects
-from entrenar_py.check.anatomy.record import Collective, Forward, Stepped
-from entrenar_py.check.observing.auto.anatomy import patches
+from entrenar_py.check.anatomy.record import Collective, Forward, PassBegun, Stepped
+from entrenar_py.check.observing.auto.anatomy import parameters, patches
 from falsification.twins import Twin
 from tests.check.anatomy import runs
 
@@ -42,3 +43,37 @@ def test_replaced_functions_exist() -> None:
         function = getattr(getattr(owner, patch.owner) if patch.owner else owner, patch.name)
         wanted = patches.COLLECTIVES.get(patch.name, ())
         assert {*wanted} <= {*inspect.signature(function).parameters}, patch.name
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("shuffle=True)", "shuffle=True, num_workers=1)"),
+        ("model = nn.Sequential(body, head)", "model = nn.Sequential(body, nn.LazyLinear(1))"),
+        (
+            "        with torch.autocast",
+            "        with torch.no_grad():\n            targets = 0 * model(inputs) + targets\n"
+            "        with torch.autocast",
+        ),
+    ],
+    ids=["workers", "lazy", "targets"],
+)
+def test_rarer_right_loops_are_recorded(old: str, new: str, tmp_path: Path) -> None:
+    """A pass with workers begins once; lazy modules, and targets by the model, are no fault."""
+    begun = ("optimizer = torch.optim.SGD", "model(x)\noptimizer = torch.optim.SGD")
+    twin = Twin(name="", script="anatomy/alone.py", changes=((old, new), begun), world_size=1)
+    records, ended = runs.recorded(twin, tmp_path, steps=4)
+    assert ended.code == 0, ended.tail
+    assert not suspects.of(records)
+    assert len(steps.cut(records[0])) == 4
+    assert [one.number for one in records[0].of(PassBegun)] == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_a_shape_or_memory_are_told() -> None:
+    """A nested tensor has no single shape, and a meta tensor has no values to compare."""
+    layouts = (torch.jagged, torch.strided)
+    nested = [torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=x) for x in layouts]
+    assert parameters.shapes(nested) == "float32 nested, float32 nested"
+    assert all(parameters.digest([one]) for one in nested)
+    assert not parameters.digest([torch.ones(2, device="meta")])

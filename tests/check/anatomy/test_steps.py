@@ -68,6 +68,22 @@ def test_a_step_ends_where_the_next_pass_begins() -> None:
     assert [len(one.events) for one in made] == [4, 4, 4]
 
 
+def test_without_an_optimizer_there_are_no_steps() -> None:
+    """Passes alone aren't counted as steps: weights are changed by code that isn't seen."""
+    known = {0: run(*(call(), backward(1.0)) * 3)}
+    assert steps.cut(known[0]) == []
+    assert steps.of(known) is None
+
+
+def test_two_losses_of_one_batch_are_no_micro_batches() -> None:
+    """Passes from several means are suspect only if a module is called between them."""
+    one, other = (backward(value, mean=True) for value in (1.0, 2.0))
+    losses = (call(), one, other, step(), CLEARED) * 2
+    batches = (call(), one, call(), other, step(), CLEARED) * 2
+    assert not suspects.of({0: run(*losses)})
+    assert [one.name for one in suspects.of({0: run(*batches)})] == ["micro-batches-undivided"]
+
+
 def test_two_optimizers_make_one_step_together() -> None:
     """A step is over when both have stepped; one that rarely steps doesn't count."""
     both = (call(), backward(1.0), step(), call(5), backward(2.0), step(6, optimizer=1, held="2"))

@@ -24,13 +24,16 @@ def test_a_step_is_shown_in_every_form(
 ) -> None:
     """A script without a line is shown as text, JSON and a page; --strict exits with 1."""
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(SCRIPT.replace("        scaler.unscale_(optimizer)\n", ""))
+    broken = SCRIPT.replace("        scaler.unscale_(optimizer)\n", "")
+    broken = broken.replace("torch.manual_seed(0)", "nn.Sequential.__name__ = 'Two\\nlines'", 1)
+    Path("train.py").write_text(broken)
     told = ("--strict", "--steps", "3", "--json", "a.json", "--html", "a.html")
     assert call(*told, "--", sys.executable, "train.py") == 1
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 40
     assert "  x2 | train.py:22  draw 4 samples: float32 [4, 4]" in shown
     assert "? clip-scaled: train.py:29" in shown
+    assert r"forward Two\nlines: train" in shown
     written = json.loads(Path("a.json").read_text())
     assert (written["steps"], written["suspects"][0]["name"]) == (3, "clip-scaled")
     assert written["lanes"]["0"][0]["times"] == 2

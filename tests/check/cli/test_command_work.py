@@ -66,7 +66,7 @@ def test_a_nan_of_the_script_s_own_is_no_advice() -> None:
 def job(file: str, *entries: Entry, is_aside: bool = False) -> reporting.Job:
     """Return the job on a contract whose entries are these."""
     names = ("json", "junit", "sarif", "html", "project")
-    flags = dict.fromkeys(("quiet", "verbose", "github", "allow_inconclusive"), False)
+    flags = dict.fromkeys(("quiet", "verbose", "github", "allow_inconclusive", "no_color"), False)
     options = argparse.Namespace(**dict.fromkeys(names), **flags, contract=file, bind=(), only=())
     vocabulary = contract.Vocabulary(checks=None, mutants=lambda: None)
     return reporting.Job(

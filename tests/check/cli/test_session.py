@@ -453,11 +453,12 @@ def test_no_color(
     monkeypatch.delenv("NO_COLOR", raising=False)
     green, bold = "\x1b[32m", "\x1b[1m"
     assert check("--contract", contract, "--examples", 0) == 0
-    assert green in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert bold in shown.out
+    assert green in shown.err, "the line of progress is no result"
     assert check("--contract", contract, "--examples", 0, "--no-color") == 0
-    printed = capsys.readouterr().out
-    assert green not in printed
-    assert bold not in printed
+    shown = capsys.readouterr()
+    assert not any(code in shown.out + shown.err for code in (green, bold))
 
 
 # --- traces and counterexamples ---------------------------------------------------------------

@@ -61,7 +61,7 @@ def record(
         folder=folder,
         **{"deadline_s": DEADLINE_S, **changes},  # type: ignore[arg-type]
     )
-    return dict(runs.record(plan, lambda _: None))
+    return dict(runs.record(plan, lambda *_: None))
 
 
 @cache

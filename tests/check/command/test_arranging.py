@@ -45,7 +45,7 @@ def test_a_run_is_read_again_with_the_pieces_that_one_worker_shows(tmp_path: Pat
     plan = Plan(
         command=("train", "{world_size}"), needs=(ALONE,), folder=tmp_path / "runs", launch=launch
     )
-    seen = [(file.stem, run) for file, run in runs.record(plan, lambda _: None)]
+    seen = [(file.stem, run) for file, run in runs.record(plan, lambda *_: None)]
     names = [name for name, _ in seen]
     assert names == ["2-workers", "2-workers", "1-worker"]
     traces: Mapping[int, trace.Trace] = {place: run.trace for place, (_, run) in enumerate(seen)}

@@ -269,7 +269,7 @@ def test_how_launchers_start_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without GPUs accelerate starts one process itself, which is not unbuffered."""
-    monkeypatch.setattr(warm, "_GPUS", tmp_path / "none")
+    monkeypatch.setattr(warm, "GPUS", tmp_path / "none")
     program, *rest = words.split()
     main = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
     (tmp_path / program).write_text(f"#!{sys.executable}\nfrom {main[program]} import main\n")

@@ -82,8 +82,16 @@ def test_contracts_share_their_runs(
 @pytest.mark.parametrize(
     ("typed", "command", "told"),
     [
-        ("--nproc_per_node=2", "--nproc_per_node=2", "stands for the number of workers, instead"),
-        ("", "--nproc_per_node=2", "--nproc_per_node={world_size} was added to torchrun"),
+        (
+            "--nproc_per_node=2",
+            "--standalone --nproc_per_node=2",
+            "stands for the number of workers, instead",
+        ),
+        (
+            "",
+            "--standalone --nproc_per_node=2",
+            "--nproc_per_node={world_size} was added to torchrun",
+        ),
     ],
 )
 def test_the_launchers_own_number_of_workers_is_filled_in(

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.check.command import run_trace
+from entrenar_py.check.command import run_trace, warm
+from entrenar_py.check.command.launch import Ended
+from entrenar_py.check.rank_files.assembly import LastLives
 
 SCRIPT = """Traceback (most recent call last):
   File "train.py", line 1, in <module>
@@ -92,3 +94,21 @@ def test_an_error_of_loading_a_checkpoint(tmp_path: Path, frame: str, loads: boo
     text = SCRIPT.replace("    import", f'  File "{frame}\n    import')
     path.write_text(text + PEER + TORCHRUN)
     assert run_trace.of_loading(path) == (run_trace.script_error(path) if loads else "")
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_script_that_needs_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    """Without one, the reason says what to give."""
+    gpus = tmp_path / "nvidiactl"
+    if has_gpu:
+        gpus.touch()
+    monkeypatch.setattr(warm, "GPUS", gpus)
+    output = tmp_path / "2-workers/output.txt"
+    ended = Ended(code=1, seconds=1.0, tail=(), output=output, num_left=0)
+    error = "RuntimeError: Distributed package doesn't have NCCL built in (train.py:84)"
+    told = run_trace._last_words(LastLives((), ()), error, ended)
+    assert told == (error if has_gpu else f"{error}; {run_trace._NO_GPU}")
+    other = "RuntimeError: a tensor is empty"
+    assert run_trace._last_words(LastLives((), ()), other, ended) == other

@@ -98,7 +98,7 @@ def test_the_usual_norm_may_be_spelled(spelled: str, clipping: str, tmp_path: Pa
     texts = {} if spelled == "1e9" else {"clip": {"1e9": spelled}}
     told = {"command": ("train", "{clip}"), "needs": (), "spelled": texts, "launch": launched}
     plan = run_plan.Plan(folder=tmp_path, **told)  # type: ignore[arg-type]
-    ((_, run),) = runs.record(plan, lambda _: None)
+    ((_, run),) = runs.record(plan, lambda *_: None)
     assert run.trace.traits.clipping == clipping
 
 

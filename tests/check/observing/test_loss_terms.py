@@ -54,6 +54,7 @@ def _masked(x: Tensor) -> Tensor:
             lambda x: torch.stack([x.mean(), x.sum()]).mean(),
             ((30.0, 0.5 / 30, 2.0, 30.0), (30.0, 0.5, 2.0)),
         ),
+        (lambda x: x[0, :2].mean() / 2, ((2.0, 0.25, 2.0, 2.0),)),
         (lambda x: x.mean() + 0.1 * x.sum(), ((30.0, 1 / 30, 30.0), (30.0, 0.1))),
         (lambda x: x.mean() * x.sum(), ((0.0, 1.0),)),
     ],

@@ -76,6 +76,7 @@ def test_a_line_that_says_nothing_shows_what_auto_does(folder: Path) -> None:
         "step": "self.optimizer.step()",
         "samples": "for (batch,) in loader:",
         "save": "torch.save(script.model.state_dict(), folder / name)",
+        "backward": "self.model(batch).square().mean().backward()",
     }
     updates = [event for event in found.events if isinstance(event, Update)]
     assert [update.schedule for update in updates] == [*range(6)]

@@ -19,6 +19,7 @@ from tests.traces import clause
 # Options that say what is done in one call, or how it is shown: no project has a usual value.
 NOT_CONFIGURED = {
     *("help", "version", "config", "no_config", "stop_early", "no_color", "verbose"),
+    "last_failed",
     *(name for name in command_line.MODES if name != "command"),
 }
 FULL = """\

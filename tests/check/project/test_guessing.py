@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -119,6 +120,34 @@ def test_a_check_fills_in_what_init_does() -> None:
     assert found.world_size == 4
     for untouched in ("./train.sh 2", "torchrun --nproc_per_node={world_size} train.py"):
         assert commands.of(untouched.split()) == commands.Launch(command=(*untouched.split(),))
+
+
+@pytest.mark.parametrize(
+    ("line", "made"),
+    [
+        (
+            "torchrun --nproc_per_node=2 train.py",
+            "torchrun --standalone --nproc_per_node=2 train.py",
+        ),
+        (
+            "python -m torch.distributed.run t.py",
+            "python -m torch.distributed.run --standalone t.py",
+        ),
+        ("torchrun train.py --master_port 3", "torchrun --standalone train.py --master_port 3"),
+        ("torchrun --standalone train.py", ""),
+        ("torchrun --master-port=29501 train.py", ""),
+        ("torchrun --rdzv_backend=c10d --nnodes 1 train.py", ""),
+        ("accelerate launch train.py", ""),
+        ("bash -c 'torchrun train.py'", ""),
+        ("python train.py", ""),
+    ],
+)
+def test_each_run_takes_a_free_port(line: str, made: str) -> None:
+    """torchrun's default is one port for all jobs; a place that the user chose is kept."""
+    launch = commands.Launch(command=tuple(shlex.split(line)))
+    found = commands.apart(launch)
+    assert shlex.join(found.command) == (made or line)
+    assert found.changes == (("--standalone was added",) if made else ())
 
 
 def test_options_of_the_script() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from entrenar_py import systems
+from entrenar_py.check import cli
 from entrenar_py.check import pytest_clauses as judging
+from entrenar_py.check.cli import session
 from entrenar_py.shared.scenario import Scenario
+from tests.check.reports.conftest import full_report
 from tests.command_line import contract_file, repeat_a_sample
 
 pytest_plugins = ["pytester"]
@@ -238,3 +242,56 @@ def test_runs_that_do_not_use_it_pay_nothing(pytester: pytest.Pytester) -> None:
         check=False,
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+SCRIPT = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 2)).mean().backward()
+    optimizer.step()
+"""
+TRAINS = f'@pytest.mark.trains("{sys.executable} train.py"{{}})\ndef test_it(): pass'
+
+
+def test_a_command_that_trains(run: type[Run]) -> None:
+    """The script is run as by `entrenar-check`, without a line, once in a session."""
+    Path("train.py").write_text(SCRIPT)
+    part = TRAINS.format(", only='F-TI-008', steps=2")
+    with_finding = part.replace("test_it(): pass", "test_too(finding): assert finding.compared")
+    run(f"{part}\n{with_finding}").result.assert_outcomes(passed=2)
+
+
+def test_a_command_that_breaks_clauses(run: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is falsified is shown, with the call that repeats it; what is accepted passes."""
+    report = full_report()
+    monkeypatch.setattr(session, "reports_of_command", lambda options, typed: [report])
+    monkeypatch.setattr(cli, "begin", lambda options, opened: None)
+    found = run(TRAINS.format(""))
+    found.result.assert_outcomes(failed=1)
+    assert "F-DP-005 FALSIFIED: rank 1 holds other weights than rank 0" in found.text
+    assert "repeat with: entrenar-check" in found.text
+    held = tuple(
+        replace(entry, accepted="known") for entry in report.entries if entry.finding.compared
+    )
+    report = replace(report, entries=held)
+    run(TRAINS.format("")).result.assert_outcomes(passed=1)
+    report = replace(report, entries=())
+    found = run(TRAINS.format(", only=('F-DP-001', 'F-TI-001')"))
+    assert f"--only F-DP-001,F-TI-001 -- {sys.executable} train.py: no clause was" in found.text
+
+
+def test_a_command_that_can_not_be_checked(run: type[Run]) -> None:
+    """A wrong keyword, and a script that fails, fail the test; the latter may be skipped."""
+    found = run(TRAINS.format(", steps_max=3"))
+    assert "no keywords but contract, deadline, epochs, only, seed, steps" in found.text
+    Path("train.py").write_text("raise SystemExit('no data')")
+    found = run(TRAINS.format(", only='F-TI-008'"))
+    found.result.assert_outcomes(failed=1)
+    assert "nothing was recorded: exit code 1: no data" in found.text
+    found = run("", "-o", "contract_allow_inconclusive=true")
+    found.result.assert_outcomes(skipped=1)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from entrenar_py.check.contract import Position
 from entrenar_py.check.reports import evidence
-from entrenar_py.check.reports.report import Report
+from entrenar_py.check.reports.report import Entry, Report
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.verdict import Counterexample
+from entrenar_py.shared.verdict import Counterexample, Verdict
 
 
 def test_long_text_is_cut_with_a_count() -> None:
@@ -41,6 +44,42 @@ def test_one_reason_of_many_clauses_is_told_once(full: Report) -> None:
     assert evidence.alike([one, one, full.entries[3]]) == {one.finding.reason: [one, one]}
     compared = replace(one, finding=replace(one.finding, compared=3))
     assert evidence.alike([one, compared]) == {}
+
+
+def test_reasons_that_refer_to_a_clause_follow_it(full: Report) -> None:
+    """Clauses with one reason, from whatever runs, are told once, with those that refer to it."""
+    (one,) = (entry for entry in full.entries if entry.verdict is Verdict.INCONCLUSIVE)
+
+    def told(name: str, reason: str) -> Entry:
+        finding = replace(one.finding, reason=reason, compared=3)
+        return replace(one, invariant=replace(one.invariant, id=name), finding=finding)
+
+    unknown = told("F-DP-002", "the samples are unknown: call obs.samples(ids) [2-workers]")
+    same = told("F-TI-009", "the samples are unknown: call obs.samples(ids) [1-worker]")
+    after = told("F-DP-005", "step 0 has different rows: see F-DP-002 [2-workers (with 1-worker)]")
+    alone = told("F-TI-001", "step 0 has different rows: see F-DP-007")
+    assert evidence.alike([after, unknown, alone, same], whole=False) == {
+        "the samples are unknown: call obs.samples(ids)": [unknown, same, after],
+        "step 0 has different rows: see F-DP-007": [alone],
+    }
+
+
+def test_the_line_of_the_script(full: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A falsified clause points to a line; on line 1 only the script is known."""
+    entry = full.entries[3]
+    assert evidence.script_line(full, entry) == ""
+    monkeypatch.chdir("/")
+    step, backward = Position("/a/train.py", 9, 1), Position("/a/train.py", 7, 1)
+    at = replace(full, places={"step": step, "backward": backward})
+    assert evidence.script_line(at, entry) == "a/train.py:7: the backward pass"
+    assert ("script", "a/train.py:7: the backward pass") in evidence.briefly(at, entry)
+    assert "script: a/train.py:7: the backward pass" in evidence.detail_lines(at, entry)
+    assert evidence.briefly(at, replace(entry, accepted="known", advice=True)) == [
+        ("script", "a/train.py:7: the backward pass")
+    ]
+    assert evidence.script_line(at, full.entries[0]) == ""
+    unknown = replace(full, places={"step": Position("/a/train.py", 1, 1)})
+    assert evidence.script_line(unknown, entry) == ""
 
 
 def test_fields_that_do_not_apply_are_left_out(full: Report) -> None:

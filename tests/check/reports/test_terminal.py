@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,12 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
-from rich.console import Console
 
-from entrenar_py.check.reports import terminal
 from entrenar_py.check.reports.report import NotApplying, Report
 from entrenar_py.shared.verdict import Verdict
-from tests.check.reports.conftest import full_report, printed
+from tests.check.reports.conftest import printed
 
 # Of the first two entries: placeholders that a command lacks.
 UNTRIED = ((0, ("clip",)), (1, ("clip", "workdir")))
@@ -204,29 +201,6 @@ def test_what_a_command_lacks_is_listed_once(full: Report) -> None:
     assert line == (
         "not tried, as the command lacks: {clip} (F-DP-001, F-DP-002); {workdir} (F-DP-002)"
     )
-
-
-def progress_output(*, tty: bool) -> str:
-    file = io.StringIO()
-    console = Console(file=file, width=80, force_terminal=tty, color_system=None)
-    held, open_one = full_report().entries[:2]
-    with terminal.Progress(console) as shown:
-        shown.show("F-DP-001", 0, 0, "planning")
-        for known in full_report().entries[3], open_one, replace(open_one, finding=held.finding):
-            shown.know(known)
-        shown.show("F-DP-001", 3, 12, "[bold]linear\x1b")
-    return file.getvalue()
-
-
-def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal shows what broke, invariant, count and work as plain text; a pipe nothing."""
-    monkeypatch.setenv("TERM", "xterm")  # rich animates nothing on a dumb terminal
-    shown = progress_output(tty=True)
-    assert "F-DP-001" in shown
-    assert "F-DP-005 FALSIFIED, F-DP-001" in shown, "F-DP-002 holds by now"
-    assert "3/12" in shown
-    assert r"[bold]linear\x1b" in shown
-    assert progress_output(tty=False) == ""
 
 
 @pytest.mark.parametrize(("num", "said"), [(1, "in 1 stored trace,"), (2, "in 2 stored traces,")])

@@ -212,9 +212,13 @@ workers: yes
             "use 1, 2, 4, 8 ...",
         ),
         (
-            SMALL + "strategy: ddp\ncompile: false\n",
-            "6:10: error: strategy: ddp does not read compile: ranks of torchrun run the model as "
-            "it is; leave it out",
+            SMALL + "strategy: sequence_parallel\ncompile: true\n",
+            "6:10: error: compile: true with strategy: sequence_parallel: its blocks are not "
+            "compiled; use ddp, ddp_canonical, tensor_parallel, or leave compile out",
+        ),
+        (
+            SMALL + "compile: often\n",
+            "5:10: error: configuration: compile='often': use auto or true or false",
         ),
         (
             SMALL + "compile: true\nrecompute: blocks\n",

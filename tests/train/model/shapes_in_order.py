@@ -26,6 +26,7 @@ def main(small: Path, task: str, order: list[int]) -> None:
         task=task,
         output=small / "out",
         precision="bfloat16",
+        compile=True,
         data=Data(train=small / "test.jsonl"),
         classes=Classes(labels=("safe", "unsafe") if task == "classify" else ()),
     )

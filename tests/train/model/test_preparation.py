@@ -8,12 +8,13 @@ import shutil
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model import preparation
-from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
+from entrenar_py.train.model.settings import Classes, Data, Lora, Settings, Training
 
 USUAL = Lora(rank=2, alpha=4, dropout=0.1)
 
@@ -57,6 +58,32 @@ def test_a_run_that_learns_something_else_has_another_scenario(settings: Setting
     same = replace(settings, checkpoint_every=7, workers=2, recompute="blocks", compile=False)
     assert options(same) == usual
     assert options(replace(settings, method="full")).keys() < usual.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_compiled", "told"),
+    [
+        ({}, False, "auto: no: all steps have 4 shards (worth it from 1,000 on)"),
+        (
+            {"training": Training(epochs=250, batch_size=8, num_shards=4)},
+            True,
+            "auto: on CUDA, without dropout: all steps have 1,000 shards",
+        ),
+        ({"compile": True}, True, "on CUDA, without dropout"),
+        ({"compile": True, "strategy": "ddp"}, True, "on CUDA, without dropout"),
+        ({"compile": False}, False, "no"),
+        ({"compile": True, "recompute": "blocks"}, False, "no, with recompute: blocks"),
+        ({"strategy": "fsdp"}, False, "no, with strategy: fsdp"),
+    ],
+)
+def test_whether_a_run_compiles(
+    settings: Settings, changes: dict[str, Any], is_compiled: bool, told: str
+) -> None:
+    """By the whole run's shards, so that resuming it or more workers can't change the kernels."""
+    given = replace(settings, **{"training": Training(batch_size=8, num_shards=4), **changes})
+    assert preparation.compiles(given, 8) is is_compiled
+    assert preparation.compilation(given, 8).startswith(told)
+    assert preparation.compilation(replace(given, compile="auto"), None)
 
 
 def test_other_weights_or_rows_are_another_run(settings: Settings) -> None:

@@ -46,6 +46,7 @@ def test_a_plan_needs_no_weights_and_no_rows(
     assert cli.main(arguments) == exit_codes.DONE
     told = capsys.readouterr().out
     assert "trained  14,336 by lora, 57.3 kB a gradient" in told
+    assert "\ncompile  auto: on CUDA, if all steps have 1,000 shards or more\n" in told
     assert "use: ddp\nwhy: With ddp a worker needs" in told
     assert json.loads(record.read_text(encoding="utf-8"))["strategy"] == "ddp"
 

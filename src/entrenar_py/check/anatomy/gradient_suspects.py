@@ -77,6 +77,16 @@ class _Update:
         return bool(self.passes) and all(e.mean for e in self.passes)
 
     @property
+    def is_one_batch(self) -> bool:
+        """True if the passes begin at several losses of the same calls of modules."""
+        calls = of(self.step, record.Forward)
+        within = after(self.step, self.passes[0])
+        return bool(calls) and not any(
+            isinstance(event, record.Forward | record.Drawn)
+            for event in within[: len(within) - len(after(self.step, self.passes[-1]))]
+        )
+
+    @property
     def factor(self) -> float:
         clips = [e for e in self._earlier if isinstance(e, record.Clipped)]
         return math.prod(e.after / e.before for e in clips if e.before > 0 and e.after > 0)
@@ -272,7 +282,7 @@ def adds_up_means(known: Evidence) -> Iterator[Seen]:
         if len(own.passes) < 2 or len(alike) > 1 or any(e.again for e in own.passes):
             continue
         norm = own.passes[-1].norm * own.factor / own.scale
-        if own.are_means and norm and _close(own.update.norm, norm):
+        if own.are_means and norm and _close(own.update.norm, norm) and not own.is_one_batch:
             yield own.seen(own.passes[-1], f"{len(own.passes)} passes")
 
 

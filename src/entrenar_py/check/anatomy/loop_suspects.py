@@ -132,8 +132,15 @@ def trains_in_eval_mode(known: Evidence) -> Iterator[Seen]:
 
 
 def evaluates_in_train_mode(known: Evidence) -> Iterator[Seen]:
-    """Yield evaluation of a trained module in training mode that draws or moves statistics."""
+    """Yield evaluation of a trained module in training mode that draws or moves statistics.
+
+    A call that comes before a backward pass in each step, from the first one on, is no evaluation:
+    it computes what the pass needs, such as the samples of a generator.
+    """
     for rank, own in known.records.items():
+        complete = known.steps[rank][:-1] or known.steps[rank]
+        lines = [_lines_before_passes(step) for step in complete]
+        needed = set.intersection(*lines) if lines else set()
         trained = {
             event.module for event in own.of(record.Forward) if event.grad and event.outputs_grad
         }
@@ -144,8 +151,18 @@ def evaluates_in_train_mode(known: Evidence) -> Iterator[Seen]:
             evaluates = (
                 not event.grad and event.training and event.modal and event.module in trained
             )
-            if evaluates and (event.draws or event.changed):
+            is_needed = (event.file, event.line) in needed
+            if evaluates and not is_needed and (event.draws or event.changed):
                 yield Seen(rank, _step_of(known, rank, event), event)
+
+
+def _lines_before_passes(step: Step) -> set[tuple[str, int]]:
+    """Return the lines with a call without gradients that a backward pass follows."""
+    return {
+        (call.file, call.line)
+        for call in of(step, record.Forward)
+        if not call.grad and any(isinstance(event, record.Backward) for event in after(step, call))
+    }
 
 
 def moves_frozen_statistics(known: Evidence) -> Iterator[Seen]:

@@ -28,11 +28,16 @@ class Step:
 
 
 def cut(known: Record) -> list[Step]:
-    """Return the steps of a record; events before the first and after the last are left out."""
+    """Return the steps of a record; events before the first and after the last are left out.
+
+    Without any step of an optimizer there are none.
+    """
     built = {call.number: call.detail for call in known.of(record.Called) if call.what == "built"}
     # An optimizer that is built again for the same parameters counts as the same.
     counts = Counter(built.get(one.optimizer, one.held) for one in known.of(record.Stepped))
-    most = max(counts.values(), default=0)
+    if not counts:
+        return []
+    most = max(counts.values())
     regular = {name for name, count in counts.items() if count >= _REGULAR * most}
     steps: list[list[Event]] = []
     current: list[Event] = []

@@ -52,7 +52,8 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         compare_ties(tally, trace)
         state.tell_local_buffers(tally, trace)
     for trace in traces.witnesses.get(SHORTENED, ()):
-        _at_epochs_ends(tally, traces, trace)
+        if traces.base is None or traces.base.scenario.world_size == trace.scenario.world_size:
+            _at_epochs_ends(tally, traces, trace)  # else a different run's finding names it
     why = "no two workers of one run were recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.TWO_WORKERS))
 

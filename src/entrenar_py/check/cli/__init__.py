@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from entrenar_py.check.project import command_line
@@ -23,7 +24,7 @@ from entrenar_py.shared.untrusted import printing
 if TYPE_CHECKING:
     from entrenar_py.check.contract import Contract
 
-INIT, ANATOMY = "init", "anatomy"
+INIT, DIFF, ANATOMY = "init", "diff", "anatomy"
 EXIT_INVALID = 2
 EXIT_HARNESS = 3
 EXIT_INTERRUPTED = 4
@@ -65,19 +66,25 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
             from entrenar_py.check.project import init
 
             return init.run(arguments[1:])
+        if arguments[:1] == [DIFF]:
+            from entrenar_py.check.diff import command_line as diff
+
+            return diff.run(arguments[1:])
         if arguments[:1] == [ANATOMY]:
             from entrenar_py.check.cli import anatomy
 
             return anatomy.run(arguments[1:])
-        options = command_line.configured(command_line.read(arguments))
+        repeated = arguments
+        if "--last-failed" in arguments:
+            from entrenar_py.check.cli import last_failed
+
+            repeated = last_failed.repeated(arguments)
+        options = command_line.configured(command_line.read(repeated))
         try:
             if options.mode != "mutants":
                 require_possible(options)
             if options.mode == "command":
-                from entrenar_py.check.command import warm
-
-                options.parents = warm.of(options)
-                opened.callback(options.parents.close)
+                begin(options, opened)
             from entrenar_py.check.cli import session  # imports checks, reports and the search
 
             job = session.prepare(options, arguments)
@@ -90,6 +97,25 @@ def _run(arguments: Sequence[str], opened: ExitStack) -> int:
         _say(error)
         return EXIT_INVALID
     return job()
+
+
+def begin(options: argparse.Namespace, opened: ExitStack) -> None:
+    """Set what follows from a command: its program, whether its script has the line, the last call.
+
+    A process begins to import torch, and ends with `opened`.
+    """
+    from entrenar_py.check.command import launch, script_line, warm
+
+    folder = options.command_folder or Path.cwd()
+    options.command = launch.found(options.command, folder)
+    if "auto" not in (*options.typed, *options.used):
+        options.auto = not script_line.is_in(options.command, folder)
+    if options.last_failed:
+        from entrenar_py.check.cli import last_failed
+
+        options.last = last_failed.read(last_failed.folder_of(options))
+    options.parents = warm.of(options)
+    opened.callback(options.parents.close)
 
 
 def _say(message: object) -> None:

@@ -127,7 +127,7 @@ def _shown(options: argparse.Namespace, command: Sequence[str], folder: Path) ->
         printing.warn(problem)
     seen = suspects.of(records)
     called = shlex.join(command)
-    printing.say_lines("\n".join(text.screen(anatomy, seen)))
+    printing.say_lines("\n".join(map(escaping.exact, text.screen(anatomy, seen))))
     if options.json is not None:
         arguments.write_file(text.as_json(anatomy, seen, called), options.json)
     if options.html is not None:

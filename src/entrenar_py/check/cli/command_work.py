@@ -14,7 +14,7 @@ from entrenar_py.check import cli
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.cli.reporting import Work
 from entrenar_py.check.command import folders, judging, launch, placeholders, run_plan, runs
-from entrenar_py.check.command.run_settings import Run, RunSettings
+from entrenar_py.check.command.run_settings import Run, RunSettings, in_words
 from entrenar_py.check.contract import Position
 from entrenar_py.check.evidence.needs import PROBED
 from entrenar_py.check.harness import judgement
@@ -24,6 +24,7 @@ from entrenar_py.check.project import commands
 from entrenar_py.check.project.configuration import Standing
 from entrenar_py.check.rank_files import observed_run
 from entrenar_py.check.rank_files.arrangements import Arrangement
+from entrenar_py.check.reports.progress import Pace
 from entrenar_py.check.reports.report import Entry
 from entrenar_py.shared.trace import Trace, Traits
 
@@ -40,6 +41,7 @@ class Shared:
         self.made: dict[RunSettings, Trace] = {}
         self.arrangements: dict[int, Arrangement] = {}
         self.folders: list[Path] = []
+        self.pace = Pace()
         self._temporary: folders.RunFolder | None = None
         self.stack = ExitStack()
 
@@ -64,7 +66,9 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
     UsageError if the command can't be run.
     """
     tasks = judging.tasks(standing.selected)
-    probed = {PROBED} if cli.names_no_contract(options) else set()
+    added = {PROBED} if cli.names_no_contract(options) else set()
+    if options.last is not None:  # the runs in which a clause was falsified, for whatever clause
+        added |= options.last.needs
     usual = commands.usual_variables(options.command)
     make_plan = partial(
         run_plan.Plan,
@@ -75,7 +79,7 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
             if task.check is not None
             for need in (*task.check.needs, *task.check.witnesses)
         }
-        | probed,
+        | added,
         world_sizes=options.world_size or run_plan.WORLD_SIZES,
         seed=options.seed,
         num_steps=options.steps,
@@ -90,9 +94,11 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
         made=shared.made,
         arrangements=shared.arrangements,
     )
-    foreseen = [f"command: {change}" for change in options.command_changes]
+    changes = "; ".join(options.command_changes)
+    foreseen = [f"command: {changes}"] if changes else []
     plan = make_plan(folder=Path())
     planned, more = plan.foreseen(_likely(options))
+    shared.pace.foreseen = max(shared.pace.foreseen, len(planned))
     for size in {settings.world_size for settings in plan.plain().values()}:
         words = placeholders.fill(options.command, {"world_size": str(size)}, {})
         folder = options.command_folder
@@ -107,11 +113,15 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
     left_out = judging.tasks([task.invariant for task in standing.not_applying])
     doubts: dict[str, str] = {}
 
+    def begins(show: Progress, settings: RunSettings, num_left: int) -> None:
+        done, total, left = shared.pace.begins(num_left)
+        show("run", done, total, ", ".join(filter(None, (in_words(settings, plan.most), left))))
+
     def entries(show: Progress, judged: Listener) -> Iterator[Entry]:
         kept = shared.folder(options.trace_dir)
         recorded: Iterable[tuple[Path, Run]] = ()
         if any(task.check is not None for task in tasks):  # otherwise no run is judged
-            recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
+            recorded = runs.record(make_plan(folder=kept.path), partial(begins, show))
         known = judging.verdicts_as_known(tasks, recorded, runs_by_file, on_judged=judged)
         yield from (_advised(kept.see(entry), unnamed) for entry in known)
         yield from map(kept.see, judging.refuted(left_out, runs_by_file, declared))
@@ -138,7 +148,7 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
     )
 
 
-def stored_work(options: argparse.Namespace, standing: Standing, kept: Mapping[Path, Run]) -> Work:
+def stored_work(kept: Mapping[Path, Run], options: argparse.Namespace, standing: Standing) -> Work:
     """Return the work on stored runs: `kept` has the runs that an earlier call kept, by folder."""
     traces = [run.trace for run in kept.values()]
     declared = {one.invariant.id: one.reason for one in standing.not_applying}

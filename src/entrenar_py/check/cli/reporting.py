@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from entrenar_py.check.contract import Contract, Position
-from entrenar_py.check.harness.judgement import Listener, Progress, ignore
+from entrenar_py.check.harness.judgement import Listener, ignore
+from entrenar_py.check.harness.judgement import Progress as Show
 from entrenar_py.check.project import configuration
 from entrenar_py.check.project.command_line import FILES
 from entrenar_py.check.reports import terminal
-from entrenar_py.check.reports.report import Configuration, Entry, NotApplying, Report
+from entrenar_py.check.reports.progress import Progress
+from entrenar_py.check.reports.report import Configuration, Ending, Entry, NotApplying, Report
 from entrenar_py.check.reports.report import ending as end
-from entrenar_py.shared.page import arguments
+from entrenar_py.shared.page import arguments, console
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.verdict import Verdict, inconclusive
 
@@ -43,7 +45,7 @@ class Work:
     - `streams`: whether verdicts are shown as soon as they are known, since runs take long.
     """
 
-    entries: Callable[[Progress, Listener], Iterable[Entry]]
+    entries: Callable[[Show, Listener], Iterable[Entry]]
     environment: Callable[[], Mapping[str, Any]]
     system: str
     seed: int
@@ -71,44 +73,64 @@ class Job:
 
 
 def run_all(
-    jobs: Sequence[Job], command: str, output: Console, *, runs: AbstractContextManager[object]
+    jobs: Sequence[Job],
+    command: str,
+    output: Console,
+    *,
+    runs: AbstractContextManager[object],
+    conclude: Callable[[Sequence[Report], Ending], str] = lambda reports, ending: "",
 ) -> int:
     """Do the work on all contracts, report it in every format, and return the exit code.
 
     After an interrupted job, no other job is started. If a job raises, the jobs before it are
     still reported. `runs` is closed before the report is printed, so that messages of closing don't
-    follow the report.
+    follow the report. Before that, `conclude` gets all reports, and returns the command to run
+    next.
     """
     options = jobs[0].options
     style = terminal.Style(quiet=options.quiet and not options.verbose, verbose=options.verbose)
-    begun = [_begun(job, command) for job in jobs]
     streams = any(job.work.streams for job in jobs)
-    main = [(job, report) for job, report in zip(jobs, begun, strict=True) if not job.is_aside]
-    heads = [report for _, report in main]
-    terminal.begin(heads, output, style=style, foreseen=_foreseen([job for job, _ in main]))
+    main = [job for job in jobs if not job.is_aside]
+    heads = [_begun(job, command) for job in main]
+    terminal.begin(heads, output, style=style, foreseen=_foreseen(main))
     reports: list[Report] = []
-    ending = None
+    ending, after = None, ""
     try:
         with runs:
-            for job, report in zip(jobs, begun, strict=True):
-                rows = streams and style.verbose and not job.is_aside
-                finished = _finished(job, report, output, rows=rows)
-                if job.is_aside:
-                    finished = _broken(finished)
-                    if not finished.entries:
-                        continue
-                reports.append(finished)
-                _write(reports[-1], job.options, output)
-                if reports[-1].interrupted:
-                    break
+            rows = streams and style.verbose
+            for own, report in each_report(jobs, command, output, rows=rows):
+                reports.append(report)
+                _write(report, own, output)
+            ending = end(reports, allow_inconclusive=options.allow_inconclusive)
+            after = "" if reports[-1:] and reports[-1].interrupted else conclude(reports, ending)
         if (left := len(main) - len(reports)) > 0:
             others = "1 other contract was" if left == 1 else f"{left} other contracts were"
             printing.warn(f"entrenar-check: interrupted: {others} not begun")
-        ending = end(reports, allow_inconclusive=options.allow_inconclusive)
     finally:
         if reports:
-            terminal.render(reports, output, style=style, ending=ending, streamed=streams)
+            terminal.render(
+                reports, output, style=style, ending=ending, streamed=streams, after=after
+            )
     return ending.code
+
+
+def each_report(
+    jobs: Sequence[Job], command: str, output: Console, *, rows: bool = False
+) -> Iterator[tuple[argparse.Namespace, Report]]:
+    """Do the work of each job, and yield its options with its report.
+
+    The report of a job aside is yielded only if a clause is falsified. No job is started after an
+    interrupted one. With `rows`, each verdict is printed as it comes.
+    """
+    for job in jobs:
+        report = _finished(job, _begun(job, command), output, rows=rows and not job.is_aside)
+        if job.is_aside:
+            report = _broken(report)
+            if not report.entries:
+                continue
+        yield job.options, report
+        if report.interrupted:
+            break
 
 
 def _broken(report: Report) -> Report:
@@ -152,12 +174,15 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
     interrupted = False
     seen = _curves(job.options)
     shown = terminal.Rows(output, standing.selected) if rows else None
-    with terminal.Progress(output) as progress:
+    write = printing.warn if work.streams else None
+    errors = console.standard_error(color=not job.options.no_color)
+    with Progress(errors, write=write, is_quiet=job.options.quiet) as progress:
         try:
             for entry in work.entries(progress.show, seen.see if seen else ignore):
                 # Entries are taken one by one, so that an interrupt keeps the entries known so far.
                 if shown is not None:
-                    shown.show(entry)
+                    with progress.hidden():
+                        shown.show(entry)
                 if not (entry.finding.applies or _is_named(entry, job.options)):
                     unapplied[entry.invariant.id] = _not_applying(entry)
                     continue

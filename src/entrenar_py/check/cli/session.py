@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -25,13 +26,16 @@ from entrenar_py.check.harness import counterexamples, judgement, plan
 from entrenar_py.check.project import configuration
 from entrenar_py.check.project.command_line import FILES, PROG
 from entrenar_py.check.reports import evidence
-from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED
+from entrenar_py.check.reports.report import EXIT_NOTHING_SELECTED, Report
 from entrenar_py.shared import mutants, package_data
 from entrenar_py.shared.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.shared.page import arguments, console
 from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.wording import counted
+
+if TYPE_CHECKING:
+    from entrenar_py.check.cli.command_work import Shared
 
 Maker = Callable[[argparse.Namespace, configuration.Standing], Work]
 
@@ -69,11 +73,31 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
     if options.mode == "list":
         return lambda: max([_list(_standing(own, loaded), output) for own, loaded in chosen])
     if options.mode == "command":
-        jobs, stack = _of_command(options, chosen)
-    else:
-        jobs = [_prepared(own, loaded, _work(own, loaded)) for own, loaded in chosen]
-        stack = ExitStack()
-    return partial(reporting.run_all, jobs, called, output, runs=stack)
+        from entrenar_py.check.cli import command_work, last_failed
+
+        shared = command_work.Shared()
+        jobs = _of_command(options, chosen, shared)
+        conclude = last_failed.Conclusion(options, arguments, shared.folders)
+        return partial(
+            reporting.run_all, jobs, called, output, runs=shared.stack, conclude=conclude
+        )
+    jobs = [_prepared(own, loaded, _work(own, loaded)) for own, loaded in chosen]
+    return partial(reporting.run_all, jobs, called, output, runs=ExitStack())
+
+
+def reports_of_command(options: argparse.Namespace, arguments: Sequence[str]) -> list[Report]:
+    """Run the command of `options`, print nothing, and return the reports.
+
+    Raises ContractError and UsageError.
+    """
+    from entrenar_py.check.cli import command_work
+
+    _look(options)
+    shared = command_work.Shared()
+    jobs = _of_command(options, [*_chosen(options, _loaded(options))], shared)
+    with shared.stack:
+        called = _called(options, arguments)
+        return [report for _, report in reporting.each_report(jobs, called, Console(quiet=True))]
 
 
 def _look(options: argparse.Namespace) -> None:
@@ -93,13 +117,15 @@ def _fill_in_workers(options: argparse.Namespace) -> None:
     from entrenar_py.check.project import commands
 
     commands.require_one_machine(options.command)
-    launched = commands.of(options.command)
+    launched = commands.apart(commands.of(options.command))
     options.command, options.command_changes = launched.command, launched.changes
     if launched.world_size is not None and not options.world_size:
         options.world_size = (launched.world_size,)
     elif not options.world_size and commands.starts_one(options.command):
         options.world_size = (1,)
         options.command_changes = (*launched.changes, commands.ALONE)
+    if options.auto and "auto" not in (*options.typed, *options.used):
+        options.command_changes += (commands.WITHOUT_LINE,)
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
@@ -113,6 +139,8 @@ def _standing(options: argparse.Namespace, loaded: Contract) -> configuration.St
     selected = plan.select(
         loaded, only=options.only, exclude=options.exclude, severities=options.severity
     )
+    if options.last is not None:
+        selected = [clause for clause in selected if clause.id in options.last.ids]
     return configuration.apply(
         selected,
         options.project.exclusions if options.project and options.mode != "replay" else (),
@@ -136,25 +164,32 @@ def _work(options: argparse.Namespace, loaded: Contract) -> Maker:
 
 
 def _of_command(
-    options: argparse.Namespace, chosen: Sequence[tuple[argparse.Namespace, Contract]]
-) -> tuple[list[reporting.Job], ExitStack]:
-    """Return the jobs on a user's command, which share its runs, and the stack that closes them.
+    options: argparse.Namespace,
+    chosen: Sequence[tuple[argparse.Namespace, Contract]],
+    shared: Shared,
+) -> list[reporting.Job]:
+    """Return the jobs on a user's command, which share its runs.
 
     If no contract was named, a last job judges the clauses on language models in the same runs.
+    With --last-failed, only jobs with clauses that were falsified are returned; they judge the runs
+    of the last call if nothing has changed.
     """
-    from entrenar_py.check.cli import command_work
+    from entrenar_py.check.cli import command_work, last_failed
 
-    shared = command_work.Shared()
     make = partial(command_work.work, shared)
+    if kept := last_failed.kept(options):
+        make = partial(command_work.stored_work, kept)
     jobs = [_prepared(own, loaded, make) for own, loaded in chosen]
     if not (options.only or options.severity) and cli.names_no_contract(options):
         wider = argparse.Namespace(**vars(options))
         wider.contract = (*options.contract, package_data.OF_LANGUAGE)
         own = cli.each_contract(wider)[-1]
-        trace_dir = jobs[0].options.trace_dir
-        own.trace_dir, own.only, own.exclude = trace_dir, package_data.NEVER_MEANT, ()
-        jobs.append(replace(_prepared(own, _load(own), make), is_aside=True))
-    return jobs, shared.stack
+        own.trace_dir = next((job.options.trace_dir for job in jobs), None)
+        own.only, own.exclude = package_data.NEVER_MEANT, ()
+        jobs.append(replace(_prepared(own, _load(own), make), is_aside=options.last is None))
+    if options.last is not None:
+        jobs = [job for job in jobs if job.standing.selected] or jobs[:1]
+    return jobs
 
 
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
@@ -333,7 +368,7 @@ def _judging(options: argparse.Namespace, standing: configuration.Standing) -> W
         if kept := run_settings.stored(traces):
             from entrenar_py.check.cli import command_work
 
-            return command_work.stored_work(options, standing, kept)
+            return command_work.stored_work(kept, options, standing)
     tasks, not_applying = plan.divide(standing.selected, replace(_plan(options), is_run=False))
     return Work(
         entries=lambda show, judged: judgement.judge_stored(tasks, traces, on_judged=judged),

@@ -321,6 +321,17 @@ class Ended:
         return f"ended by {signal.Signals(-self.code).name}"
 
 
+def found(command: Sequence[str], cwd: Path) -> tuple[str, ...]:
+    """Return `command`; a program that is not on PATH is taken from next to this Python, if there.
+
+    That is where torchrun is if the environment of entrenar-check was not activated.
+    """
+    program, *words = command
+    near = Path(sys.executable).parent / program
+    is_bare = os.sep not in program and shutil.which(program) is None
+    return (str(near), *words) if is_bare and os.access(near, os.X_OK) else tuple(command)
+
+
 def require_program(word: str, cwd: Path | None = None) -> None:
     """Raise UsageError unless the program `word` can be started in `cwd`.
 

@@ -17,10 +17,12 @@ from entrenar_py.check.evidence.needs import (
     SAVED,
     Need,
     Runs,
+    turned,
 )
 from entrenar_py.shared.faults import LONGER, Fault, are_of_witnesses
 from entrenar_py.shared.scenario import OBSERVED, Scenario
 from entrenar_py.shared.trace import Trace
+from entrenar_py.shared.wording import counted, named
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,20 @@ class RunSettings:
         return replace(self, stops=(), interrupted=False, option="")
 
 
+def in_words(settings: RunSettings, most: int) -> str:
+    """Return what a run is for, compared with the usual run on `most` workers."""
+    values = settings.turn.values if settings.turn else {}
+    parts = [f"with {name}={value}" for name, value in values.items()]
+    parts += [run_names.done(fault) for fault in settings.faults]
+    if settings.stops:
+        parts.append(f"stopped before {named('step', settings.stops)} and resumed")
+    if settings.world_size != most:
+        parts.insert(0, f"on {counted(settings.world_size, 'rank')} instead of {most}")
+    if parts:
+        return f"the same run {', '.join(parts)}"
+    return "the same run again" if settings.repeat else f"the usual run on {counted(most, 'rank')}"
+
+
 def judges(check: Check, settings: RunSettings) -> bool:
     """Return whether `check` judges a run with these settings.
 
@@ -109,6 +125,15 @@ def judges(check: Check, settings: RunSettings) -> bool:
     takes_resumed = check.takes_resumed or bool({RESUMED, SAVED}.intersection(check.needs))
     stops = takes_resumed or not settings.stops
     return struck <= borne and stops and (check.takes_turned or settings.turn is None)
+
+
+def answers(settings: RunSettings) -> set[Need]:
+    """Return the needs that a run with these settings answers, besides those of plain runs."""
+    kinds = {fault.kind for fault in settings.faults}
+    needs = {turned(settings.turn.knob)} if settings.turn is not None else set()
+    needs |= {POISONED} if "non_finite_gradient" in kinds else set()
+    needs |= {KILLED} if "leave" in kinds else set()
+    return needs | ({RESUMED} if settings.stops else set())
 
 
 def beside(needs: Collection[Need], settings: RunSettings) -> Runs[RunSettings]:

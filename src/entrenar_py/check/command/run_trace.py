@@ -25,7 +25,7 @@ from pathlib import Path
 from entrenar_py.check.causes import accumulation
 from entrenar_py.check.clauses import local_sgd
 from entrenar_py.check.clauses.knobs import KNOBS
-from entrenar_py.check.command import folders, launch
+from entrenar_py.check.command import folders, launch, warm
 from entrenar_py.check.command.launch import Ended
 from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.evidence import run_names
@@ -434,12 +434,19 @@ def _of_ranks(
     return "failed", how
 
 
+_OF_GPUS = re.compile(
+    r"NCCL built in|_cuda_setDevice|CUDA GPUs|not compiled with CUDA|NVIDIA driver"
+)
+_NO_GPU = "there is no GPU here: give the options with which the script trains on CPUs, with gloo"
+
+
 def _last_words(last: LastLives, error: str, ended: Ended) -> str:
     printed = last_printed(ended.output, ended.tail)
     words = [one for one in (error, last.problem, printed) if one]
     causes = [one for one in words if not is_of_peers(one)]
     cause = next(iter(causes or words), "it printed nothing")
-    return escaping.shortened(cause.replace(_copied(ended), ""))
+    told = escaping.shortened(cause.replace(_copied(ended), ""))
+    return f"{told}; {_NO_GPU}" if _OF_GPUS.search(told) and not warm.GPUS.exists() else told
 
 
 def _copied(ended: Ended) -> str:
@@ -456,7 +463,8 @@ def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
     if error and not notes.problems(ended.output.parent):
         return f"nothing was recorded before it failed: {how}"
     if why := notes.why_nothing(ended.output.parent):
-        return f"nothing was recorded: {why}; {how}"
+        parts = (how, why) if ended.code else (why, how)  # a failure comes first
+        return f"nothing was recorded: {'; '.join(parts)}"
     if ended.code:  # the reason of a failure comes first: most such scripts have the line
         return f"nothing was recorded: {how}; check that the script that trains calls `{LINE}`"
     return f"nothing was recorded: add `{LINE}` to the script; {how}"

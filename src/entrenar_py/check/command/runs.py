@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ from typing import Any, Self
 
 from entrenar_py.check.clauses import resume
 from entrenar_py.check.clauses.knobs import KNOBS, UNCLIPPED
-from entrenar_py.check.command import folders, placeholders, run_trace, witnesses
+from entrenar_py.check.command import folders, placeholders, run_trace, warm, witnesses
 from entrenar_py.check.command.launch import OUTPUT, Ended
 from entrenar_py.check.command.run_plan import Plan
 from entrenar_py.check.command.run_settings import Run, RunSettings
@@ -36,7 +35,8 @@ SHORT_S = 15.0  # a shorter run spends most of its time waiting
 _PATH = "PATH"  # ends an option that needs a path
 
 Likes = Mapping[RunSettings, Trace]  # completed runs that later runs resemble, the first run first
-Show = Callable[[str], None]  # called with the name of each run before its launch
+# Called before each launch, with the settings of the run and the number of runs planned after it.
+Show = Callable[[RunSettings, int], None]
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
@@ -66,7 +66,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             continue  # the run to compare it with has failed
         like = _like(settings, likes)
         if settings not in plan.made:
-            show(f"{shlex.join(plan.command)} ({name})")
+            show(settings, sum(other not in plan.made for other in planned.values()))
             ended = ahead.launched(name, settings, planned, likes)
             before = arranging.after(name, settings, ended)
             for file, run in _read_again(plan, before, likes, (settings, *planned.values())):
@@ -197,7 +197,7 @@ def _like(settings: RunSettings, likes: Likes) -> Trace | None:
 def _is_light(ended: Ended, settings: RunSettings) -> bool:
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = 2 * (settings.world_size + 1) * ended.peak_bytes
-    return ended.seconds < SHORT_S and needed < pages and not Path("/dev/nvidiactl").exists()
+    return ended.seconds < SHORT_S and needed < pages and not warm.GPUS.exists()
 
 
 def _launched(

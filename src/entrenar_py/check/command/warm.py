@@ -45,7 +45,7 @@ _WORKERS = ("--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-pr
 # With these options, or with a GPU, accelerate leaves several ranks to torchrun. Otherwise it
 # starts one rank.
 _TO_TORCHRUN = ("--multi_gpu", "--multi-gpu", "--use_fsdp", "--use-fsdp", "--use_deepspeed")
-_GPUS = Path("/dev/nvidiactl")
+GPUS = Path("/dev/nvidiactl")
 _ON_CPUS = ("--cpu", "--use_cpu", "--use-cpu")
 # Options that make the launcher start ranks in a different way, or on another machine.
 _NOT_PLAIN = ("--run-path", "--run_path", "--no-python", "--no_python", "--start-method")
@@ -72,7 +72,7 @@ class Interpreter:
         """True if ranks are started with -u, as by torchrun."""
         if not self._is_accelerate:
             return True
-        is_for_torchrun = _GPUS.exists() or not {*self.words}.isdisjoint(_TO_TORCHRUN)
+        is_for_torchrun = GPUS.exists() or not {*self.words}.isdisjoint(_TO_TORCHRUN)
         return is_for_torchrun and self.workers != "1" and not self._is_on_cpus
 
     def environment(self, launchers: Mapping[str, str]) -> dict[str, str]:

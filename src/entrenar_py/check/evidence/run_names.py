@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from entrenar_py.shared.codec import Schema
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.faults import OF_WITNESSES
+from entrenar_py.shared.faults import OF_WITNESSES, Fault
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.trace import Trace
 from entrenar_py.shared.wording import counted, named
@@ -125,6 +125,11 @@ _DONE: Mapping[str, str] = {
 }
 
 
+def done(fault: Fault) -> str:
+    """Return what was done to a run by a planted fault: `with a worker killed`."""
+    return _DONE.get(fault.kind, f"with the fault {fault.kind}")
+
+
 def of(scenario: Scenario) -> str:
     """Return the name of the run of `scenario`, with all its differences from the plain run."""
     parts = list[str]()
@@ -133,7 +138,7 @@ def of(scenario: Scenario) -> str:
         knob, value, _, others = (turn.get(field.name) for field in fields(Pair))
         turned = {knob: value, **(others or {})}
         parts.append(f"with {', '.join(f'{knob}={value}' for knob, value in turned.items())}")
-    parts += [_DONE.get(fault.kind, f"with the fault {fault.kind}") for fault in scenario.faults]
+    parts += [done(fault) for fault in scenario.faults]
     if scenario.stops:
         parts.append(f"stopped before {named('step', scenario.stops)} and resumed")
     if scenario.repeat:

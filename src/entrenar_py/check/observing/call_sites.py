@@ -1,4 +1,4 @@
-"""The lines of a script that step its optimizer, iterate over its loader and save checkpoints.
+"""The lines of a script that call `backward`, step, iterate over a loader and save checkpoints.
 
 Each line is looked up once, when the script first reaches it, because a walk up the stack at every
 step would cost more than the hooks. A report points to these lines.
@@ -113,6 +113,17 @@ class CallSites:
     def is_known(self, what: str) -> bool:
         """Return whether the event for `what` was returned."""
         return what in self._written
+
+
+class Backward:
+    """The place of the first backward pass of a record."""
+
+    site: Site | None = None
+
+    @classmethod
+    def begins(cls) -> None:
+        """Record that a backward pass begins."""
+        cls.site = cls.site or here()
 
 
 class Samples:

@@ -331,7 +331,8 @@ def _telling_init(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
 def _telling_reset(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
     def _reset(self: Any, *args: Any, **named: Any) -> Any:
         loader = args[0] if args else named.get("loader")
-        if loader is not None:
+        is_first = args[1] if len(args) > 1 else named.get("first_iter", False)  # within __init__
+        if loader is not None and not is_first:
             _begins(self, loader)
         return inner(self, *args, **named)
 

@@ -109,13 +109,15 @@ class _Path:
         floats = (*self.floats, *[divisor] * is_float)
         return replace(self, share=share, divisors=(*self.divisors, divisor), floats=floats)
 
-    def counted(self) -> tuple[float, ...] | None:
+    def counted(self, count: float) -> tuple[float, ...] | None:
         """Return the divisors, except those that belong to the loss.
 
         Of two equal divisors, one is left out if it belongs to the loss itself rather than to the
-        average over micro-batches. Return None if that can't be determined.
+        average over micro-batches. The divisor that makes the term a mean over its `count` elements
+        is neither. Return None if that can't be determined.
         """
-        for divisor in {one for one in self.divisors if self.divisors.count(one) > 1}:
+        own = self.divisors
+        for divisor in {one for one in own if own.count(one) > 1 + (one == count)}:
             is_of_loss = self._is_of_loss(divisor)
             if is_of_loss is None:
                 return None
@@ -151,7 +153,7 @@ class _Walk:
             return ()
         if len(terms) > 1:  # the script divides a mean of several losses by their number
             return tuple((count, path.share, *path.divisors) for count, path in terms)
-        known = [(count, path.share, path.counted()) for count, path in terms]
+        known = [(count, path.share, path.counted(count)) for count, path in terms]
         return tuple((count, share, *own) for count, share, own in known if own is not None)
 
     def _of(self, edge: tuple[Any, int], path: _Path) -> Iterator[_Term]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from entrenar_py.check.observing import contents
 from entrenar_py.check.observing.batches import Block
+from entrenar_py.check.observing.borders import Borders
 from entrenar_py.check.observing.contents import Contents
 from entrenar_py.check.observing.loss_terms import Begun
 from entrenar_py.check.observing.random_numbers import RandomNumbers
@@ -64,6 +65,7 @@ class MicroBatches:
         self._draws: str | None = None
         self._is_in_forward = False
         self._given: list[Contents] = []  # the contents of each forward pass's inputs
+        self.borders: Borders | None = None  # hears of losses in the order of execution
 
     @property
     def index(self) -> int:
@@ -82,6 +84,8 @@ class MicroBatches:
     def backward_begins(self, begun: Begun) -> None:
         """Record the value and the terms at which a backward pass begins."""
         self._begun = begun
+        if self.borders is not None:
+            self.borders.loss(begun.value)
 
     def backward_ended(self) -> None:
         """Called when the backward pass is over."""

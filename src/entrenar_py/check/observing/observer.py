@@ -15,6 +15,7 @@ from torch import Tensor
 from entrenar_py.check.observing import (
     Observation,
     arguments,
+    borders,
     checkpoints,
     common_numbers,
     declarations,
@@ -153,6 +154,8 @@ class Observer(Observation):
             self._numbers.reseeded = lambda: self._random.mark(None)
         self._batches = replayed_batches.begin(rank)
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
+        self._borders = borders.begin_if_planned(self._subject.model, rank)
+        self._micro_batches.borders = self._borders
         self._rates = PlannedRates(self._subject)
         self._stop = PlannedStop(rank, world_size, begins=self._step.number)
         self._hook()
@@ -315,6 +318,8 @@ class Observer(Observation):
         if self._batches is not None and model.training and torch.is_grad_enabled():
             self._batches.passes(inputs)
         blocks = blocks_of(inputs)
+        if self._borders is not None and torch.is_grad_enabled():
+            self._borders.begin_pass(*self._place())
         if not (model.training and torch.is_grad_enabled()):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
             if not torch.is_grad_enabled():
@@ -455,6 +460,8 @@ class Observer(Observation):
         nested = hook_calls.is_nested(optimizer)
         (self._step.apply_changed if nested else self._step.apply)(optimizer, due)
         self._rates.begin_step(self._step.number)
+        if self._borders is not None:
+            self._borders.before_step(self._step.number, self._subject.optimizers)
 
     @uncollected
     def _after_step(self, index: int, *_: Any) -> None:
@@ -464,6 +471,8 @@ class Observer(Observation):
         if self._subject.steps_partitions(optimizer):
             return
         self._random.mark("step")
+        if self._borders is not None:
+            self._borders.after_step()
         if not hook_calls.is_nested(optimizer):
             self._end_step_of(index)
 

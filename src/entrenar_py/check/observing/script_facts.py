@@ -45,6 +45,7 @@ class ScriptFacts:
         self._scheduler, self._sites = scheduler, CallSites(rank)
         self._rank, self._is_line = rank, seen is None
         self._loaders: list[LoaderHooks] = []
+        call_sites.Backward.site = None
         if seen is None:
             call_sites.Samples.site = None
             self._loaders.append(LoaderHooks(lambda _: call_sites.Samples.drawn()))
@@ -128,7 +129,11 @@ class ScriptFacts:
         checkpoints.first_step()
         selected = self.samples.selected()
         selection = [] if selected is None else [trace.Selection(rank=self._rank, ids=selected)]
-        sites = {"step": call_sites.here(), "samples": call_sites.Samples.site}
+        sites = {
+            "step": call_sites.here(),
+            "samples": call_sites.Samples.site,
+            "backward": call_sites.Backward.site,
+        }
         lines = [self._sites.event(what, site) for what, site in sites.items()]
         return [*selection, *chain.from_iterable(lines)]
 

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from entrenar_py.check.observing import checkpoints, mirrored_batches
+from entrenar_py.check.observing.call_sites import Backward
 from entrenar_py.check.observing.iterations import LoaderHooks
 from entrenar_py.check.observing.loss_terms import Losses
 from entrenar_py.shared import hook_calls
@@ -168,6 +169,7 @@ def _backward(original: Function, listener: Listener) -> Function:
     @wraps(original)
     def backward(tensors: Any, *given: Any, **named: Any) -> Any:
         gradients = given[0] if given else named.get("grad_tensors")
+        Backward.begins()
         listener.backward_begins(tensors, is_plain=gradients is None)
         try:
             return original(tensors, *given, **named)

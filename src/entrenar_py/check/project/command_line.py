@@ -37,6 +37,7 @@ examples:
   entrenar-check --contract my-contract.yaml --validate --strict --suppress SCHEMA-009
   entrenar-check -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check init -- torchrun --nproc_per_node=2 my_train.py
+  entrenar-check diff 'python old.py' 'python new.py'
   entrenar-check anatomy -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check
 """
@@ -55,6 +56,7 @@ def build() -> argparse.ArgumentParser:
         prog=PROG,
         usage="%(prog)s [--contract FILE] [options] [-- COMMAND ...]\n"
         "       %(prog)s init [-- COMMAND ...]\n"
+        "       %(prog)s diff [options] A B\n"
         "       %(prog)s anatomy [options] -- COMMAND ...",
         description="Tries to falsify a distributed trainer against a written contract. "
         "Options that the command line omits are read from the project's "
@@ -132,8 +134,8 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     add("--examples N", examples, type=arguments.natural, default=20)
     add("--timeout S", "start no new run after S seconds", type=arguments.seconds)
     auto = (
-        "observe a command even if its script doesn't call observe(); without {steps} or "
-        "{epochs} in the command, each run ends after --steps optimizer steps"
+        "observe a command even if its script doesn't call observe(), which is the default if no "
+        "line does; without {steps} or {epochs} each run ends after --steps optimizer steps"
     )
     add("--auto", auto)
     deadline = "end each run of a command after S seconds (default 300)"
@@ -150,6 +152,8 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
         "new process"
     )
     add("--launcher KIND", launcher, choices=("forked", "as-is"), default="forked")
+    again = "only what the last call falsified; its runs are judged again, unless anything changed"
+    add("--last-failed", again)
     add("-x", "stop at the first falsified invariant", dest="stop_early")
     add("--allow-inconclusive", "exit 0 instead of 4 if nothing broke")
 
@@ -247,7 +251,7 @@ def _stem(contract: str) -> str:
 
 
 # Options that have an effect only with a user's command after --.
-COMMANDED = ("steps", "epochs", "deadline", "auto", "in_place", "launcher")
+COMMANDED = ("steps", "epochs", "deadline", "auto", "in_place", "launcher", "last_failed")
 # Option that has an effect only in one mode -> description of that mode.
 ALONE = {
     **dict.fromkeys(COMMANDED, "a command after --"),
@@ -315,7 +319,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
             setattr(options, name, default)
     options.contract = tuple(dict.fromkeys(options.contract or ()))
     options.command, options.command_folder, options.knobs = command, None, {}
-    options.command_changes = ()
+    options.command_changes, options.last = (), None
     options.mode = next((name for name in MODES if getattr(options, name)), None)
     return options
 

@@ -8,6 +8,7 @@ built at run time.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import shlex
 import shutil
@@ -21,6 +22,8 @@ _TORCH = ("--nproc_per_node", "--nproc-per-node")
 _ACCELERATE = ("--num_processes", "--num-processes")
 _MACHINES = ("--nnodes", "--num_machines", "--num-machines", "--nodes")
 _MPI = ("-n", "-np", "--np")
+# Beginnings of options with which torchrun's ranks meet at a place that the user chose.
+_MEETING = ("--standalone", "--rdzv", "--master", "--nnodes", "--node")
 # Launcher -> its options for the number of workers. If none is present, the first is added.
 _OPTIONS = {
     "torchrun": _TORCH,
@@ -45,6 +48,7 @@ ALONE = (
     "it has no launcher, so one worker is tried, and nothing distributed: put {world_size} where "
     "it takes the number of workers"
 )
+WITHOUT_LINE = "the script is observed without a line in it (docs/auto.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,24 @@ def of(typed: Sequence[str]) -> Launch:
         changes=tuple(changes),
         world_size=int(number) if many and number is not None else None,
     )
+
+
+def apart(launch: Launch) -> Launch:
+    """Return `launch` with a free port for each run, unless torchrun is told where ranks meet.
+
+    torchrun's default is one port for all jobs of a machine. With --standalone it takes a free one.
+    """
+    command = [*launch.command]
+    end, _ = script(command, Path())
+    known = None if is_for_shell(command) else launcher(command, end)
+    if known is None or known[1] != _TORCH:
+        return launch
+    at = known[0] + 1
+    if any(word.startswith(_MEETING) for word in command[at:end]):
+        return launch
+    command.insert(at, _MEETING[0])
+    changes = (*launch.changes, f"{_MEETING[0]} was added")
+    return dataclasses.replace(launch, command=tuple(command), changes=changes)
 
 
 def starts_one(command: Sequence[str]) -> bool:

@@ -81,7 +81,7 @@ KEYS: Mapping[str, Key] = {
     "epochs": Key("count", "`2`", "what `{epochs}` stands for in the command"),
     "auto": Key(
         "flag",
-        "`false`",
+        "whether no line of the script calls `observe()`",
         "observe the command's script [even if it doesn't call `observe()`](auto.md)",
     ),
     "deadline": Key("seconds", "`300`", "a run of the command is ended after this time"),

@@ -103,7 +103,8 @@ def guess_command(command: Sequence[str], folder: Path) -> Guess:
     if not script.is_observed:
         draft.look.append(
             f"{path.name} does not call entrenar_py.observe(model, optimizer, sampler=loader), as "
-            "far as can be seen: without it every clause is inconclusive (docs/your-trainer.md)"
+            "far as can be seen: it is observed without the line, and what only the line can say "
+            "stays open (docs/auto.md)"
         )
     return draft
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from entrenar_py.shared.verdict import Verdict
 
 # Longest text printed for one label. Reasons are shorter, but names and values can have any size.
 TEXT_CHARS_MAX = 1200
+
+
+_RUNS = re.compile(r" \[[^\[\]]*\]$")  # at the end of a reason: the runs that have it
+_REFERS = re.compile(r": see (F-[A-Z]+-\d+)$")
 
 
 def one_line(text: str) -> str:
@@ -59,15 +64,20 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
 def briefly(report: Report, entry: Entry) -> list[tuple[str, str]]:
     """Return the pairs of `describe` that say what broke: the place with both values, and causes.
 
-    The contract's file, the binding and the run's scenario are left out.
+    The contract's file, the binding and the run's scenario are left out. `script` is the line of
+    the script to look at first. Of advice, only this line is shown.
     """
+    script = script_line(report, entry)
+    if entry.advice:
+        return [("script", script)] if script else []
     rows = describe(report, entry)
     shown = dict(rows)
     values = ", ".join(f"{name} {shown[name]}" for name in ("expected", "got") if name in shown)
     at = ": ".join(filter(None, [shown.get("at"), values]))
     accepted = [row for row in rows if row[0] == "accepted"]
     causes = [row for row in rows if row[0] == "could mean"]
-    return [*accepted, *([("at", at)] if at else []), *causes]
+    places = [(label, text) for label, text in (("at", at), ("script", script)) if text]
+    return [*accepted, *places, *causes]
 
 
 def findings(pairs: Iterable[tuple[Report, Entry]]) -> Iterator[list[tuple[Report, Entry]]]:
@@ -102,14 +112,33 @@ def _run(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 # Check -> the part of a script that it is about, if that is not the optimizer's step.
-_ABOUT = {"coverage": "samples", "resume": "save"}
+_ABOUT = {"coverage": "samples", "resume": "save", "parity": "backward", "weighting": "backward"}
+
+
+# Part of a script -> words for the line with it.
+_LINES = {
+    "step": "the optimizer's step",
+    "samples": "where samples are drawn",
+    "save": "where a checkpoint is saved",
+    "backward": "the backward pass",
+}
+
+
+def script_line(report: Report, entry: Entry) -> str:
+    """Return the line of the script to look at first, as `train.py:40: ...`, or ""."""
+    at = place(report, entry)
+    words = [_LINES[what] for what, one in report.places.items() if one == at and at.line > 1]
+    if not words or entry.verdict is not Verdict.FALSIFIED:
+        return ""  # on line 1, only the script is known
+    return f"{below(at.file, Path.cwd()) or at.file}:{at.line}: {words[0]}"
 
 
 def place(report: Report, entry: Entry) -> Position:
     """Return the line that an entry points to: in the script if known, else in the contract.
 
     The script's line is the one that saves a checkpoint if a resumed run broke, the one that draws
-    samples if these are wrong, and otherwise the one that steps the optimizer.
+    samples if these are wrong, the one that calls `backward` if averaged gradients are, and
+    otherwise the one that steps the optimizer.
     """
     broken, check = entry.finding.counterexample, checks.bind(entry.invariant)
     about = _ABOUT.get(check.name, "step") if check else "step"
@@ -122,8 +151,10 @@ def place(report: Report, entry: Entry) -> Position:
 
 
 def detail_lines(report: Report, entry: Entry) -> list[str]:
-    """Return the pairs of `describe`, the statement and the replay command as `label: text`."""
+    """Return the pairs of `describe`, the script's line, the statement and the replay command."""
     rows = describe(report, entry)
+    if script := script_line(report, entry):
+        rows.append(("script", one_line(script)))
     rows.append(("statement", one_line(entry.invariant.statement)))
     command = report.replay_command(entry)
     if command is not None:
@@ -178,18 +209,26 @@ def _notes(entry: Entry) -> tuple[str, ...]:
     return (*filter(None, [told]), *entry.finding.notes)
 
 
-def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+def alike(entries: Sequence[Entry], *, whole: bool = True) -> dict[str, list[Entry]]:
     """Return reason -> inconclusive entries without comparisons, for reasons that several share.
 
     If a reason begins with the clause's place, that is removed, since it would make all reasons
-    different.
+    different. Unless `whole`, all inconclusive entries are returned: the runs at the end of a
+    reason don't distinguish it, and a reason that refers to a clause in the result follows it.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
-        if entry.verdict is Verdict.INCONCLUSIVE and not entry.finding.compared:
+        if entry.verdict is Verdict.INCONCLUSIVE and not (whole and entry.finding.compared):
             reason = entry.finding.reason.removeprefix(f"{entry.invariant.position}: ")
-            groups.setdefault(reason, []).append(entry)
-    return {reason: alike for reason, alike in groups.items() if len(alike) > 1}
+            groups.setdefault(reason if whole else _RUNS.sub("", reason), []).append(entry)
+    if whole:
+        return {reason: alike for reason, alike in groups.items() if len(alike) > 1}
+    of = {entry.invariant.id: reason for reason, same in groups.items() for entry in same}
+    for reason in [*groups]:
+        other = of.get(referred[1]) if (referred := _REFERS.search(reason)) else None
+        if other is not None and other != reason and not _REFERS.search(other):
+            groups[other] += groups.pop(reason)
+    return groups
 
 
 def describe_scenario(record: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import entrenar_py
 from entrenar_py.check.contract import Invariant
+from entrenar_py.check.reports import evidence
 from entrenar_py.check.reports.report import Entry, Excluded, Report, ending
 
 SCHEMA = "entrenar-check-report/1"
@@ -89,6 +90,7 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
         "replay_command": report.replay_command(entry),
         "accepted": entry.accepted if entry.is_accepted else None,
         "untried": entry.untried,
+        "script": evidence.script_line(report, entry) or None,
     }
 
 

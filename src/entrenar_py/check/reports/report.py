@@ -26,6 +26,7 @@ EXIT_FALSIFIED = 1
 EXIT_INCONCLUSIVE = 4
 EXIT_NOTHING_SELECTED = 5
 _REASON_CHARS_MAX = 120  # length of a clause's reason in the explanation of the exit code
+_NAMED_MAX = 5  # ids in the explanation, if nothing but these is known
 _INTERRUPTED = "interrupted: these are the results so far"
 
 
@@ -163,7 +164,9 @@ def ending(reports: Sequence[Report], *, allow_inconclusive: bool) -> Ending:
     if interrupted:
         return Ending(EXIT_INCONCLUSIVE, _INTERRUPTED)
     if (unknown or gates) and not allow_inconclusive:
-        return Ending(EXIT_INCONCLUSIVE, "; ".join((*_unknown(unknown), *gates)))
+        are_all = len(unknown) == len(entries) > _NAMED_MAX
+        named = [f"all {len(unknown)} clauses inconclusive"] if are_all else _unknown(unknown)
+        return Ending(EXIT_INCONCLUSIVE, "; ".join((*named, *gates)))
     if empty := [report for report in reports if not report.entries]:
         return Ending(EXIT_NOTHING_SELECTED, empty[0].incomplete)
     counts = {

@@ -1,4 +1,4 @@
-"""The report on the terminal, and the line that shows progress before it.
+"""The report on the terminal.
 
 The report needs no colour (a verdict is a word) and fits in 80 columns. In a pipe no line is
 wrapped, so that ids, paths and commands can be extracted. The findings, and a last line with the
@@ -10,10 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
-from rich import progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -25,63 +22,6 @@ from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.shared.verdict import Verdict, inconclusive
 from entrenar_py.shared.wording import counted
-
-
-class Progress:
-    """A line that shows the progress of a run while the context is open, on a terminal only.
-
-    In a pipe or a file nothing is printed. When the context closes, the line is erased.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=20),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("{task.fields[what]}", markup=False),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None, what="")
-        self._broken: dict[str, str] = {}  # ids of clauses that did not hold, and their verdicts
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
-
-    def show(self, invariant_id: str, done: int, planned: int, what: str) -> None:
-        """Show that `done` of `planned` (0: unknown) pieces of work on a clause are done.
-
-        `what` describes the work in progress.
-        """
-        known = "".join(f"{id_} {verdict}, " for id_, verdict in self._broken.items())
-        self._bar.update(
-            self._task,
-            description=evidence.one_line(f"{known}{invariant_id}"),
-            completed=done,
-            total=planned or None,
-            what=evidence.one_line(what),
-        )
-
-    def know(self, entry: Entry) -> None:
-        """From now on show the verdict of `entry` in the line, if its clause did not hold.
-
-        A later verdict on the clause replaces it.
-        """
-        self._broken.pop(entry.invariant.id, None)
-        if entry.verdict is not Verdict.HELD:
-            self._broken[entry.invariant.id] = entry.verdict.upper()
-
 
 # Verdict -> its word and colour. Bad verdicts are in capitals, so that they stand out without
 # colour.
@@ -98,6 +38,7 @@ _LABEL_CHARS = 12
 _ID_CHARS_MAX = 28  # leaves room for the name in 80 columns; a longer id is folded, never cut
 _NAME_CHARS_MIN = 12
 _PIPE_CHARS_MAX = 100_000
+_NAMED_MAX = 5  # clauses in front of a reason; more follow it, on a line of their own
 _COMPARED_WIDEST = 999_999  # the width of a column is fixed before its numbers are known
 
 
@@ -176,11 +117,13 @@ def render(
     style: Style,
     ending: Ending | None,
     streamed: bool = False,
+    after: str = "",
 ) -> None:
     """Print the reports of one call: findings, worst first, clauses that held, and the `ending`.
 
     A finding that several clauses share is printed once. If verdicts were `streamed`, their rows
-    are not printed again. `ending` is None if the run could not be finished.
+    are not printed again. `ending` is None if the run could not be finished; `after` is the command
+    to run next.
     """
     if style.verbose and not streamed:
         for report in reports:
@@ -195,6 +138,8 @@ def render(
     if held and not style.quiet and not style.verbose:
         named = (f"{entry.invariant.id} {entry.invariant.name}" for entry in held)
         _line(console, f"held: {', '.join(named)}")
+    if not style.verbose:
+        _print_open(console, [entry for _, entry in pairs])
     if style.verbose:
         _print_notes(console, reports)
     _gap(console, style)
@@ -204,7 +149,8 @@ def render(
     for report in reports:
         _line(console, _gate_text(report))
     if ending is not None:
-        _line(console, str(ending), style=_ENDING_STYLES.get(ending.code, "bold yellow"))
+        told = f"{ending}; next: {after}" if after else str(ending)
+        _line(console, told, style=_ENDING_STYLES.get(ending.code, "bold yellow"))
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -282,27 +228,38 @@ def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
 def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], style: Style) -> None:
     """Print what did not hold, each finding once.
 
-    If a clause is falsified and not accepted, inconclusive clauses and advice are only named,
-    unless the report is verbose.
+    If the report is not verbose, only what is falsified is printed, and advice is only named if a
+    clause is falsified and not accepted.
     """
-    broken = [pair for pair in pairs if pair[1].verdict is Verdict.FALSIFIED]
-    named: list[Entry] = []
-    if any(not entry.is_accepted for _, entry in broken) and not style.verbose:
-        named = [e for _, e in pairs if e.verdict is Verdict.INCONCLUSIVE or e.advice]
-        pairs = [pair for pair in broken if not pair[1].advice]
+    if not style.verbose:
+        pairs = [pair for pair in pairs if pair[1].verdict is Verdict.FALSIFIED]
+    advised = [entry.invariant.id for _, entry in pairs if entry.advice]
+    if style.verbose or all(entry.is_accepted for _, entry in pairs):
+        advised = []
     alike = evidence.alike([entry for _, entry in pairs])
     for why, entries in alike.items():
         _gap(console, style)
         _print_alike(console, why, entries)
     together = {id(entry) for entries in alike.values() for entry in entries}
-    apart = evidence.findings([pair for pair in pairs if id(pair[1]) not in together])
+    shown = (pair for pair in pairs if not (advised and pair[1].advice))
+    apart = evidence.findings([pair for pair in shown if id(pair[1]) not in together])
     for number, same in enumerate(apart):
         _gap(console, style)
         # The first finding is often the cause of the following ones.
         _print_evidence(console, same, verbose=style.verbose, guesses=number == 0)
-    for word, is_advice in (("advice", True), ("inconclusive", False)):
-        if ids := [entry.invariant.id for entry in named if entry.advice is is_advice]:
-            _line(console, f"{word}: {', '.join(ids)} (-v says why)")
+    if advised:
+        _line(console, f"advice: {', '.join(advised)} (-v says why)")
+
+
+def _print_open(console: Console, entries: Sequence[Entry]) -> None:
+    """Print the inconclusive clauses: each reason once, with its clauses."""
+    word, style = _WORDS[Verdict.INCONCLUSIVE]
+    for reason, same in evidence.alike(entries, whole=False).items():
+        if len(same) > _NAMED_MAX:
+            _print_alike(console, reason, same)
+            continue
+        ids = ", ".join(evidence.one_line(entry.invariant.id) for entry in same)
+        _reasoned(console, f"{ids} {word}", reason, style)
 
 
 def _gap(console: Console, style: Style) -> None:
@@ -327,17 +284,22 @@ def _print_evidence(
     report, entry = same[0]
     word, style = _word(entry)
     ids = ", ".join(evidence.one_line(other.invariant.id) for _, other in same)
-    heading = f"{ids} {word}"
-    reason = _wrap(console, f"{heading}: {evidence.one_line(entry.finding.reason)}", indent=2)
-    for number, line in enumerate(reason):
+    _reasoned(console, f"{ids} {word}", entry.finding.reason, style)
+    rows = evidence.describe(report, entry) if verbose else evidence.briefly(report, entry)
+    if verbose and (script := evidence.script_line(report, entry)):
+        rows.append(("script", script))
+    for label, value in rows:
+        if verbose or guesses or label != "could mean":
+            _labelled(console, label, value)
+
+
+def _reasoned(console: Console, heading: str, reason: str, style: str) -> None:
+    lines = _wrap(console, f"{heading}: {evidence.one_line(reason)}", indent=2)
+    for number, line in enumerate(lines):
         text = Text(line)
         if number == 0:
             text.stylize(style, 0, len(heading))
         console.print(text, soft_wrap=True)
-    rows = evidence.describe(report, entry) if verbose else evidence.briefly(report, entry)
-    for label, value in rows:
-        if verbose or guesses or label != "could mean":
-            _labelled(console, label, value)
 
 
 def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -> None:

@@ -51,3 +51,14 @@ def standard_output(*, color: bool) -> Console:
     return PatientConsole(
         color_system="auto" if color else None, highlight=False, markup=False, emoji=False
     )
+
+
+def standard_error(*, color: bool) -> Console:
+    """Return a console on standard error, without colours unless `color`. It reads no markup."""
+    return Console(
+        stderr=True,
+        color_system="auto" if color else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )

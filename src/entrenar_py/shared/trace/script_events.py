@@ -13,7 +13,7 @@ from entrenar_py.shared.trace.events import Event
 SiteName = str  # one of SITES
 SourceFile = str  # a path of at most FILE_BYTES_MAX bytes
 SourceLine = int  # from 1 to LINE_MAX
-SITES = ("step", "samples", "save")
+SITES = ("step", "samples", "save", "backward")
 FILE_BYTES_MAX = 4096
 LINE_MAX = 2**31 - 1
 
@@ -118,8 +118,8 @@ class Drawn(Event):
 class Called(Event):
     """The script of worker `rank` first calls `what` at line `line` of the file `file`.
 
-    `what` is `step` (of the optimizer), `samples` (of a loader, or the call that reports samples)
-    or `save` (of a checkpoint).
+    `what` is `step` (of the optimizer), `samples` (of a loader, or the call that reports samples),
+    `save` (of a checkpoint) or `backward` (a backward pass).
     """
 
     rank: int

@@ -7,8 +7,8 @@ host, because three things are avoided: a product and a sum in one kernel (it ro
 division by a number of the host (torch multiplies by the reciprocal), and torch's own sums (their
 order depends on the device).
 
-The host gets copies of weights and moments after each step, for the record. They arrive while the
-GPU computes the next shard.
+A worker's host gets copies of weights and moments after each step, for the record. They arrive
+while the GPU computes the next shard. Ranks of torchrun record less, and copy nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from entrenar_py.train.arithmetic.optimizer import (
 from entrenar_py.train.arithmetic.reduction import Node
 
 BYTES_MAX = 2**28  # of weights: more of them, with their moments, would crowd out activations
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def fits(rule: Rule, num_trainable: int) -> bool:
@@ -43,7 +44,56 @@ def fits(rule: Rule, num_trainable: int) -> bool:
     return rule.kind == "adamw" and 0 < 4 * num_trainable <= BYTES_MAX
 
 
-class DeviceOptimizer:
+class AdamW:
+    """AdamW on `weights`, float32 [num_trainable], where they are.
+
+    `moments` has the state by name, float32 [num_trainable], and `count` the steps so far.
+    """
+
+    def __init__(self, rule: Rule, weights: Tensor) -> None:
+        self.weights, self.count = weights, 0
+        self.moments = {name: torch.zeros_like(weights) for name in MOMENTS}
+        self._weight_decay = rule.weight_decay if rule.decayed is not None else 0.0
+        self._decayed: Tensor | None = None
+        if self._weight_decay and rule.decayed is not None:
+            self._decayed = torch.from_numpy(rule.decayed).to(weights.device)
+
+    def squares(self, gradient: Tensor) -> Tensor:
+        """Return the square of `optimizer.norm_l2` of `gradient`, 0-d float64 on the device."""
+        squares = gradient.double().square_()
+        sums = _added_by_halves(F.pad(squares, (0, -len(squares) % SQUARES)).view(-1, SQUARES))
+        filled = F.pad(sums, (0, power_of_two(len(sums)) - len(sums)))
+        return _added_by_halves(filled[None])[0]
+
+    def clip(self, gradient: Tensor, norm: float, clip_norm: float | None) -> Tensor:
+        """Return `optimizer.clip` of `gradient`."""
+        if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
+            return gradient
+        return gradient * _single(clip_norm / (norm + 1e-6))
+
+    def step(self, gradient: Tensor, rate: float) -> None:
+        """Take the step of `optimizer.step`."""
+        self.count += 1
+        if self._decayed is not None:
+            shrunk = self._decayed * _single(rate * self._weight_decay)
+            self.weights.mul_(shrunk.neg_().add_(1))
+        first, second = self.moments.values()
+        first.add_((gradient - first).mul_(_single(1 - BETA1)))
+        second.mul_(_single(BETA2))
+        second.add_((gradient * gradient).mul_(_single(1 - BETA2)))
+        # torch's root of a float32 is not IEEE's on every device; a float64's, rounded, is.
+        root = second.double().sqrt_().float()
+        unbiased = torch.full_like(first[:1], math.sqrt(1 - BETA2**self.count))
+        divisor = root.div_(unbiased).add_(_single(EPSILON))
+        self.weights.sub_((first / divisor).mul_(_single(rate / (1 - BETA1**self.count))))
+
+
+def mean(total: Tensor, weight: float) -> Tensor:
+    """Return `optimizer.mean` of `total`."""
+    return total / torch.full_like(total[:1], weight)
+
+
+class DeviceOptimizer(AdamW):
     """The optimizer of one replica; `weights` are on the device, float32 [num_trainable].
 
     `state` has the moments on the host. The device gets a copy, and `copy_back` updates the host's.
@@ -58,19 +108,23 @@ class DeviceOptimizer:
         state: State,
         failures: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.weights, self._state, self._failures = weights, state, failures
-        place = weights.device
-        self._moments = [torch.from_numpy(state[name]).to(place, copy=True) for name in _MOMENTS]
-        self._weight_decay = rule.weight_decay if rule.decayed is not None else 0.0
-        self._decayed: Tensor | None = None
-        if self._weight_decay and rule.decayed is not None:
-            self._decayed = torch.from_numpy(rule.decayed).to(place)
-        is_cuda = place.type == "cuda"
+        super().__init__(rule, weights)
+        self._state, self._failures = state, failures
+        self.count = int(state["count"][0])
+        for name, moment in self.moments.items():
+            moment.copy_(torch.from_numpy(state[name]))
+        is_cuda = weights.device.type == "cuda"
         self._copies = [
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
-            for tensor in (weights, *self._moments)
+            for tensor in self._tensors
         ]
-        self._stream = torch.cuda.Stream(place) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = None
+        if is_cuda:
+            self._stream = torch.cuda.Stream(weights.device)  # type: ignore[no-untyped-call]
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return (self.weights, *self.moments.values())
 
     def new_vector(self, num_elements: int) -> Vector:
         """Return memory for a vector on the host that `upload` copies fast, float32."""
@@ -115,53 +169,32 @@ class DeviceOptimizer:
 
         `scale` multiplies its weight.
         """
-        vector = cast("Tensor", total.vector)
         with self._failures():
-            return vector / torch.full_like(vector[:1], total.weight * scale)
+            return mean(cast("Tensor", total.vector), total.weight * scale)
 
     def norm_l2(self, gradient: Tensor) -> float:
         """Return `optimizer.norm_l2` of `gradient`."""
         with self._failures():
-            squares = gradient.double().square_()
-            sums = _added_by_halves(F.pad(squares, (0, -len(squares) % SQUARES)).view(-1, SQUARES))
-            filled = F.pad(sums, (0, power_of_two(len(sums)) - len(sums)))
-            return math.sqrt(_added_by_halves(filled[None]).item())
+            return math.sqrt(self.squares(gradient).item())
 
     def clip(self, gradient: Tensor, norm: float, clip_norm: float | None) -> Tensor:
         """Return `optimizer.clip` of `gradient`."""
-        if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
-            return gradient
         with self._failures():
-            return gradient * _single(clip_norm / (norm + 1e-6))
+            return super().clip(gradient, norm, clip_norm)
 
     def step(self, gradient: Tensor, rate: float) -> None:
         """Take the step of `optimizer.step`, and start to copy the results to the host."""
         with self._failures(), torch.no_grad():
-            self._step(gradient, rate)
-            self._copy_aside(zip(self._copies, (self.weights, *self._moments), strict=True))
-
-    def _step(self, gradient: Tensor, rate: float) -> None:
+            super().step(gradient, rate)
+            self._copy_aside(zip(self._copies, self._tensors, strict=True))
         self._state["count"] += 1
-        count = float(self._state["count"][0])
-        if self._decayed is not None:
-            shrunk = self._decayed * _single(rate * self._weight_decay)
-            self.weights.mul_(shrunk.neg_().add_(1))
-        first, second = self._moments
-        first.add_((gradient - first).mul_(_single(1 - BETA1)))
-        second.mul_(_single(BETA2))
-        second.add_((gradient * gradient).mul_(_single(1 - BETA2)))
-        # torch's root of a float32 is not IEEE's on every device; a float64's, rounded, is.
-        root = second.double().sqrt_().float()
-        unbiased = torch.full_like(first[:1], math.sqrt(1 - BETA2**count))
-        divisor = root.div_(unbiased).add_(_single(EPSILON))
-        self.weights.sub_((first / divisor).mul_(_single(rate / (1 - BETA1**count))))
 
     def copy_back(self, weights: Vector) -> None:
         """Wait for the copies of the last step; write them to `weights` and to the state."""
         if self._stream is not None:
             with self._failures():
                 self._stream.synchronize()
-        targets = [weights, *(self._state[name] for name in _MOMENTS)]
+        targets = [weights, *(self._state[name] for name in MOMENTS)]
         for target, copy in zip(targets, self._copies, strict=True):
             np.copyto(target, copy.numpy())
 
@@ -176,9 +209,6 @@ class DeviceOptimizer:
             for copy, tensor in pairs:
                 copy.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def leaf(shard: int, gradient: Tensor, weight: float) -> Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -99,21 +99,20 @@ class Reducer:
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         requirements.require_numbers(micro_batches=micro_batches, world_size=world_size)
         self._parameters = requirements.require_model(model)
-        requirements.require_deterministic()
-        self._switches = requirements.switches()
         device = next(iter(self._parameters)).device
-        asked = {"micro_batches": micro_batches, "symmetric_memory": symmetric_memory}
-        facts = {**asked, **self._switches}
-        requirements.require_same({**facts, **requirements.surroundings(device)}, group)
+        self._switches = requirements.switches()
         share = micro_batches // world_size
         self.shards = range(rank * share, (rank + 1) * share)
         self._shard: int | None = None  # the current micro-batch
         self._model, self._counter = model, Counter()
         self._reduced: set[Tensor] = set()  # parameters that the hook received in this step
-        scale = 1 / micro_batches
-        if symmetric_memory is None:
-            symmetric_memory = requirements.share_memory(device, group)
-        self._exchange = _exchange(group, device, scale=scale, symmetric=symmetric_memory)
+        self._exchange = exchange_of(
+            group,
+            device,
+            scale=1 / micro_batches,
+            symmetric_memory=symmetric_memory,
+            facts={"micro_batches": micro_batches},
+        )
         # torch reads a hook's annotations and rejects postponed ones. A lambda has none.
         try:
             model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
@@ -193,9 +192,26 @@ class Reducer:
         return self._exchange(bucket.buffer())
 
 
-def _exchange(
-    group: dist.ProcessGroup, device: torch.device, *, scale: float, symmetric: bool
+def exchange_of(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    scale: float,
+    symmetric_memory: bool | None = None,
+    facts: Mapping[str, object] | None = None,
 ) -> Exchange:
+    """Return a function that starts to sum a buffer over all ranks along the tree, times `scale`.
+
+    `symmetric_memory` is as in `canonical_all_reduce`, which raises the same errors. All ranks must
+    have the same `facts`.
+    """
+    requirements.require_deterministic()
+    asked = {**(facts or {}), "symmetric_memory": symmetric_memory}
+    around = {**requirements.switches(), **requirements.surroundings(device)}
+    requirements.require_same({**asked, **around}, group)
+    symmetric = symmetric_memory
+    if symmetric is None:
+        symmetric = requirements.share_memory(device, group)
     if symmetric and device.type != "cuda":
         raise UsageError(
             f"symmetric_memory=True with a model on {device.type}: only GPUs of one host have it; "

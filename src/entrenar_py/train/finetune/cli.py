@@ -135,6 +135,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     fits = text.show(
         settings,
         longest=longest,
+        num_samples=None if rows is None else rows.num_samples,
         devices=devices,
         bandwidth=arguments.bandwidth,
         json=arguments.json,

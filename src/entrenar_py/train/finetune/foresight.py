@@ -198,6 +198,9 @@ def _look(
         turns=turns,
     )
     remark(path, prepared, run.shape)
+    if any(device.kind == "cuda" for device in devices):
+        told = preparation.compilation(prepared.settings, len(prepared.train))
+        printing.say(f"blocks are compiled: {told}")
     try:
         plan.rehearse(run, strategy)
     except UsageError as error:

@@ -28,6 +28,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.finetune import foreign_keys
 from entrenar_py.train.model.settings import (
     BY_SHARDS,
+    COMPILABLE,
     LAYER_PIPELINE,
     WHOLE_LAYERS,
     WHOLE_MODELS,
@@ -35,6 +36,7 @@ from entrenar_py.train.model.settings import (
     Key,
     Settings,
     StagePlan,
+    spelled,
 )
 
 _PLACES: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -162,6 +164,7 @@ _NAMES: Mapping[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
+    bool | str: "auto, true or false",
     str: "text",
     Path: "a path",
     tuple[str, ...]: "a list of texts",
@@ -201,7 +204,7 @@ def fields_of(section: type[Any]) -> Iterator[Field]:
     hints = get_type_hints(section, include_extras=True)
     for field in dataclasses.fields(section):
         kind, key = get_args(hints[field.name])
-        is_optional = isinstance(kind, UnionType)
+        is_optional = isinstance(kind, UnionType) and NoneType in get_args(kind)
         if is_optional:
             (kind,) = (one for one in get_args(kind) if one is not NoneType)
         yield Field(field.name, kind, is_optional, field.default, key)
@@ -365,8 +368,10 @@ def _converted(node: Node, kind: Any, folder: Path) -> Any:
         return _UNREAD
     if kind is Path:
         return _normal(folder / node.text) if node.text and "\0" not in node.text else _UNREAD
-    if kind is str:
+    if kind is str or (kind == bool | str and not isinstance(node.value, bool)):
         return node.text
+    if kind == bool | str:
+        return node.value
     if kind is float and not isinstance(node.value, bool):
         try:
             return float(node.value)  # also 1e-4, which is a text in YAML 1.1
@@ -385,7 +390,7 @@ def _normal(path: Path) -> Path:
 def _advice(value: Any, key: Key) -> str:
     """Return what to use instead of a value outside of its limits; "" for a valid value."""
     if key.choices and value not in key.choices:
-        return f"use {' or '.join(key.choices)}"
+        return f"use {' or '.join(map(spelled, key.choices))}"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return ""
     if math.isinf(value):
@@ -407,7 +412,7 @@ def _limits(key: Key) -> str:
 def holds(field: Field) -> str:
     """Return the values that a key may have, in words."""
     if field.key.choices:
-        return ", ".join(f"`{choice}`" for choice in field.key.choices)
+        return ", ".join(f"`{spelled(choice)}`" for choice in field.key.choices)
     return f"{_NAMES[field.kind].removeprefix('a ')} {_limits(field.key)}".strip()
 
 
@@ -460,7 +465,7 @@ class _Conflicts:
                 "equally frequent then, so each weight would be 1; give only one of the two",
                 *("classes", "weights"),
             )
-        if "compile" in self._root.fields and settings.compile and settings.recompute != "none":
+        if settings.compile is True and settings.recompute != "none":
             self._error(
                 f"compile: true with recompute: {settings.recompute}: blocks that are "
                 "computed again are not compiled; leave out one of the two",
@@ -589,10 +594,10 @@ class _Conflicts:
                 "--nproc_per_node",
                 "workers",
             )
-        if "compile" in self._root.fields:
+        if self._settings.compile is True and strategy not in COMPILABLE:
             self._error(
-                f"strategy: {strategy} does not read compile: ranks of torchrun run the model as "
-                "it is; leave it out",
+                f"compile: true with strategy: {strategy}: its blocks are not compiled; use "
+                f"{', '.join(COMPILABLE)}, or leave compile out",
                 "compile",
             )
         if self._settings.method == "qlora" and strategy not in WHOLE_LAYERS:

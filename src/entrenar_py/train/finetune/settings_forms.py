@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py.train.finetune.settings_file import Field, fields_of
-from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.settings import Settings, spelled
 
 _HEAD = "# Every key of `entrenar finetune`. Relative paths start from this file's folder."
 _EXAMPLES = {
@@ -28,6 +28,7 @@ _JSON: Mapping[Any, Mapping[str, Any]] = {
     int: {"type": "integer"},
     float: {"type": "number"},
     bool: {"type": "boolean"},
+    bool | str: {},
     str: {"type": "string"},
     Path: {"type": "string"},
     tuple[str, ...]: {"type": ["array", "string"], "items": {"type": "string"}},
@@ -48,7 +49,7 @@ def template() -> str:
 def _lines(section: type[Any], *, is_hidden: bool) -> Iterator[str]:
     """Yield the lines of a section. With `is_hidden`, the caller turns all into comments."""
     for field in fields_of(section):
-        choices = f": {', '.join(field.key.choices)}" if field.key.choices else ""
+        choices = f": {', '.join(map(spelled, field.key.choices))}" if field.key.choices else ""
         yield f"# {field.key.meaning}{choices}"
         mark = "" if field.is_required or is_hidden else "# "
         if field.is_section:
@@ -68,9 +69,7 @@ def _lines(section: type[Any], *, is_hidden: bool) -> Iterator[str]:
 def _yaml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(value)}]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return "null" if value is None else spelled(value) if isinstance(value, bool) else str(value)
 
 
 def schema(section: type[Any] = Settings) -> dict[str, Any]:

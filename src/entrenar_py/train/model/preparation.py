@@ -23,7 +23,7 @@ from entrenar_py.shared.untrusted import files, json_text
 from entrenar_py.train.model import model, model_folder, precision, rendering, samples
 from entrenar_py.train.model.preference import DirectPreference
 from entrenar_py.train.model.samples import Samples
-from entrenar_py.train.model.settings import CHATS, Lora, Settings
+from entrenar_py.train.model.settings import AUTO, CHATS, COMPILABLE, Lora, Settings
 from entrenar_py.train.model.workload import Finetuning, Tuned
 
 TRAINER = "parameter_server"
@@ -71,10 +71,49 @@ class Prepared:
             class_weights=weights,
             products=precision.of_products(self.settings),
             packed_tokens=self.settings.data.max_tokens if self.settings.data.packing else None,
-            compiles=self.settings.compile and self.settings.recompute == "none",
+            compiles=compiles(self.settings, len(self.train)),
             **options_of(self.settings),
             **more,
         )
+
+
+PASSES_LEAST = 1000  # of a run's shards: compiling takes what these gain, at 50 ms each
+
+
+def compiles(settings: Settings, num_samples: int) -> bool:
+    """Return whether a run on `num_samples` rows compiles its blocks where a device can.
+
+    `compile: auto` decides by the shards of the whole run, not by those that are left, and not by
+    the number of workers: kernels decide bits, which resuming and workers must not change.
+    """
+    if settings.recompute != "none" or settings.strategy not in (None, *COMPILABLE):
+        return False
+    if settings.compile == AUTO:
+        return num_passes(settings, num_samples) >= PASSES_LEAST
+    return bool(settings.compile)
+
+
+def compilation(settings: Settings, num_samples: int | None) -> str:
+    """Return in words whether a run compiles its blocks on CUDA, and why.
+
+    `num_samples` is None if the rows are not known.
+    """
+    if settings.recompute != "none":
+        return f"no, with recompute: {settings.recompute}"
+    if settings.strategy not in (None, *COMPILABLE):
+        return f"no, with strategy: {settings.strategy}"
+    if settings.compile != AUTO:
+        return "on CUDA, without dropout" if settings.compile else "no"
+    if num_samples is None:
+        return f"auto: on CUDA, if all steps have {PASSES_LEAST:,} shards or more"
+    number = num_passes(settings, num_samples)
+    where = "on CUDA, without dropout" if compiles(settings, num_samples) else "no"
+    return f"auto: {where}: all steps have {number:,} shards (worth it from {PASSES_LEAST:,} on)"
+
+
+def num_passes(settings: Settings, num_samples: int) -> int:
+    """Return the number of shards in all steps of a run."""
+    return settings.training.num_steps(num_samples) * settings.training.num_shards
 
 
 def kind_of(settings: Settings) -> type[Finetuning]:

@@ -42,14 +42,21 @@ WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that 
 KINDS = ("cpu", "cuda", "wgpu")  # of backends
 TEACHER_PRECISIONS = ("float32", "bfloat16", "int8")
 ALL_LINEAR = "all-linear"  # of lora.targets, as in peft
+AUTO = "auto"  # of compile
+COMPILABLE = ("ddp", "ddp_canonical", "tensor_parallel")  # strategies, as measured on GPUs
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
+
+
+def spelled(choice: str | bool) -> str:
+    """Return a choice as it is written in a file."""
+    return str(choice).lower() if isinstance(choice, bool) else choice
 
 
 class Key(NamedTuple):
     """The meaning of a key, and its limits: bounds of a number, or `choices`."""
 
     meaning: str
-    choices: tuple[str, ...] = ()
+    choices: tuple[str | bool, ...] = ()
     least: float | None = None
     most: float | None = None
     above: float | None = None
@@ -475,12 +482,13 @@ class Settings:
     checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50
     keep: Annotated[Keep, Key("states that are kept after an evaluation")] = Keep()
     compile: Annotated[
-        bool,
+        bool | str,
         Key(
-            "compile the model on CUDA devices, which takes half a minute or more at "
-            "the start; not with a strategy, with dropout, or with recompute: blocks"
+            "compile the model's blocks on CUDA devices, which takes a minute at the start; auto: "
+            "if the run is long enough; never with dropout, or with recompute: blocks",
+            choices=(AUTO, True, False),
         ),
-    ] = True
+    ] = AUTO
     trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False
     data: Annotated[Data, Key("the rows")]
     classes: Annotated[Classes, Key("the classes of `task: classify`")] = Classes()

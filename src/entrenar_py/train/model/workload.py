@@ -25,7 +25,8 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from entrenar_py.compute import draws
+from entrenar_py.compute import draws, on_torch
+from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic.engine import Dropout
 from entrenar_py.train.arithmetic.tensors import (
     Array,
@@ -65,6 +66,9 @@ def _decoded(tensor: Tensor) -> Tensor:
     return tensor.float() if is_short else tensor
 
 
+COMPILED: tuple[str, ...] = (
+    "cuda",
+)  # kinds of devices with kernels that torch compiles for a model
 _KINDS_MAX = 64  # compiled variants of one block, for different shapes and masks
 
 
@@ -291,8 +295,8 @@ class Finetuning(Tuned):
         """Take the arguments of `Tuned`, and two more.
 
         `products` is the dtype of the model's matrix products. With `compiles`, the model is
-        compiled when it is moved to a CUDA device, unless it has dropout. The module `objective`
-        returns the summed loss of a result of `batch`.
+        compiled when it is moved to a device in COMPILED, unless it has dropout. The module
+        `objective` returns the summed loss of a result of `batch`.
         """
         super().__init__(
             *(module, samples),
@@ -301,7 +305,7 @@ class Finetuning(Tuned):
             packed_tokens=packed_tokens,
         )
         self._device = torch.device("cpu")
-        self.products, self._compiles, self._is_compiled = products, compiles, False
+        self.products, self._compiles, self.is_compiled = products, compiles, False
         self._shown: set[tuple[bool, ...]] = set()  # kinds of batches that are compiled
         self._dropout_key: Tensor | None = None
         with precision.applied(products, next(module.parameters()).device):
@@ -357,8 +361,8 @@ class Finetuning(Tuned):
     ) -> Tensor:
         device = next(iter(tensors.values())).device
         if device != self._device:
-            self._move(device, tensors)
-        if self._is_compiled and (kind := self.objective.kind(batch)) not in self._shown:
+            self.move(device)
+        if self.is_compiled and (kind := self.objective.kind(batch)) not in self._shown:
             self._show(kind, tensors)
         self.seed(drop)
         return self._loss(tensors, batch)
@@ -400,14 +404,29 @@ class Finetuning(Tuned):
         """Return `formats`; while a graph of a step is captured, a context without effect."""
         return nullcontext() if is_captured(batch) else self.formats(device)
 
-    def _move(self, device: torch.device, tensors: Tensors) -> None:
+    def move(self, device: torch.device) -> None:
+        """Move the module `objective` to `device`, and have its blocks and loss compiled there.
+
+        Raises UsageError if the run compiles on CUDA, and torch can't compile here.
+        """
         self.objective.to(device)
         self._device = device
-        self._is_compiled = self._compiles and device.type == "cuda" and not self.drops
-        if self._is_compiled:
-            compile_blocks(self.module)
-            if isinstance(self.objective, objectives.NextTokens):
-                self.objective.compiles = True
+        if self.is_compiled or not self._compiles or self.drops or device.type not in COMPILED:
+            return
+        if device.type == "cuda" and (problem := on_torch.compiler_problem()):
+            raise UsageError(
+                f"compile: this run compiles its blocks on CUDA, and here {problem}; install it, "
+                "or use compile: false in all processes of the run"
+            )
+        self.is_compiled = True
+        compile_blocks(self.module)
+        if isinstance(self.objective, objectives.NextTokens):
+            self.objective.compiles = True
+
+    def as_it_is(self) -> AbstractContextManager[Any]:
+        """Return a context in which blocks run without compilation, as for scores."""
+        stance = cast("Any", torch.compiler).set_stance
+        return stance("force_eager") if self.is_compiled else nullcontext()
 
     def _show(self, kind: tuple[bool, ...], tensors: Tensors) -> None:
         """Make the model compile for batches of `kind`, on an example.

@@ -111,21 +111,26 @@ def _protocol(shape: Shape, load: Load) -> Memory:
 
 
 def _ddp(shape: Shape, load: Load, *, nodes: int = 0) -> Memory:
-    """Return the memory of a rank of DistributedDataParallel.
+    """Return the memory of a rank of `ddp`, which also holds `nodes` more gradients.
 
-    Its gradients are views of its buckets. It also holds `nodes` more gradients.
+    A small gradient is a vector: the sum, a shard's gradient, and its parts. A large one has views
+    of the buckets of DistributedDataParallel.
     """
     counts, step = shape.counts(), _rehearsed(shape, load)
     vector = FLOAT_BYTES * counts.trained
-    gradients = (1 + nodes) * vector
+    is_small = vector <= BYTES_MAX
+    gradients = ((3 if is_small else 1) + nodes) * vector
     base = counts.weight_bytes + MOMENTS * vector + gradients
+    updating = (_DEVICE_UPDATE_VECTORS if is_small else _TORCH_UPDATE_VECTORS) * vector
+    keeps = is_small and load.kind == "cuda"  # recorded operations keep their memory
+    peak = step.peak + updating if keeps else max(step.peak, updating)
     return Memory(
         weights=counts.frozen_bytes,
         trained=vector,
         gradients=gradients,
         optimizer=MOMENTS * vector,
         activations=step.kept,
-        peak=base + max(step.peak, _TORCH_UPDATE_VECTORS * vector),
+        peak=base + peak,
         runtime=RUNTIME_BYTES[load.kind],
     )
 
@@ -164,7 +169,13 @@ def _fsdp(shape: Shape, load: Load) -> Memory:
 def _tensor_parallel(shape: Shape, load: Load) -> Memory:
     """Return the memory of a rank with its part of each layer, from a rehearsal of that part."""
     cut = Cut(tensor=load.num_workers)
-    return _part(shape, load, cut, _rehearsed(shape, load, cut))
+    memory = _part(shape, load, cut, _rehearsed(shape, load, cut))
+    vector = FLOAT_BYTES * shape.counts(cut).trained
+    if vector > BYTES_MAX:
+        return memory
+    parts = 2 * vector  # a shard's gradient, and its parts, as in `_ddp`
+    peak = memory.peak + parts + _DEVICE_UPDATE_VECTORS * vector
+    return replace(memory, gradients=memory.gradients + parts, peak=peak)
 
 
 def _sequence_parallel(shape: Shape, load: Load) -> Memory:

@@ -10,6 +10,7 @@ from pathlib import Path
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.page import arguments
 from entrenar_py.shared.untrusted import printing
+from entrenar_py.train.model import preparation
 from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.plan import devices as device_texts
 from entrenar_py.train.plan import plan
@@ -22,10 +23,17 @@ _GAP = "  "
 
 
 def lines(
-    run: Run, options: Sequence[Option], chosen: Option | None, reason: str, *, length_from: str
+    run: Run,
+    options: Sequence[Option],
+    chosen: Option | None,
+    reason: str,
+    *,
+    length_from: str,
+    num_samples: int | None,
 ) -> Iterator[str]:
     """Yield the plan: the model, each worker's memory, each strategy's traffic, and the choice."""
     yield from step_lines(run, length_from, "micro-batches")
+    yield f"compile  {preparation.compilation(run.settings, num_samples)}"
     yield from _devices(run)
     yield ""
     yield "bytes of a worker, each part at its largest; +: with recomputed blocks (recompute)"
@@ -115,13 +123,15 @@ def show(
     settings: Settings,
     *,
     longest: int | None,
+    num_samples: int | None,
     devices: Sequence[Device],
     bandwidth: str,
     json: Path | None,
 ) -> bool:
     """Print the plan of a run; return whether some strategy fits.
 
-    `longest` is the number of tokens of the longest row, None if rows were not read. Raises
+    `longest` is the number of tokens of the longest of `num_samples` rows. Both are None if rows
+    were not read. Raises
     UsageError if `bandwidth` can't be parsed, or if the file can't be written.
     """
     if json is not None:
@@ -136,7 +146,8 @@ def show(
     chosen = plan.choose(run, options)
     reason = plan.reason(run, options, chosen)
     length_from = "data.max_tokens" if longest is None else "the longest row"
-    printing.say_lines("\n".join(lines(run, options, chosen, reason, length_from=length_from)))
+    told = lines(*(run, options, chosen, reason), length_from=length_from, num_samples=num_samples)
+    printing.say_lines("\n".join(told))
     if json is not None:
         arguments.write_file(plan.to_record(run, options, chosen, reason), json)
     return chosen is not None

@@ -28,7 +28,8 @@ FLAGS = [
         "--severity",
     ),
     *("--system", "--world-size", "--backend", "--seed", "--examples", "--timeout"),
-    *("--auto", "--deadline", "--steps", "--epochs", "--in-place", "--launcher", "-x"),
+    *("--auto", "--deadline", "--steps", "--epochs", "--in-place", "--launcher", "--last-failed"),
+    "-x",
     *(
         "--allow-inconclusive",
         "--list",

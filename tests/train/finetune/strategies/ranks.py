@@ -47,6 +47,8 @@ def torchrun(
     dies_before: int | None = None,
     spike_factor: float | None = None,
     on_gpus: bool = False,
+    compiles: bool = False,
+    by_buckets: bool = False,
 ) -> tuple[list[int | None], str]:
     """Run the configuration by `world_size` ranks; return their exit codes, and what they said.
 
@@ -60,6 +62,8 @@ def torchrun(
                 "folder": folder,
                 "dies_before": dies_before,
                 "spike_factor": spike_factor,
+                "compiles": compiles,
+                "by_buckets": by_buckets,
                 "environment": {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
@@ -110,6 +114,14 @@ def main(pipe: Connection) -> NoReturn:
 
         if job["dies_before"] is not None:
             _plant_death(job["dies_before"])
+        if job["compiles"]:
+            from entrenar_py.train.model import workload
+
+            workload.COMPILED = ("cpu", "cuda")
+        if job["by_buckets"]:
+            from entrenar_py.train.arithmetic import on_device
+
+            on_device.BYTES_MAX = 0
         measures.FACTOR = job["spike_factor"] or measures.FACTOR
         rendezvous = f"file://{job['folder']}/rendezvous"
         code = cli.rank(job["argv"], job["environment"], rendezvous)

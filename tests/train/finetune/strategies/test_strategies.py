@@ -73,7 +73,8 @@ def test_a_part_that_is_missing_is_told(workload: Finetuning, layer: str) -> Non
         if f"{layer}.base_layer.weight" in name:
             dim = 1 if layer in ("o_proj", "down_proj") else 0
             parameter.data.chunk(2, dim)[1].zero_()
-    with pytest.raises(UsageError, match=r"strategy=tensor_parallel: Qwen3 computes something"):
+    refusal = "strategy=tensor_parallel: Qwen3 computes different logits"
+    with pytest.raises(UsageError, match=refusal):
         require_same(before, workload)
 
 
@@ -347,6 +348,38 @@ def test_canonical_ranks_write_the_same_bits(case: Case) -> None:
         assert codes == [exit_codes.DONE] * world_size, told
         digests.add(runs.digest(case.folder / f"out{world_size}"))
     assert len(digests) == 1
+
+
+def test_canonical_ranks_have_the_bits_of_a_worker(case: Case) -> None:
+    """Losses, norms and what is written."""
+    output = run(case, "ddp_canonical")
+    steps, tensors = case.alone()
+    found = runs.steps(output)
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert [getattr(one, name) for one in found] == [getattr(one, name) for one in steps]
+    prepared = preparation.prepare(settings_file.load(case.folder / "alone.yaml"))
+    alone = outputs.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
+    assert runs.digest(output) == runs.digest(alone)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_canonical", "tensor_parallel"])
+@pytest.mark.parametrize("case", [{"method": "full"}], indirect=True)
+def test_large_tensors_are_not_one_vector(case: Case, strategy: str) -> None:
+    """They are reduced by buckets, or one by one, and a run that died goes on with its bits."""
+    case = replace(case, more={"checkpoint_every": 2})
+    codes, told = ranks.torchrun(case.write("out", strategy), 2, by_buckets=True)
+    assert codes == [exit_codes.DONE] * 2, told
+    steps, _ = case.alone()
+    found = runs.steps(case.folder / "out")
+    assert [one.loss for one in found] == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
+    ranks.torchrun(case.write("broken", strategy), 2, by_buckets=True, dies_before=3)
+    broken = case.folder / "broken.yaml"
+    codes, told = ranks.torchrun(broken, 2, "--resume", by_buckets=True)
+    assert codes == [exit_codes.DONE] * 2, told
+    if strategy == "ddp_canonical":
+        codes, told = ranks.torchrun(case.write("alike", strategy), 1, by_buckets=True)
+        assert runs.digest(case.folder / "alike") == runs.digest(case.folder / "out")
+    assert runs.digest(case.folder / "broken") == runs.digest(case.folder / "out")
 
 
 @pytest.mark.parametrize("strategy", strategies("ddp", "pipeline_parallel"))

@@ -36,11 +36,13 @@ class Imported:
 
     - `installed`: the imported modules of installed packages, in order, each with the names that
       are imported from it.
+    - `files`: the script, and the files that it imports and that are not installed.
     - `by_hash`: a place (file and line) where an order may follow from a hash, and so differ
       between interpreters; "" if there is none.
     """
 
     installed: tuple[tuple[str, tuple[str, ...]], ...]
+    files: tuple[Path, ...]
     by_hash: str
 
 
@@ -51,7 +53,7 @@ def read_script(script: Path, folder: Path) -> Imported:
     """
     installed: dict[str, dict[str, None]] = {}
     roots = [script.parent, folder]
-    files, seen, by_hash = deque([script]), {script}, ""
+    files, seen, by_hash = deque([script]), {script: None}, ""
     while files:
         file = files.popleft()
         tree = _parsed(file)
@@ -65,11 +67,12 @@ def read_script(script: Path, folder: Path) -> Imported:
                 elif module.partition(".")[0] != OWN:
                     own = _own_files(module, names, level, file, [root])
             new = [one for one in own if one not in seen]
-            seen.update(new)
+            seen |= dict.fromkeys(new)
             files.extend(new)
         if len(seen) > FILES_MAX:
             raise ValueError(f"{script} imports more than {FILES_MAX} files that aren't installed")
-    return Imported(tuple((module, tuple(names)) for module, names in installed.items()), by_hash)
+    modules = tuple((module, tuple(names)) for module, names in installed.items())
+    return Imported(modules, tuple(seen), by_hash)
 
 
 def _parsed(file: Path) -> ast.Module:
@@ -100,7 +103,8 @@ def _own_files(
         here = []
         for end in range(1, len(parts) + 1):
             here += _at(base.joinpath(*parts[:end]))
-        if here or level:
+        is_namespace = bool(parts) and base.joinpath(*parts).is_dir()  # without an __init__.py
+        if here or level or is_namespace:
             for name in names:
                 here += _at(base.joinpath(*parts, name))
             files += here

@@ -4,6 +4,9 @@ With `ddp` and `ddp_canonical`, every rank has the whole model. `ddp` uses torch
 so its sums depend on the number of ranks. `ddp_canonical` adds along one tree over the logical
 shards, so the weights have the same bits for 1, 2, 4 ... ranks.
 
+What is trained is one vector if it is small (`vector`). It is reduced after the last shard. For
+large tensors DistributedDataParallel reduces buckets while the last shard's backward pass computes.
+
 With `fsdp`, a rank keeps a piece of every tensor (fully_shard). Each decoder block is gathered
 before it computes, and freed afterwards. Frozen tensors may have a different dtype than trained
 tensors.
@@ -12,6 +15,8 @@ tensors.
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -24,8 +29,28 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
+from entrenar_py.train.canonical import reducer
+from entrenar_py.train.finetune.strategies import vector
+from entrenar_py.train.finetune.strategies.optimizers import VectorAdamW
 from entrenar_py.train.finetune.strategies.strategy import Shards, Step, Strategy, trainable_of
+from entrenar_py.train.finetune.strategies.vector import Vector
 from entrenar_py.train.model import blocks
+
+
+def ddp(shards: Shards) -> Strategy:
+    """Return the strategy `ddp`."""
+    is_small = vector.is_small(shards, trainable_of(shards.workload.module))
+    return Replicated(shards) if is_small else ReplicatedByBuckets(shards)
+
+
+def ddp_canonical(shards: Shards) -> Strategy:
+    """Return the strategy `ddp_canonical`."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first matrix product
+    torch.use_deterministic_algorithms(True)
+    # As in `compute.on_torch`: otherwise an extra kernel would fill each new tensor first.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    is_small = vector.is_small(shards, trainable_of(shards.workload.module))
+    return Canonical(shards) if is_small else CanonicalByBuckets(shards)
 
 
 class _Whole(Strategy):
@@ -34,7 +59,7 @@ class _Whole(Strategy):
     shares_rows = True
 
     def __init__(self, shards: Shards) -> None:
-        self._shards, self.device = shards, shards.device
+        super().__init__(shards)
         self._objective = shards.workload.objective.to(self.device)
         self.trainable = trainable_of(shards.workload.module)
 
@@ -43,7 +68,77 @@ class _Whole(Strategy):
         return found
 
 
-class Replicated(_Whole):
+class _AsVector(_Whole):
+    """A strategy in which each rank has all trainable tensors as one vector."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(shards)
+        self._vector = Vector(shards, self.trainable)
+        self._share = shards.share(dist.get_rank(), dist.get_world_size())
+
+    @abstractmethod
+    def _add(self, gradients: Iterator[Tensor], total: Tensor) -> None:
+        """Write the sum of this rank's `gradients`, and those of all other ranks, to `total`."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """See `Strategy`."""
+        return self._vector.is_ahead
+
+    def prepare(self, step: Step) -> None:
+        """See `Strategy`."""
+        self._shards.prepare(step, self._share[0])
+
+    def optimizer(self) -> VectorAdamW:
+        """See `Strategy`."""
+        return self._vector.optimizer
+
+    def squares(self) -> Tensor:
+        """See `Strategy`."""
+        return self._vector.optimizer.squares()
+
+    @torch.no_grad()
+    def compute(self, step: Step) -> Tensor:
+        """Implement `Strategy.compute`."""
+        losses = self._shards.zeros()
+        gradients = self._vector.gradients(step, self._share, losses)
+        self._add(gradients, self._vector.gradient)
+        self._vector.divide(step)
+        return losses
+
+
+class Replicated(_AsVector):
+    """torch's own all-reduce of one vector."""
+
+    def _add(self, gradients: Iterator[Tensor], total: Tensor) -> None:
+        total.zero_()
+        for gradient in gradients:
+            total.add_(gradient)
+        dist.all_reduce(total)
+
+
+class Canonical(_AsVector):
+    """The canonical all-reduce of one vector. Shards are the leaves of the tree."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(shards)
+        group = dist.group.WORLD
+        assert group is not None, "ranks have joined it"
+        self._exchange = reducer.exchange_of(group, self.device, scale=1.0)
+        self._counter = reducer.Counter()
+
+    def _add(self, gradients: Iterator[Tensor], total: Tensor) -> None:
+        key, last = self._vector.weights, len(self._share) - 1
+        for place, gradient in enumerate(gradients):
+            if place < last:
+                self._counter.push({key: gradient.clone()})
+            else:
+                total.copy_(gradient)
+        self._counter.complete([key], [total])
+        self._exchange(total).wait()
+
+
+class ReplicatedByBuckets(_Whole):
     """DistributedDataParallel. Gradients are reduced only for a rank's last shard of a step."""
 
     def __init__(self, shards: Shards) -> None:
@@ -68,17 +163,13 @@ class Replicated(_Whole):
         return losses
 
 
-class Canonical(_Whole):
+class CanonicalByBuckets(_Whole):
     """DistributedDataParallel with the canonical all-reduce. Shards are the leaves of the tree."""
 
     def __init__(self, shards: Shards) -> None:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first matrix product
-        torch.use_deterministic_algorithms(True)
-        # As in `compute.on_torch`: otherwise an extra kernel would fill each new tensor first.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         super().__init__(shards)
         self._model = DistributedDataParallel(self._objective, gradient_as_bucket_view=True)
-        num_shards = shards.plan.num_shards
+        num_shards = self.plan.num_shards
         self._reducer = entrenar_py.canonical_all_reduce(self._model, micro_batches=num_shards)
 
     def compute(self, step: Step) -> Tensor:
@@ -97,7 +188,7 @@ class FullySharded(Strategy):
     shares_rows = True
 
     def __init__(self, shards: Shards) -> None:
-        self._shards, self.device = shards, shards.device
+        super().__init__(shards)
         world_size = dist.get_world_size()
         mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("fsdp",))
         objective, module = shards.workload.objective, shards.workload.module

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from entrenar_py.compute import on_torch
 from entrenar_py.shared.errors import BackendUnavailable, UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill import student
 from entrenar_py.train.finetune import foresight, outputs, settings_file, task
-from entrenar_py.train.finetune.strategies.data_parallel import Canonical, FullySharded, Replicated
+from entrenar_py.train.finetune.strategies.data_parallel import FullySharded, ddp, ddp_canonical
 from entrenar_py.train.finetune.strategies.pipeline_parallel import PipelineParallel
 from entrenar_py.train.finetune.strategies.record import Record, State
 from entrenar_py.train.finetune.strategies.strategy import Shards, Strategy, together
@@ -31,8 +32,8 @@ from entrenar_py.train.service import coordinator, exit_codes
 from entrenar_py.train.wire.effects import Finish
 
 STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
-    "ddp": Replicated,
-    "ddp_canonical": Canonical,
+    "ddp": ddp,
+    "ddp_canonical": ddp_canonical,
     "fsdp": FullySharded,
     "tensor_parallel": TensorParallel,
     "sequence_parallel": SequenceParallel,
@@ -160,12 +161,14 @@ def train(
     shards = _shards(settings, prepared, here)
     plan, specs = shards.plan, shards.workload.specs
     with ExitStack() as stack:
-        record, names = None, [""] * here.size
-        dist.all_gather_object(names, str(here.device))
+        record, names = None, [("", "")] * here.size
+        dist.all_gather_object(names, (str(here.device), _hardware(here.device)))
         if here.rank == 0:
-            backends = dict(enumerate(names))
             record = Record(
-                settings.output, plan, specs, backends=backends, tensorboard=tensorboard
+                *(settings.output, plan, specs),
+                backends={rank: name for rank, (name, _) in enumerate(names)},
+                hardware=sorted({hardware for _, hardware in names}),
+                tensorboard=tensorboard,
             )
             stack.enter_context(closing(record))
         ended = _run(prepared, shards, record, resume=resume, halts_on_spike=halt_on_spike)
@@ -174,6 +177,13 @@ def train(
             _finish(prepared, plan, record, ended)
     dist.barrier()
     return exit_codes.OF_FINISH[ended.status]
+
+
+def _hardware(device: torch.device) -> str:
+    """Return what computes on `device`, as a worker's backend describes it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return on_torch.open_cpu().device
 
 
 def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
@@ -277,7 +287,7 @@ def _run(
         if record is None:
             return None
         outputs.make_folder(prepared)
-        return record.open(resume=resume)
+        return record.open(resume=resume, is_compiled=shards.workload.is_compiled)
 
     # Before the record is opened, so that a refused strategy leaves no ledger behind.
     strategy = together(lambda: STRATEGIES[shards.plan.trainer](shards))

@@ -20,13 +20,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.finetune.strategies import strategy
+from entrenar_py.train.finetune.strategies.optimizers import gradient_of
 from entrenar_py.train.finetune.strategies.strategy import (
     Arrays,
     Shards,
     Step,
     Strategy,
     ValueOf,
-    gradient_of,
     together,
 )
 from entrenar_py.train.model import blocks, objectives
@@ -136,7 +136,7 @@ class PipelineParallel(Strategy):
     """One stage of the model on each rank."""
 
     def __init__(self, shards: Shards) -> None:
-        self._shards, self.device = shards, shards.device
+        super().__init__(shards)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         workload, module = shards.workload, shards.workload.module
         layers = blocks.of(module)
@@ -384,7 +384,8 @@ class _Drawing(nn.Module):
 
     def forward(self, x: Tensor, **named: Tensor) -> Tensor:
         assert self._step is not None, "begin was called"
-        self._shards.seed(self._step, self._shard, self._rank)
+        drop = self._shards.drop(self._step, self._shard, self._rank)
+        self._shards.workload.seed(drop)
         self._shard += 1
         with self._shards.workload.masks(x.device):
             hidden: Tensor = self.stage(x, **named)

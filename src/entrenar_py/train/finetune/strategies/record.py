@@ -8,7 +8,7 @@ weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +77,14 @@ class Record:
         specs: tuple[TensorSpec, ...],
         *,
         backends: Mapping[int, str],
+        hardware: Collection[str],
         tensorboard: Path | None,
     ) -> None:
-        """Event files go to the folder `tensorboard`, if given. `backends` are ranks' devices."""
-        self._backends = backends
+        """Event files go to the folder `tensorboard`, if given.
+
+        `backends` are ranks' devices, and `hardware` describes them.
+        """
+        self._backends, self._hardware, self._is_compiled = backends, hardware, False
         self._folder, self._plan, self._tensorboard = folder, plan, tensorboard
         self._layout = blocks.Layout(specs)
         self._stack = ExitStack()
@@ -92,12 +96,15 @@ class Record:
 
     # --- opening ----------------------------------------------------------------------------------
 
-    def open(self, *, resume: bool) -> State | None:
+    def open(self, *, resume: bool, is_compiled: bool) -> State | None:
         """Lock and open all files; return the state to resume from, None for a new run.
+
+        `is_compiled` says whether torch compiles the model's blocks, which decides bits.
 
         Raises UsageError for a file that can't be used, or that an earlier run left there, and
         CheckpointError for a checkpoint that does not fit.
         """
+        self._is_compiled = is_compiled
         self._claim()
         path, state = self._folder / CHECKPOINT, None
         if path.exists() and not resume:
@@ -156,7 +163,10 @@ class Record:
 
     def _open_ledger(self, *, resume: bool) -> None:
         path = self._folder / LEDGER
-        head = Head(plan=self._plan, environment=process.environment())
+        environment = process.environment()
+        if self._is_compiled:
+            environment["kernels"] = "blocks compiled by torch"
+        head = Head(plan=self._plan, environment=environment)
         if resume:
             self._ledger, self._standing = writer.reopen(path, head, since=self._since)
         else:
@@ -174,6 +184,7 @@ class Record:
             self._write_start(state)
         size = self._plan.world_size
         text = f"{self._plan.trainer}: {size} ranks, from step {state.step} on"
+        text += ", blocks compiled" if self._is_compiled else ""
         self.note("began", state.step, text)
 
     @property
@@ -184,6 +195,10 @@ class Record:
         names = tuple(spec.name for spec in self._layout.specs)
         decayed = tuple(spec.name for spec in self._layout.specs if spec.decayed)
         self._write(
+            *(
+                trace.Attempt(backend=self._plan.backends[0], served=True, device=device)
+                for device in self._hardware
+            ),
             trace.Start(
                 step=state.step,
                 rank=0,
@@ -193,7 +208,7 @@ class Record:
                 resumed=state.step > 0,
                 weights=_records(state.tensors),
                 optimizer=_records(self._flat_moments(state)),
-            )
+            ),
         )
 
     def made(self, step: Step, result: Made) -> None:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +26,12 @@ from entrenar_py.shared.errors import CheckpointError, ContractError, EntrenarEr
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.train.arithmetic import sharding
 from entrenar_py.train.arithmetic.engine import Dropout
+from entrenar_py.train.finetune.strategies.optimizers import (
+    Optimizer,
+    TensorAdamW,
+    gradient_of,
+    local,
+)
 from entrenar_py.train.model.precision import in_evaluation
 from entrenar_py.train.model.workload import Finetuning
 
@@ -88,6 +95,7 @@ class Shards:
     def __init__(self, workload: Finetuning, plan: TrainingPlan, device: torch.device) -> None:
         self.workload, self.plan, self.device = workload, plan, device
         self._visit: tuple[int, sharding.Ids] | None = None
+        self._prepared: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     def step(self, number: int, position: sharding.Position) -> Step:
         """Return the step at `position`. Waits for data that doesn't exist yet."""
@@ -115,18 +123,26 @@ class Shards:
         A shard without samples has a loss of zero: the loss of another sample, times zero.
         """
         ids = step.shards[shard]
-        self.seed(step, shard)
-        batch = self.workload.batch(ids or step.shards[0][:1])
+        self.workload.seed(self.drop(step, shard))
+        batch = self.batch(step, shard)
         loss = self.workload.loss(lambda given: objective(*given), batch, self.device)
         return loss if ids else loss * 0
 
-    def seed(self, step: Step, shard: int, *place: int) -> None:
-        """Seed all random numbers of the model in `shard`, as the reference trainer does.
+    def batch(self, step: Step, shard: int) -> tuple[Tensor, ...]:
+        """Return the tensors of `shard` on the CPU; if it is empty, those of another sample."""
+        prepared = self._prepared.pop((step.number, shard), None)
+        return prepared or self.workload.batch(step.shards[shard] or step.shards[0][:1])
+
+    def prepare(self, step: Step, shard: int) -> None:
+        """Make the tensors of `shard` now, while a device computes."""
+        self._prepared = {(step.number, shard): self.batch(step, shard)}
+
+    def drop(self, step: Step, shard: int, *place: int) -> Dropout:
+        """Return the source of the random numbers in `shard`, the reference trainer's.
 
         A `place` in the model, such as a stage, gets its own stream.
         """
-        rng = self.plan.rng("dropout", step.number, shard, *place)
-        self.workload.seed(Dropout(0.0, rng))
+        return Dropout(0.0, self.plan.rng("dropout", step.number, shard, *place))
 
     def zeros(self) -> Tensor:
         """Return a loss of zero for each shard, float64 [num_shards], on the device."""
@@ -159,6 +175,20 @@ class Strategy(ABC):
     device: torch.device
     shares_rows = False
 
+    def __init__(self, shards: Shards) -> None:
+        self._shards, self.device, self.plan = shards, shards.device, shards.plan
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if `compute` only starts its work, on a device that does it in order.
+
+        Then the loop starts the next step before it records the last one.
+        """
+        return False
+
+    def prepare(self, step: Step) -> None:  # noqa: B027  (a hook)
+        """Prepare a step that comes next, while the device computes; by default do nothing."""
+
     @abstractmethod
     def compute(self, step: Step) -> Tensor:
         """Leave the gradient of the step's loss, a sum divided by `step.weight`, in every `.grad`.
@@ -176,17 +206,27 @@ class Strategy(ABC):
         gradients.
         """
 
+    def optimizer(self) -> Optimizer:
+        """Return a new optimizer of the trainable tensors."""
+        return TensorAdamW(self.plan, self.trainable)
+
     def squares(self) -> Tensor:
         """Return the sum of squares of the whole gradient, 0-d float64, the same on all ranks.
 
         The squares of pieces are added over ranks. The squares of copies count once.
         """
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of pieces, of copies
-        for parameter in self.trainable.values():
-            gradient = local(gradient_of(parameter))
-            sums[0 if is_in_pieces(parameter) else 1] += gradient.double().square().sum()
-        dist.all_reduce(sums[:1])
-        return sums.sum()
+        gradients = [local(gradient_of(parameter)) for parameter in self.trainable.values()]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
+        squares = torch.stack([*norms]).square()
+        pieces = (squares * self._are_cut).sum()
+        dist.all_reduce(pieces)
+        return pieces + (squares * (1 - self._are_cut)).sum()
+
+    @cached_property
+    def _are_cut(self) -> Tensor:
+        """1 for each trainable tensor that is cut, 0 for others, float64 on the device."""
+        are_cut = [float(self._is_cut(name)) for name in self.trainable]
+        return torch.tensor(are_cut, dtype=torch.float64, device=self.device)
 
     def first_bad(self) -> str | None:
         """Return the name of a tensor with a non-finite gradient, or None. Equal on all ranks."""
@@ -206,8 +246,7 @@ class Strategy(ABC):
         """
         arrays: Arrays = {}
         for name, parameter in self.trainable.items():
-            value = value_of(parameter).detach()
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            whole = self._gathered(name, value_of(parameter).detach())
             if dist.get_rank() == 0:
                 arrays[name] = whole.float().cpu().numpy().copy()
         return arrays
@@ -226,31 +265,25 @@ class Strategy(ABC):
                 whole.copy_(torch.from_numpy(arrays[name]))
             dist.broadcast(whole, 0)
             if (parameter := self.trainable.get(name)) is not None:
-                parts[name] = _as_held(whole, parameter)
+                parts[name] = self._part(name, whole, parameter)
         return parts
 
+    # How a trainable tensor is cut. Here pieces are DTensors, or there are none.
 
-def _as_held(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    def _is_cut(self, name: str) -> bool:
+        """Return whether ranks have pieces of a tensor, rather than copies."""
+        tensor = self.trainable[name]
+        return isinstance(tensor, DTensor) and tensor.placements[0].is_shard()
 
+    def _gathered(self, name: str, value: Tensor) -> Tensor:
+        """Return a whole tensor; `value` is this rank's part of it."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
 
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of `parameter`. If it took no part in the loss, it gets zeros first."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of `tensor`, not a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def is_in_pieces(tensor: Tensor) -> bool:
-    """Return whether ranks have pieces of `tensor`, rather than copies."""
-    return isinstance(tensor, DTensor) and tensor.placements[0].is_shard()
+    def _part(self, name: str, whole: Tensor, like: nn.Parameter) -> Tensor:
+        """Return this rank's part of the tensor `whole`."""
+        if not isinstance(like, DTensor):
+            return whole
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def trainable_of(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -13,31 +13,28 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch import Tensor
 
+from entrenar_py.compute.on_torch import placed
 from entrenar_py.shared import trace
-from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic import optimizer, sharding
-from entrenar_py.train.arithmetic.optimizer import BETA1, BETA2, EPSILON
+from entrenar_py.train.arithmetic.on_device import MOMENTS
 from entrenar_py.train.finetune import task
+from entrenar_py.train.finetune.strategies.optimizers import local
 from entrenar_py.train.finetune.strategies.record import Made, Record, State
 from entrenar_py.train.finetune.strategies.strategy import (
     Arrays,
     Shards,
     Step,
     Strategy,
-    gradient_of,
-    local,
 )
 from entrenar_py.train.model.evaluation import Examination, Scores
 from entrenar_py.train.model.precision import in_evaluation
@@ -77,7 +74,8 @@ class Scoring:
         if not self._strategy.shares_rows:
             rank, size = 0, 1
         totals = torch.zeros(examination.totals_size, dtype=torch.float64)
-        with in_evaluation(self._workload.objective), self._workload.formats(device):
+        workload = self._workload
+        with in_evaluation(workload.objective), workload.formats(device), workload.as_it_is():
             for begin in range(0, len(examination), size):
                 # A forward pass may be a collective: ranks without a batch repeat the first one.
                 is_real = begin + rank < len(examination)
@@ -90,7 +88,6 @@ class Scoring:
         return examination.scores(totals.cpu().numpy())
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _LOOK_EVERY = 16  # steps between two measurements of this rank's memory
 
 
@@ -137,10 +134,11 @@ class Loop:
         self._strategy, self._shards, self._record = strategy, shards, record
         self._plan, self._save_every = shards.plan, save_every
         self._scoring, self._memory = scoring, Memory(0, None)
-        self._optimizer = _optimizer(self._plan, strategy.trainable)
+        self._optimizer = strategy.optimizer()
         self._position, self._step, self._saved = sharding.Position(), 0, -1
         self._norms, self._halts_on_spike = GradientNorms(), halts_on_spike  # equal on all ranks
         self._stopping = _Stopping()
+        self._begun: tuple[Step, Tensor] | None = None  # the next step, computed ahead
 
     def run(self, state: State | None, *, resumes: bool) -> Ended:
         """Train from the beginning, or from rank 0's `state`, to the end, and score the result.
@@ -204,25 +202,31 @@ class Loop:
 
     def _train(self) -> bool:
         """Apply one step; return whether a rank was told to stop. Raises Halted on all ranks."""
-        step = self._shards.step(self._step, self._position)
-        self._optimizer.zero_grad()
+        step, computed = self._begun or self._begin(self._shards.step(self._step, self._position))
+        self._begun = None
         if self._step % _LOOK_EVERY == 0:
             self._memory = measures.memory_peak()
         host, device = self._memory
         own = torch.tensor([self._stopping.is_told, host, device or 0], dtype=torch.float64)
-        told = torch.cat([self._strategy.compute(step), own.to(self._strategy.device)])
-        dist.all_reduce(told)
-        *losses, stops, host_bytes, device_bytes = told.tolist()
-        norm = self._strategy.squares().sqrt().item()
+        totals = torch.cat([computed, placed(own, self._strategy.device)])
+        dist.all_reduce(totals)
+        totals = torch.cat([totals, self._strategy.squares()[None]])
+        position = sharding.advance(self._position, step.num_samples, self._plan.num_samples)
+        upcoming = None
+        if self._strategy.is_ahead and self._step + 1 < self._plan.num_steps:
+            upcoming = self._shards.step(self._step + 1, position)
+            self._strategy.prepare(upcoming)
+        # One read of the device for all numbers: it waits for the whole step.
+        *losses, stops, host_bytes, device_bytes, squares = totals.tolist()
+        norm = math.sqrt(squares)
         self._require_finite(step, losses, norm)
         spike = self._spike(step, norm)
-        applied = self._clip(norm)
+        applied = self._optimizer.clip(norm, self._plan.clip_norm)
         rate = self._rate()
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._position = sharding.advance(self._position, step.num_samples, self._plan.num_samples)
-        self._step += 1
+        self._optimizer.step(rate)
+        self._position, self._step = position, self._step + 1
+        if upcoming is not None and not stops:
+            self._begun = self._begin(upcoming)
         weight = self._shards.workload.weight
         made = Made(
             losses=losses,
@@ -236,6 +240,10 @@ class Loop:
         )
         self._on_record(lambda record: record.made(step, made))
         return bool(stops)
+
+    def _begin(self, step: Step) -> tuple[Step, Tensor]:
+        """Compute the gradient of `step`; return it with the result of `compute`."""
+        return step, self._strategy.compute(step)
 
     def _require_finite(self, step: Step, losses: list[float], norm: float) -> None:
         for shard, loss in enumerate(losses):
@@ -252,16 +260,6 @@ class Loop:
             raise Halted(spike, trace.Halt(step=step.number, reason=reason), reason=reason)
         self._norms.add(norm)
         return spike
-
-    def _clip(self, norm: float) -> float:
-        """Clip the gradient as the reference trainer does; return its norm after clipping."""
-        clip_norm = self._plan.clip_norm
-        if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
-            return norm
-        factor = clip_norm / (norm + 1e-6)
-        for parameter in self._strategy.trainable.values():
-            local(gradient_of(parameter)).mul_(factor)
-        return norm * factor
 
     def _rate(self) -> float:
         plan = self._plan
@@ -292,7 +290,7 @@ class Loop:
     def _state(self) -> State:
         """Return the run's state; it has tensors only on rank 0. All ranks must call it."""
         whole = self._strategy.whole
-        moments = {kind: whole(partial(self._moment, kind)) for kind in MOMENTS}
+        moments = {kind: whole(partial(self._optimizer.moment, kind)) for kind in MOMENTS}
         return State(
             step=self._step,
             position=self._position,
@@ -300,12 +298,6 @@ class Loop:
             moments=moments,
             norms=self._norms.to_record(),
         )
-
-    def _moment(self, kind: str, parameter: nn.Parameter) -> Tensor:
-        if parameter not in self._optimizer.state:
-            return torch.zeros_like(parameter)
-        moment: Tensor = self._optimizer.state[parameter][kind]
-        return moment
 
     def _restore(self, state: State | None) -> None:
         """Restore rank 0's `state` on all ranks, which must all call it."""
@@ -324,30 +316,7 @@ class Loop:
         with torch.no_grad():
             for name, parameter in strategy.trainable.items():
                 local(parameter).copy_(local(tensors[name]))
-                self._optimizer.state[parameter] = {
-                    "step": torch.tensor(float(self._step)),
-                    **{kind: moments[kind][name] for kind in MOMENTS},
-                }
-
-
-def _optimizer(plan: TrainingPlan, trainable: Mapping[str, nn.Parameter]) -> AdamW:
-    """Return AdamW. Weight decay applies to matrices only.
-
-    DTensors form separate groups, since multi-tensor kernels can't mix them with plain tensors.
-    """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in trainable.values():
-        is_matrix, is_distributed = parameter.dim() > 1, isinstance(parameter, DTensor)
-        groups.setdefault((is_matrix, is_distributed), []).append(parameter)
-    return AdamW(
-        [
-            {"params": group, "weight_decay": plan.weight_decay if is_matrix else 0.0}
-            for (is_matrix, _), group in groups.items()
-        ],
-        lr=plan.learning_rate,
-        betas=(BETA1, BETA2),
-        eps=EPSILON,
-    )
+        self._optimizer.restore(self._step, moments)
 
 
 class _Stopping:

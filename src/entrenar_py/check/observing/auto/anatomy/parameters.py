@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from entrenar_py.check.anatomy.record import Event, Named
@@ -56,12 +57,17 @@ def storage(tensor: Tensor) -> int:
 def shapes(held: Iterable[Any]) -> str:
     """Return dtypes and shapes of the first tensors: "float32 [8, 4], int64 [8]"."""
     found = [one for one in held if isinstance(one, Tensor)][:_SHAPES_MAX]
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {[*t.shape]}" for t in found)
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {_shape(t)}" for t in found)
+
+
+def _shape(tensor: Tensor) -> str:
+    return "nested" if tensor.is_nested else str([*tensor.shape])
 
 
 def digest(held: Iterable[Any]) -> str:
     """Return a digest of the first tensors; "" if there are none."""
-    results = [one for one in held if isinstance(one, Tensor) and one.numel()][:_DIGEST_TENSORS_MAX]
+    full = [one for one in held if isinstance(one, Tensor) and one.numel() and not one.is_meta]
+    results = [one.values() if one.is_nested else one for one in full[:_DIGEST_TENSORS_MAX]]
     if not results:
         return ""
     text = hashlib.blake2b(digest_size=8)
@@ -88,9 +94,14 @@ class Parameters:
     # --- numbers ----------------------------------------------------------------------------------
 
     def meet(self, named: Iterable[tuple[str, Tensor]], *, is_module: bool = True) -> list[int]:
-        """Return the numbers of tensors; those that are new are written with their names."""
+        """Return the numbers of tensors; those that are new are written with their names.
+
+        Parameters of a lazy module are left out until it has made them.
+        """
         results = []
         for name, tensor in named:
+            if is_lazy(tensor):
+                continue
             number = self._numbers.get(tensor)
             is_new = number is None
             if number is None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from entrenar_py.check.observing import call_sites, tensors
@@ -57,7 +58,7 @@ class Before:
 
 
 def _fingerprints(module: nn.Module) -> dict[str, int]:
-    named = dict(module.named_buffers())
+    named = {name: one for name, one in module.named_buffers() if not is_lazy(one)}
     return dict(zip(named, reading.fingerprints(named.values()), strict=True))
 
 

@@ -1,0 +1,171 @@
+"""The first operation in which two runs differ, between two borders that both runs have.
+
+The operations between the last border that agrees and the first that doesn't are aligned by their
+names. Operations that only one run has are harmless if a later pair agrees again, as if a product
+was divided differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from entrenar_py.check.diff import judge
+from entrenar_py.check.diff.alignment import Pair, align
+from entrenar_py.check.diff.judge import Difference, Ranks
+from entrenar_py.check.rank_files import border_file
+from entrenar_py.check.rank_files.border_file import Border
+
+Operation = list[Border]  # its outputs
+_WINDOW_MAX = 5000  # operations that are aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """The first operation that differs, as each run has it; "" where a run has none.
+
+    `where` is the path of the module that calls it, "" for the script itself.
+    """
+
+    where: str
+    first: str = ""
+    second: str = ""
+    first_site: str = ""
+    second_site: str = ""
+
+
+def culprit(
+    first: Ranks,
+    second: Ranks,
+    disturbed: Sequence[Ranks],
+    difference: Difference,
+    *,
+    in_bits: bool = False,
+) -> Culprit | None:
+    """Return the first operation that explains a difference; None if none was recorded.
+
+    The runs have the operations of the difference's step. Each difference of an operation is
+    measured by the operations of the `disturbed` runs, unless any difference `in_bits` counts. If
+    no output differs, it is the first operation with other arguments.
+    """
+    own, far = _window(first, second, difference)
+    relative = _relative(difference)
+    spreads = _spreads(first, disturbed, difference, own)
+    names, others = [[one[0].name for one in many] for many in (own, far)]
+    waiting: Culprit | None = None
+    by_arguments: Culprit | None = None
+    for tag, low, high, other_low, other_high in SequenceMatcher(
+        None, names, others, autojunk=False
+    ).get_opcodes():
+        if tag != "equal":
+            if waiting is None:
+                waiting = _between(own[low:high], far[other_low:other_high])
+            continue
+        for at in range(high - low):
+            operation, other = own[low + at], far[other_low + at]
+            differs = _differs(operation, other, spreads.get(low + at, 0.0), relative)
+            if differs or (in_bits and operation[0].digest != other[0].digest):
+                return waiting or _between([operation], [other])
+            if operation[0].numbers is not None:
+                waiting = None
+            if by_arguments is None and operation[0].text != other[0].text:
+                by_arguments = _between([operation], [other])
+    return waiting or by_arguments
+
+
+def _window(
+    first: Ranks, second: Ranks, difference: Difference
+) -> tuple[list[Operation], list[Operation]]:
+    """Return the operations of both runs between the last border that agrees and the difference."""
+    pairs = [pair for pair in align(first, second).pairs if pair.rank == difference.rank]
+    step, border = difference.border.step, difference.border
+    pairs = [pair for pair in pairs if pair.first.step == step]
+    at = next((n for n, pair in enumerate(pairs) if _is(pair, border)), None)
+    if at is None:  # only one run has this border
+        following = [n for n, pair in enumerate(pairs) if pair.first.order > difference.order]
+        at = following[0] if following else len(pairs) - 1
+    if at < 0 or not pairs:
+        return [], []
+    end = pairs[at]
+    earlier = [pair for pair in pairs[:at] if pair.second.order < end.second.order]
+    begin = earlier[-1] if earlier else None
+    rank, low = difference.rank, begin.first.order if begin else 0
+    other_low = begin.second.order if begin else 0
+    if border.kind == border_file.BUFFER:  # changed in a forward pass, and recorded after the step
+        low = other_low = 0
+    own = _between_orders(first, rank, low, end.first.order)
+    far = _between_orders(second, end.second_rank, other_low, end.second.order)
+    if border.kind == border_file.BUFFER:
+        own, far = ([one for one in many if one[0].where == border.where] for many in (own, far))
+    return own, far
+
+
+def _is(pair: Pair, border: Border) -> bool:
+    return (
+        pair.first.micro_batch == border.micro_batch
+        and pair.first.key == border.key
+        and pair.first.phase == border.phase
+    )
+
+
+def _between_orders(ranks: Ranks, rank: int, low: int, high: int) -> list[Operation]:
+    operations: list[Operation] = []
+    borders = next((one.borders for one in ranks if one.rank == rank), ranks[0].borders)
+    for border in borders:
+        if border.kind == border_file.OPERATION and low < border.order < high:
+            if border.part == "0" or not operations:
+                operations.append([])
+            operations[-1].append(border)
+    return operations[-_WINDOW_MAX:]
+
+
+def _relative(difference: Difference) -> float:
+    scale = difference.border.scale
+    return difference.spread / scale if scale > 0 else 0.0
+
+
+def _spreads(
+    first: Ranks, disturbed: Sequence[Ranks], difference: Difference, own: Sequence[Operation]
+) -> dict[int, float]:
+    """Return by the index of an operation the largest distance of its outputs when disturbed."""
+    largest: dict[int, float] = {}
+    for run in disturbed:
+        mine, theirs = _window(first, run, difference)
+        names, others = [[one[0].name for one in many] for many in (mine, theirs)]
+        if names == others == [one[0].name for one in own]:
+            for index, pair in enumerate(zip(mine, theirs, strict=True)):
+                away = max(_distances(*pair), default=0.0)
+                largest[index] = max(largest.get(index, 0.0), away)
+    return largest
+
+
+def _distances(one: Operation, other: Operation) -> Iterator[float]:
+    for border, partner in zip(one, other, strict=False):
+        if border.numbers is not None and partner.numbers is not None:
+            yield judge.distance(border, partner)
+
+
+def _differs(one: Operation, other: Operation, spread: float, relative: float) -> bool:
+    for border, partner in zip(one, other, strict=False):
+        away = judge.distance(border, partner)
+        limit = max(
+            judge.MULTIPLE * max(spread, relative * border.scale),
+            judge.FLOOR * judge.rounding(border, partner),
+        )
+        if away > limit:
+            return True
+    return False
+
+
+def _between(own: Sequence[Operation], far: Sequence[Operation]) -> Culprit:
+    first, second = own[0][0] if own else None, far[0][0] if far else None
+    known = first or second
+    assert known is not None, "one of both has an operation"
+    return Culprit(
+        where=known.where,
+        first=first.text if first else "",
+        second=second.text if second else "",
+        first_site=first.site if first else "",
+        second_site=second.site if second else "",
+    )

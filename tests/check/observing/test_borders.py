@@ -1,0 +1,135 @@
+"""What is recorded at the borders of modules, and what that leaves unchanged."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from entrenar_py.check.observing.borders import Borders, _common
+from entrenar_py.check.rank_files import border_file
+from entrenar_py.check.rank_files.border_file import Border, Settings
+
+
+class Net(nn.Module):
+    """Two layers, with an operation of the model itself between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(3, 5), nn.Identity(), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.act(self.up(x)).tanh())
+        return out
+
+
+def recorded(settings: Settings | None = None) -> tuple[list[Border], list[str], Net]:
+    """Return the borders of one step, the problems, and the model."""
+    torch.manual_seed(0)
+    net, borders, problems = Net(), list[Border](), list[str]()
+    recorder = Borders(net, borders.append, settings or Settings(), failed=problems.append)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    recorder.begin_pass(0, 0)
+    loss = net(torch.ones(2, 3)).square().mean()
+    recorder.loss(float(loss.detach()))
+    loss.backward()
+    recorder.before_step(0, [optimizer])
+    optimizer.step()
+    recorder.after_step()
+    return borders, problems, net
+
+
+def test_borders_are_in_the_order_of_execution() -> None:
+    """Forward, loss, backward and update follow each other, each with its module."""
+    borders, problems, _ = recorded()
+    assert not problems
+    passed = [(b.kind, b.name) for b in borders if b.phase in ("forward", "backward")]
+    forward = [
+        (border_file.INPUT, ""),
+        (border_file.INPUT, "up"),
+        (border_file.OUTPUT, "up"),
+        (border_file.INPUT, "act"),
+        (border_file.OUTPUT, "act"),
+        (border_file.INPUT, "down"),
+        (border_file.OUTPUT, "down"),
+        (border_file.OUTPUT, ""),
+        (border_file.LOSS, "loss"),
+    ]
+    kinds = (border_file.GENERATOR, border_file.SAMPLES)
+    assert [place for place in passed if place[0] not in kinds][: len(forward)] == forward
+    backward = [b for b in borders if b.phase == "backward"]
+    assert [b.name for b in backward if b.kind == border_file.PARAMETER_GRADIENT][-1] == "up.weight"
+    assert {b.kind for b in borders if b.phase == "update"} >= {
+        border_file.UPDATE,
+        border_file.RATE,
+    }
+
+
+def test_a_difference_is_attributed_to_the_code_that_made_it() -> None:
+    """An input comes from the module around, and a gradient from what uses the value."""
+    borders, _, _ = recorded()
+    where = {(b.kind, b.name): b.where for b in borders}
+    assert where[border_file.OUTPUT, "up"] == "up"
+    assert where[border_file.INPUT, "down"] == ""
+    assert where[border_file.INPUT_GRADIENT, "down"] == "down"
+    assert where[border_file.OUTPUT_GRADIENT, "up"] == "act"
+
+
+def test_noise_changes_last_bits_and_no_generator() -> None:
+    """Values move by some eps, and the script's random numbers stay the same."""
+    plain, _, _ = recorded()
+    disturbed, _, _ = recorded(Settings(noise=1))
+    for one, other in zip(plain, disturbed, strict=True):
+        if one.kind == border_file.GENERATOR:
+            assert one.digest == other.digest
+        if one.kind == border_file.OUTPUT and one.numbers is not None:
+            assert other.numbers is not None
+            assert one.digest != other.digest
+            torch.testing.assert_close(
+                torch.tensor(one.numbers), torch.tensor(other.numbers), rtol=1e-5, atol=1e-5
+            )
+
+
+def test_operations_have_modules_and_lines() -> None:
+    """Those of a backward pass have the line of their forward operation."""
+    borders, problems, _ = recorded(Settings(operations=(0, 0)))
+    assert not problems
+    operations = {b.name: b for b in borders if b.kind == border_file.OPERATION}
+    assert operations["addmm"].where == "down"
+    assert operations["tanh"].where == operations["tanh_backward"].where == ""
+    assert operations["tanh"].site == operations["tanh_backward"].site
+    assert "test_borders.py" in operations["tanh"].site
+
+
+def test_a_copy_of_the_model_records_nothing() -> None:
+    """An average of the weights may be called between steps."""
+    borders, problems, net = recorded()
+    before = len(borders)
+    copy.deepcopy(net)(torch.ones(2, 3))
+    assert (len(borders), problems) == (before, [])
+
+
+def test_a_failing_hook_ends_the_record_and_not_the_script() -> None:
+    """The reason is reported once."""
+
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+        @property
+        def weight(self) -> Tensor:
+            raise RuntimeError("no weight")
+
+    net, told = nn.Sequential(Odd(), nn.Linear(3, 1)), list[str]()
+    recorder = Borders(net, lambda _: None, Settings(), failed=told.append)
+    recorder.begin_pass(0, 0)
+    net(torch.ones(2, 3)).sum().backward()
+    assert told == ["values at borders can't be recorded (RuntimeError: no weight)"]
+
+
+def test_a_value_that_several_modules_use_belongs_to_what_contains_them() -> None:
+    """Nested users are one; parts of one module are that module."""
+    assert _common(["block", "block.norm"]) == "block.norm"
+    assert _common(["block", "block.q", "block.k"]) == "block"
+    assert _common(["first.q", "second.q"]) == ""
