@@ -157,7 +157,7 @@ def test_the_example_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     exec(compile(code, PAGE.name, "exec"), {})
     one = trace_file.load(tmp_path / "mine.jsonl")
-    promised = re.findall(r"F-\w+-\d+", text.split("From this file ")[1].split(" are held")[0])
+    promised = re.findall(r"F-\w+-\d+", text.split("With this file, ")[1].split(" hold. ")[0])
     assert len(promised) > 5
     for clause in promised:
         assert judged(clause, [one]).verdict is Verdict.HELD, clause

@@ -142,7 +142,7 @@ def test_a_second_welcome_is_refused() -> None:
     """The first one's state is being loaded."""
     machine, _ = welcomed()
     welcome = Welcome(rank=1, step=5, blocks=6, resumed=False, proof=machine._expected)
-    assert "it was already received" in closed(machine.receive(welcome, 0.0))[PEER]
+    assert "a second Welcome" in closed(machine.receive(welcome, 0.0))[PEER]
 
 
 def test_a_worker_for_any_place_asks_for_any_again() -> None:

@@ -308,7 +308,7 @@ class Program:
         if largest is not None and largest.num_bytes > self.device.limits.binding_bytes_max:
             step = next(buffer for buffer in self._lowered.steps if largest in buffer.bindings)
             raise BackendUnavailable(
-                f"{where}: {step.line}: a tensor of {largest.num_bytes} bytes, a binding holds "
+                f"{where}: {step.line}: a tensor of {largest.num_bytes} bytes, but a binding holds "
                 f"at most {self.device.limits.binding_bytes_max}; use smaller tensors or another "
                 "backend"
             )
