@@ -115,7 +115,7 @@ def test_shards_are_named_while_they_are_in_hand(alone: None) -> None:
         ("8", 2, "micro_batches='8': only a power of two"),
         (8.0, 2, "micro_batches=8.0: only a power of two"),
         (8, 3, "world_size=3: the canonical all-reduce needs a power of two"),
-        (2, 4, "micro_batches=2 with world_size=4: every rank needs one"),
+        (2, 4, "micro_batches=2 with world_size=4: every rank needs a micro-batch"),
     ],
 )
 def test_numbers_without_a_tree(micro_batches: Any, world_size: int, words: str) -> None:

@@ -166,7 +166,7 @@ def test_copies_that_wait_are_bounded(
     held.go_on.set()
     evaluator.settle(heard.append)
     (note,) = [one for one in heard if isinstance(one, Noted)]
-    assert note.text.startswith("validation after step 6 is left out")
+    assert note.text.startswith("validation after step 6 is skipped")
     assert [one.step for one in heard if isinstance(one, Scored)] == [2, 4]
 
 

@@ -97,7 +97,7 @@ def reports_of_command(options: argparse.Namespace, arguments: Sequence[str]) ->
     jobs = _of_command(options, [*_chosen(options, _loaded(options))], shared)
     with shared.stack:
         called = _called(options, arguments)
-        return [report for _, report in reporting.each_report(jobs, called, Console(quiet=True))]
+        return [report for _, report in reporting.each_report(jobs, called, console.nowhere())]
 
 
 def _look(options: argparse.Namespace) -> None:

@@ -123,6 +123,7 @@ class Ear:
         """Report the loss of a backward pass, unless it runs inside another pass."""
         self._depth += 1
         if self._depth == 1:
+            Backward.begins()
             self._passes.backward_begins(self._losses.begun(tensors, is_plain=is_plain))
 
     def backward_ended(self) -> None:
@@ -169,7 +170,6 @@ def _backward(original: Function, listener: Listener) -> Function:
     @wraps(original)
     def backward(tensors: Any, *given: Any, **named: Any) -> Any:
         gradients = given[0] if given else named.get("grad_tensors")
-        Backward.begins()
         listener.backward_begins(tensors, is_plain=gradients is None)
         try:
             return original(tensors, *given, **named)

@@ -53,6 +53,11 @@ def standard_output(*, color: bool) -> Console:
     )
 
 
+def nowhere() -> Console:
+    """Return a console that writes nothing."""
+    return Console(quiet=True)
+
+
 def standard_error(*, color: bool) -> Console:
     """Return a console on standard error, without colours unless `color`. It reads no markup."""
     return Console(
