@@ -145,11 +145,6 @@ class DeviceStep:
         pieces = zip(self._trainable, self._shapes, torch.split(vector, self._sizes), strict=True)
         return {name: piece.view(shape) for name, shape, piece in pieces}
 
-    @property
-    def num_recorded(self) -> int:
-        """The number of recordings that are kept now."""
-        return sum(recorded is not None for recorded in self._seen.values())
-
     def computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
         """Return the gradients, times the scale, and the loss of a batch that is on the CPU.
 

@@ -120,11 +120,6 @@ class Backward:
 
     site: Site | None = None
 
-    @classmethod
-    def begins(cls) -> None:
-        """Record that a backward pass begins."""
-        cls.site = cls.site or here()
-
 
 class Samples:
     """The place where the script draws samples: its last loader, or its own report.

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from entrenar_py.check.observing import checkpoints, mirrored_batches
-from entrenar_py.check.observing.call_sites import Backward
+from entrenar_py.check.observing.call_sites import Backward, here
 from entrenar_py.check.observing.iterations import LoaderHooks
 from entrenar_py.check.observing.loss_terms import Losses
 from entrenar_py.shared import hook_calls
@@ -123,7 +123,6 @@ class Ear:
         """Report the loss of a backward pass, unless it runs inside another pass."""
         self._depth += 1
         if self._depth == 1:
-            Backward.begins()
             self._passes.backward_begins(self._losses.begun(tensors, is_plain=is_plain))
 
     def backward_ended(self) -> None:
@@ -166,10 +165,20 @@ def heard() -> tuple[Patch, ...]:
 # --- the replacements -------------------------------------------------------------------------
 
 
+_set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
 def _backward(original: Function, listener: Listener) -> Function:
     @wraps(original)
     def backward(tensors: Any, *given: Any, **named: Any) -> Any:
         gradients = given[0] if given else named.get("grad_tensors")
+        if Backward.site is None:
+            # A compiled step would trace the lookup, and compile other graphs than unobserved.
+            before = _set_eval_frame(None)
+            try:
+                Backward.site = here()
+            finally:
+                _set_eval_frame(before)
         listener.backward_begins(tensors, is_plain=gradients is None)
         try:
             return original(tensors, *given, **named)
