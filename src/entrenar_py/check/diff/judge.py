@@ -77,7 +77,7 @@ class Judgement:
 
     - `real`: the first difference that rounding does not explain, or None.
     - `bits`: the first difference at all, or None if all compared bits are equal.
-    - `differences`: one for each compared border, in order.
+    - `differences`: one for each judged border, in order.
     - `alignment`: what was paired, and what can't be compared.
     - `explaining`: samples and generators that differ, up to the first real difference.
     """
@@ -111,6 +111,7 @@ def judge(first: Ranks, second: Ranks, disturbed: Sequence[Ranks]) -> Judgement:
             f"{turned.border.name} around, where the gradient is nearly zero; later steps are not "
             "judged"
         ] = None
+        differences = judged
     if real is not None:
         end = (real.border.step, real.order)
         explaining = [pair for pair in explaining if (pair.first.step, pair.first.order) <= end]
