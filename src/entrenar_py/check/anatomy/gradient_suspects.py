@@ -51,9 +51,9 @@ class _Update:
 
     @cached_property
     def _earlier(self) -> list[Event]:
-        held = numbers(self.update.held)
+        in_optimizer = numbers(self.update.held)
         known = [(e, numbers(getattr(e, "touched", ""))) for e in before(self.step, self.update)]
-        return [e for e, touched in known if touched & held or isinstance(e, record.Called)]
+        return [e for e, touched in known if touched & in_optimizer or isinstance(e, record.Called)]
 
     @cached_property
     def passes(self) -> list[record.Backward]:
@@ -62,9 +62,9 @@ class _Update:
 
     @property
     def reduced(self) -> list[record.Collective]:
-        held = numbers(self.update.held)
+        in_optimizer = numbers(self.update.held)
         sums = (e for e in self._earlier if isinstance(e, record.Collective))
-        return [e for e in sums if e.by == "script" and _reduces(e, held)]
+        return [e for e in sums if e.by == "script" and _reduces(e, in_optimizer)]
 
     @property
     def operations(self) -> set[str]:
@@ -222,8 +222,10 @@ def never_graded(known: Evidence) -> Iterator[Seen]:
         for update in own.of(record.Stepped):
             by_optimizer.setdefault(update.optimizer, []).append(update)
         for updates in by_optimizer.values():
-            held = frozenset.intersection(*(numbers(update.held) for update in updates))
-            without = held.difference(*(numbers(update.graded) for update in updates), touched)
+            in_optimizer = frozenset.intersection(*(numbers(update.held) for update in updates))
+            without = in_optimizer.difference(
+                *(numbers(update.graded) for update in updates), touched
+            )
             if without and len(updates) > 1:
                 yield Seen(rank, len(updates) - 1, updates[-1], known.named(rank, without))
 
@@ -413,8 +415,8 @@ def moves_nothing(known: Evidence) -> Iterator[Seen]:
             stands = not any(e.moved for e in late) and all(e.graded for e in late)
             if len(late) > 1 and stands:
                 rates = ", ".join(f"{rate:g}" for rate in late[-1].rates)
-                told = f"lr {rates}, norm of the gradient {late[-1].norm:g}"
-                yield Seen(rank, len(steps) - 1, late[-1], told)
+                evidence = f"lr {rates}, norm of the gradient {late[-1].norm:g}"
+                yield Seen(rank, len(steps) - 1, late[-1], evidence)
 
 
 def steps_non_finite(known: Evidence) -> Iterator[Seen]:

@@ -52,8 +52,8 @@ def draws_the_same(known: Evidence) -> Iterator[Seen]:
     """Yield ranks that are replicas and give their models the same inputs in every call."""
     for rank, other, calls in _calls_of_two(known):
         if all(a.digest and a.digest == b.digest for _, a, b in calls):
-            told = f"rank {rank} has the same inputs in all calls"
-            yield Seen(other, calls[0][0], calls[0][2], told)
+            evidence = f"rank {rank} has the same inputs in all calls"
+            yield Seen(other, calls[0][0], calls[0][2], evidence)
 
 
 def draws_the_same_masks(known: Evidence) -> Iterator[Seen]:
@@ -62,8 +62,8 @@ def draws_the_same_masks(known: Evidence) -> Iterator[Seen]:
         drawing = [(a, b) for _, a, b in calls if a.draws and b.draws]
         apart = any(a.digest != b.digest for a, b in drawing)
         if len(drawing) > 1 and apart and all(a.generator == b.generator for a, b in drawing):
-            told = f"rank {rank} has the same generator in all calls"
-            yield Seen(other, calls[0][0], drawing[0][1], told)
+            evidence = f"rank {rank} has the same generator in all calls"
+            yield Seen(other, calls[0][0], drawing[0][1], evidence)
 
 
 def _calls_of_two(
@@ -98,8 +98,8 @@ def passes_are_uneven(known: Evidence) -> Iterator[Seen]:
         if len({*counts.values()}) > 1:
             rank = min(counts, key=lambda one: counts[one])
             event = ended[rank][key]
-            told = ", ".join(f"{count} on rank {one}" for one, count in counts.items())
-            yield Seen(rank, _step_of(known, rank, event), event, f"batches: {told}")
+            evidence = ", ".join(f"{count} on rank {one}" for one, count in counts.items())
+            yield Seen(rank, _step_of(known, rank, event), event, f"batches: {evidence}")
 
 
 def _trained_calls(step: Step) -> list[record.Forward]:
@@ -179,8 +179,8 @@ def moves_frozen_statistics(known: Evidence) -> Iterator[Seen]:
 def schedules_twice(known: Evidence) -> Iterator[Seen]:
     """Yield two schedules of one optimizer, if one of them overwrites the other's rate."""
     for rank, step in known.each():
-        made = of(step, record.Scheduled)
-        for event, other in combinations(made, 2):
+        scheduled = of(step, record.Scheduled)
+        for event, other in combinations(scheduled, 2):
             both = event.optimizer == other.optimizer and event.schedule != other.schedule
             if both and {event.kind, other.kind} & {*_ABSOLUTE}:
                 yield Seen(rank, step.number, other, f"{event.kind} and {other.kind}")

@@ -29,8 +29,8 @@ def page(anatomy: Anatomy, suspects: Sequence[Suspect], command: str) -> str:
 
 def _body(anatomy: Anatomy, suspects: Sequence[Suspect], command: str) -> Iterator[str]:
     yield f"<h1>Anatomy of a training step</h1><pre>{html(command)}</pre>"
-    told = f"{counted(len(anatomy.lanes), 'rank')}, {counted(anatomy.num_steps, 'step')}; "
-    yield f"<p>{told}step {anatomy.usual} is shown, as a usual one.</p>"
+    summary = f"{counted(len(anatomy.lanes), 'rank')}, {counted(anatomy.num_steps, 'step')}; "
+    yield f"<p>{summary}step {anatomy.usual} is shown, as a usual one.</p>"
     yield f"<section><h2>{counted(len(suspects), 'suspect') if suspects else 'No suspects'}</h2>"
     for suspect in suspects:
         name = f'<span class="verdict inconclusive">{html(suspect.name)}</span>'

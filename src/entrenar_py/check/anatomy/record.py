@@ -297,8 +297,8 @@ class Record:
 
 def header(*, rank: int, world_size: int, pid: int) -> str:
     """Return the first line of a file."""
-    told = {"format": FORMAT, "version": VERSION, "rank": rank, "world_size": world_size}
-    return json.dumps({**told, "pid": pid})
+    header = {"format": FORMAT, "version": VERSION, "rank": rank, "world_size": world_size}
+    return json.dumps({**header, "pid": pid})
 
 
 def line_of(event: Event) -> str:

@@ -117,8 +117,8 @@ def _of_block(block: Block) -> dict[str, Any]:
 
 
 def _of_line(line: Line) -> dict[str, Any]:
-    told = {"file": relative(line.file), "line": line.line, "what": line.what}
-    return {**told, "values": line.values, "last_values": line.last}
+    row = {"file": relative(line.file), "line": line.line, "what": line.what}
+    return {**row, "values": line.values, "last_values": line.last}
 
 
 def _of_difference(difference: Difference) -> Mapping[str, Any]:

@@ -133,8 +133,8 @@ def _collective(words: Words, event: record.Collective) -> str:
     contents = "other tensors" if event.contents == "other" else event.contents
     contents += f" of {wording.counted(count, 'parameter')}" if count else ""
     by = "" if event.by == "script" else f", by {event.by}"
-    held = f" {size(event.tensor_bytes, 'B')} of {contents}" if event.tensor_bytes else ""
-    return f"{calls}{name}{held}, {wording.counted(event.size, 'rank')}{by}"
+    sizes = f" {size(event.tensor_bytes, 'B')} of {contents}" if event.tensor_bytes else ""
+    return f"{calls}{name}{sizes}, {wording.counted(event.size, 'rank')}{by}"
 
 
 def _clear(_: Words, event: record.Cleared) -> str:
@@ -154,9 +154,9 @@ def _step(words: Words, event: record.Stepped) -> str:
         f"{len(numbers(event.stale)):,} with an earlier gradient",
         f"{len(numbers(event.edited)):,} changed since the last step",
     ]
-    told = [facts[0], *(fact for fact in facts[1:] if not fact.startswith("0 "))]
+    shown = [facts[0], *(fact for fact in facts[1:] if not fact.startswith("0 "))]
     by = " by GradScaler" if event.scaler else ""
-    return f"{event.kind}.step{by}: {', '.join(told)}"
+    return f"{event.kind}.step{by}: {', '.join(shown)}"
 
 
 def _schedule(_: Words, event: record.Scheduled) -> str:

@@ -69,8 +69,8 @@ def _is_frozen(part: nn.Module) -> bool:
 
 def has_modes(part: nn.Module) -> bool:
     """Return whether a part has dropout or batch norm that isn't inside a frozen part."""
-    held = [*part.parameters()]
-    if held and not any(parameter.requires_grad for parameter in held):
+    parameters = [*part.parameters()]
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
         return False
     own = isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0)
     return own or any(map(has_modes, part.children()))
