@@ -41,6 +41,7 @@ from entrenar_py.shared import hook_calls
 
 VALUES_MAX = 4096  # elements up to which a tensor is kept as values, and above as a sketch
 _DIGEST_BYTES = 8
+_OF_TORCHRUN = "TORCHELASTIC_"  # its own state, new in each run
 _ENVIRONMENT = ("CUDA_", "CUBLAS_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "NVIDIA_TF32")
 
 _KERNELS = ("foreach", "fused", "capturable", "differentiable")  # settings that compute the same
@@ -81,7 +82,11 @@ def facts(model: nn.Module) -> dict[str, str]:
             "cuDNN benchmark": str(torch.backends.cudnn.benchmark),
             "TF32 in products": str(matmul.allow_tf32),
         }
-    variables = {name: text for name, text in os.environ.items() if name.startswith(_ENVIRONMENT)}
+    variables = {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith(_ENVIRONMENT) and not name.startswith(_OF_TORCHRUN)
+    }
     return {name: text for name, text in {**known, **variables}.items() if text}
 
 
