@@ -237,7 +237,7 @@ def marking(of: str, said: str = "{{ m.content }}") -> str:
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        (marking("loop.last"), "marks 1 run of text as generated ({% generation %}), and the row "),
+        (marking("loop.last"), "marks 1 run of text as generated ({% generation %}), but the row "),
         (marking("m.role == 'nobody'"), "marks 0 runs of text as generated"),
         (marking("true"), "marks a part of message 1 (user) as generated"),
         (

@@ -70,7 +70,7 @@ def test_every_message_is_heard_by_one_side() -> None:
     assert set(MESSAGES.values()) == SAID_BY_WORKERS | HEARD_BY_WORKERS | SAID_AMONG_WORKERS
     assert {Heartbeat} == SAID_BY_WORKERS & HEARD_BY_WORKERS
     assert Average.__doc__ is not None
-    assert Average.__doc__.startswith("The process that averaged it")
+    assert Average.__doc__.startswith("Coordinator, or a worker of a mesh")
     for kind in set(MESSAGES.values()) - {Average}:
         assert kind.__doc__ is not None
         who = {(True, False): "Worker", (False, True): "Coordinator", (True, True): "Either"}
