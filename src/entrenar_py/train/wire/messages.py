@@ -391,7 +391,7 @@ class Summed(Message):
 
 
 class Heartbeat(Message):
-    """Sent by both sides: the process is alive, however long its work takes."""
+    """Either side: the process is alive, however long its work takes."""
 
     tag: ClassVar[int] = 20
 
