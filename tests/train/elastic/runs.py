@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ import torch
 
 # Loaded before the fork, as the first optimizer of every rank would load it after that.
 import torch._dynamo.aot_compile
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import entrenar_py
-from entrenar_py.supervise import supervise
-from entrenar_py.train.elastic.launcher import Seat, seat_of_launcher
+from entrenar_py.train.elastic.launcher import seat_of_launcher
+from entrenar_py.train.elastic.membership import Roll
+from entrenar_py.train.elastic.supervise import supervise
 
 MICRO_BATCHES, STEPS, DEADLINE_S = 8, 12, 1.5
 PAUSE_S = 0.002  # of each micro-batch: a fault finds the run still going
@@ -99,10 +101,6 @@ def digest(layers: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -
     return hashlib.sha256(b"".join(parts) + repr(schedule.get_last_lr()).encode()).hexdigest()[:16]
 
 
-import faulthandler
-faulthandler.register(signal.SIGUSR1, all_threads=True)
-
-
 def train(folder: Path, report: Callable[[str], None]) -> int:
     """Train as one rank of the environment, and report the digest in the end."""
     torch.set_num_threads(1)
@@ -117,7 +115,7 @@ def train(folder: Path, report: Callable[[str], None]) -> int:
     )
     report(f"joined {trainer.step} {trainer.rank} {trainer.world_size}")
     for step in trainer.steps(STEPS):
-        for batch in trainer.fold(batches(step)):
+        for batch in trainer.fold([*batches(step)]):
             loss = layers(batch).float().square().mean()
             loss.backward()
             time.sleep(PAUSE_S)
@@ -137,6 +135,7 @@ class Outcome:
 
     statuses: list[int]
     reports: dict[str, list[str]]  # "seat.pid" -> lines
+    interrupts: list[str]  # why each generation ended, if it was interrupted
 
     @property
     def digests(self) -> list[str]:
@@ -153,7 +152,7 @@ def run(
     max_restarts: int = 50,
 ) -> Outcome:
     """Train on `num_ranks` ranks. `fault` is called again and again with the ranks' {seat: pid}."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
@@ -179,7 +178,7 @@ def run(
             first, at = start(), seat_of_launcher()
             return supervise(first, at, start=start, max_restarts=max_restarts, say=lambda _: None)
 
-        supervisors = [Fork(lambda seat=seat: supervisor(seat)) for seat in range(num_ranks)]
+        supervisors = [Fork(partial(supervisor, seat)) for seat in range(num_ranks)]
         while any(one.poll() is None for one in supervisors):
             pids = {}
             for seat in range(num_ranks):
@@ -193,7 +192,13 @@ def run(
             for file in folder.iterdir()
             if file.name[0].isdigit()
         }
-        return Outcome([one.poll() or 0 for one in supervisors], reports)
+        prefixed = PrefixStore("entrenar-elastic//0", store)
+        why = [
+            f"{number}: {prefixed.get(f'interrupt/{number}').decode()}"
+            for number in range(Roll(prefixed).newest() + 1)
+            if Roll(prefixed).has(f"interrupt/{number}")
+        ]
+        return Outcome([one.poll() or 0 for one in supervisors], reports, why)
 
 
 class RandomFaults:
@@ -230,8 +235,8 @@ def main(num_runs: int, seed: int) -> int:
     """Make runs with random faults. Return 1 if one of them ends with other weights."""
     right = run(1).digests[0]
     wrong, faults, joins = 0, 0, 0
-    for index in (range(num_runs) if num_runs>=0 else [-num_runs]):
-        draw = random.Random(f"{seed}.{index}")  # noqa: S311  # no secrets
+    for index in range(num_runs):
+        draw = random.Random(f"{seed}.{index}")
         num_ranks = draw.randint(1, 4)
         fault = RandomFaults(draw, draw.randint(0, 4))
         began = time.monotonic()
@@ -245,7 +250,10 @@ def main(num_runs: int, seed: int) -> int:
         if not outcome.digests or set(outcome.digests) != {right} or any(outcome.statuses):
             wrong += 1
             print(f"run {index}, {num_ranks} ranks, {fault.made}: {outcome}")
-        print(f"run {index}: {num_ranks} ranks, {fault.made}, {time.monotonic() - began:.1f} s", flush=True)
+        print(
+            f"run {index}: {num_ranks} ranks, {fault.made}, {time.monotonic() - began:.1f} s",
+            flush=True,
+        )
     print(f"{num_runs} runs, {faults} faults, {joins} joins in mid-run: {wrong} ended otherwise")
     return 1 if wrong else 0
 

@@ -53,7 +53,8 @@ class Counter:
         none if the rank's micro-batches are a subtree.
         """
         parameters = list(parameters)
-        span, others = range(self._next, self._next + 1), []
+        span = range(self._next, self._next + 1)
+        others: list[list[Tensor]] = []
         for left, waiting in reversed(self._nodes):
             taken = [waiting.pop(one) for one in parameters]
             if not others and are_siblings(left, span):
@@ -209,7 +210,7 @@ class Reducer:
                 "sum"
             )
         self._reduced.update(parameters)
-        self._counter.complete(parameters, _views(bucket.buffer(), parameters))
+        self._counter.complete(parameters, views(bucket.buffer(), parameters))
         return self._exchange(bucket.buffer())
 
 
@@ -257,7 +258,7 @@ def exchange_of(
     return blocking
 
 
-def _views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+def views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     """Return each parameter's gradient as a view of a bucket's `buffer`.
 
     `bucket.gradients()` ignores strides: it would reorder the elements of channels-last weights.

@@ -190,7 +190,7 @@ def require_parameters(model: torch.nn.Module) -> dict[Tensor, str]:
 
     Raises UsageError if `model`, which is not wrapped, isn't supported.
     """
-    parameters = {}
+    parameters: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

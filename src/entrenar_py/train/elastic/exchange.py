@@ -1,4 +1,4 @@
-"""The canonical all-reduce for any number of ranks, of which each holds some nodes of the tree.
+"""The canonical all-reduce for any number of ranks. Each holds one node of the tree, or more.
 
 M micro-batches are dealt to W ranks in blocks of nearly equal size. A block is covered by one node
 of the binary tree, or by several if it is no subtree. Rank r adds the r-th chunk of all ranks'
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from entrenar_py.train.canonical.exchange import ALIGNMENT
 from entrenar_py.train.canonical.reducer import are_siblings
+from entrenar_py.train.elastic.group import Group
 
 Wait = Callable[[dist.Work], None]
 
@@ -45,7 +45,7 @@ def add_nodes(rows: Tensor, spans: list[range]) -> Tensor:
     for span, row in zip(spans, rows, strict=True):
         while stack and are_siblings(stack[-1][0], span):
             left, older = stack.pop()
-            span, row = range(left.start, span.stop), older + row  # noqa: PLW2901
+            span, row = range(left.start, span.stop), older + row
         stack.append((span, row))
     ((_, root),) = stack
     return root
@@ -55,11 +55,13 @@ class Exchange:
     """The sums of one generation of ranks over `group`, which is None for a single rank."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, *, rank: int, world_size: int, micro_batches: int
+        self, group: Group | None, *, rank: int, world_size: int, micro_batches: int
     ) -> None:
-        shares = [share(micro_batches, rank=one, world_size=world_size) for one in range(world_size)]
+        shares = [
+            share(micro_batches, rank=other, world_size=world_size) for other in range(world_size)
+        ]
         self.shards = shares[rank]
-        self._nodes = [nodes(one) for one in shares]  # by rank
+        self._nodes = [nodes(shards) for shards in shares]  # by rank
         self._group, self._rank, self._world_size = group, rank, world_size
         self._scale = 1 / micro_batches
 
@@ -87,11 +89,11 @@ class Exchange:
         sent = rows.view(self.num_rows, self._world_size, chunk).transpose(0, 1).contiguous()
         counts = [len(one) for one in self._nodes]
         received = rows.new_empty(sum(counts), chunk)
-        work = self._group.alltoall_base(
+        work = self._group.all_to_all(
             received.view(-1),
             sent.view(-1),
-            [count * chunk for count in counts],
-            [self.num_rows * chunk] * self._world_size,
+            received_from=[count * chunk for count in counts],
+            sent_to=[self.num_rows * chunk] * self._world_size,
         )
         return received, work
 
@@ -102,7 +104,7 @@ class Exchange:
         if self._group is None:
             out.copy_(mean)
             return None
-        return self._group._allgather_base(out, mean)
+        return self._group.all_gather(out, mean)
 
 
 class Sum:

@@ -10,11 +10,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    TCPStore,
+)
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.supervise import SUPERVISED
+from entrenar_py.train.elastic.supervise import SUPERVISED
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _TIMEOUT = timedelta(seconds=300)  # for the store to answer
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -24,7 +32,7 @@ _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class Seat:
     """A rank of the launcher, of `num_seats`, and its store."""
 
-    store: dist.Store
+    store: Store
     seat: int
     num_seats: int
 
@@ -35,7 +43,7 @@ def seat_of_launcher(environment: Mapping[str, str] = os.environ) -> Seat:
     Raises UsageError if some of the variables that launchers set are missing or are no numbers.
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return Seat(dist.HashStore(), 0, 1)
+        return Seat(HashStore(), 0, 1)
     missing = [name for name in _NAMES if name not in environment]
     if missing:
         raise UsageError(
@@ -48,7 +56,7 @@ def seat_of_launcher(environment: Mapping[str, str] = os.environ) -> Seat:
             raise UsageError(f"{name}={environment[name]!r} in the environment is not a number")
         numbers[name] = int(environment[name])
     agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
+    store = TCPStore(
         environment["MASTER_ADDR"],
         numbers["MASTER_PORT"],
         is_master=numbers["RANK"] == 0 and not agents and SUPERVISED not in environment,
@@ -58,4 +66,4 @@ def seat_of_launcher(environment: Mapping[str, str] = os.environ) -> Seat:
     # An agent that starts all ranks anew keeps its store.
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"entrenar-elastic/{environment.get('TORCHELASTIC_RUN_ID', '')}/{attempt}"
-    return Seat(dist.PrefixStore(prefix, store), numbers["RANK"], numbers["WORLD_SIZE"])
+    return Seat(PrefixStore(prefix, store), numbers["RANK"], numbers["WORLD_SIZE"])

@@ -28,12 +28,16 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from entrenar_py.shared.errors import EntrenarError, UsageError
+from entrenar_py.shared.untrusted import json_text
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _POLL_S = 0.002
 _TURN_S = 1.0  # for a process to write a record that is due
@@ -81,7 +85,7 @@ class Generation:
     @classmethod
     def read(cls, number: int, text: bytes) -> Generation:
         """Return the generation of a record."""
-        fields = json.loads(text)
+        fields = json_text.load(text)
         members = tuple((seat, incarnation) for seat, incarnation in fields["members"])
         return cls(number, members, fields["source"], tuple(fields["behind"]))
 
@@ -92,8 +96,13 @@ class Roll:
     `store` answers to this process alone: a store's client makes one request at a time.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
+
+    def clone(self) -> Store:
+        """Return another client of the store: one that waits can't make requests."""
+        store: Store = self.store.clone()  # type: ignore[attr-defined]
+        return store
 
     def has(self, key: str) -> bool:
         """Return whether `key` was written."""
@@ -113,9 +122,9 @@ class Roll:
         """Return a generation that has a record."""
         return Generation.read(number, self.store.get(f"record/{number}"))
 
-    def interrupt(self, number: int, why: str) -> None:
+    def interrupt(self, number: int, reason: str) -> None:
         """End generation `number`."""
-        self.store.set(f"interrupt/{number}", why)
+        self.store.set(f"interrupt/{number}", reason)
 
     def bury(self, seat: int) -> None:
         """Say that the newest process at `seat` has ended, and end the generation that it is in."""
@@ -147,7 +156,7 @@ class Membership:
     """This process's part in the agreement."""
 
     def __init__(
-        self, store: dist.Store, *, seat: int, num_seats: int, facts: Mapping[str, object]
+        self, store: Store, *, seat: int, num_seats: int, facts: Mapping[str, object]
     ) -> None:
         """Take `seat` of `num_seats`. All members must have the same `facts`."""
         self.roll = Roll(store)
@@ -156,8 +165,7 @@ class Membership:
         self.incarnation = int(store.add(f"incarnation/{seat}", 1))
         self._generation: Generation | None = None
         self._interrupted = threading.Event()
-        # Another client: one that waits can't make requests.
-        self._watched = store.clone()
+        self._watched = self.roll.clone()
         self._watcher: threading.Thread | None = None
         atexit.register(self._close)
 
@@ -166,10 +174,10 @@ class Membership:
         """Whether this process's generation has ended. Asks nobody."""
         return self._interrupted.is_set()
 
-    def interrupt(self, why: str) -> None:
+    def interrupt(self, reason: str) -> None:
         """End this process's generation."""
         if self._generation is not None:
-            self.roll.interrupt(self._generation.number, why)
+            self.roll.interrupt(self._generation.number, reason)
         self._interrupted.set()
 
     def agree(self, step: int, *, trained: bool, deadline_s: float) -> Generation:
@@ -178,8 +186,8 @@ class Membership:
         The process has committed `step` steps. `trained` says whether it has the run's state.
         Waits `deadline_s` for members of the last generation, and for the first processes of all
         seats. Raises LeftBehindError if the others have gone on without this process,
-        EndedError if the run has ended, and UsageError if the process whose state counts has other
-        facts.
+        EndedError if the run has ended, and UsageError if this process has other facts than the
+        source.
         """
         while True:
             last = self._generation
@@ -263,10 +271,8 @@ class Membership:
 
     def _watch(self, number: int, interrupted: threading.Event) -> None:
         """Set `interrupted` as soon as generation `number` has ended."""
-        try:
+        with suppress(RuntimeError):  # if the store has ended, the next request raises it
             self._watched.wait([f"interrupt/{number}"], _FOREVER)
-        except RuntimeError:
-            pass  # the store has ended: whoever asks it next gets the error
         interrupted.set()
 
     def _close(self) -> None:
@@ -304,7 +310,7 @@ class Membership:
         if alive:
             missing = [(seat, one) for seat, one in alive if seat not in here]
             writers = [seat for seat, _ in alive if seat in here]
-        else:  # the run starts, or everyone has ended: wait for all who will start
+        else:  # the run starts, or all have ended: wait for all seats
             missing = [
                 (seat, self.roll.incarnation(seat))
                 for seat in range(self._num_seats)
@@ -318,17 +324,17 @@ class Membership:
             return
         for seat, incarnation in missing:
             self._set(f"excluded/{seat}.{incarnation}", "")
-        present = [here[seat] for seat in sorted(here)]
-        source = max(present, key=lambda one: (one.trained, one.step))  # the first of the best
-        behind = [
-            rank
-            for rank, one in enumerate(present)
-            if one is not source and (not one.trained or one.step < source.step)
-        ]
+        members = sorted(here)
+        advance = {seat: (here[seat].trained, here[seat].step) for seat in members}
+        source = max(members, key=lambda seat: advance[seat])  # the first of the most advanced
         record = {
-            "members": [(seat, here[seat].incarnation) for seat in sorted(here)],
-            "source": present.index(source),
-            "behind": behind,
+            "members": [(seat, here[seat].incarnation) for seat in members],
+            "source": members.index(source),
+            "behind": [
+                rank
+                for rank, seat in enumerate(members)
+                if seat != source and not (here[seat].trained and advance[seat] == advance[source])
+            ],
         }
         self.roll.store.compare_set(f"record/{number}", "", json.dumps(record))
 
@@ -337,14 +343,16 @@ class Membership:
         key = f"here/{number}/{seat}"
         if not self.roll.has(key):
             return None
-        presence = _Presence(**json.loads(self.roll.store.get(key)))
+        presence = _Presence(**json_text.load(self.roll.store.get(key)))
         newest = presence.incarnation == self.roll.incarnation(seat)
         alive = not self.roll.has(f"dead/{seat}.{presence.incarnation}")
         return presence if newest and alive else None
 
     def _require_same_facts(self, generation: Generation) -> None:
         seat, _ = generation.members[generation.source]
-        theirs = _Presence(**json.loads(self.roll.store.get(f"here/{generation.number}/{seat}")))
+        theirs = _Presence(
+            **json_text.load(self.roll.store.get(f"here/{generation.number}/{seat}"))
+        )
         for name, value in self._facts.items():
             if theirs.facts.get(name) != value:
                 raise UsageError(
@@ -352,4 +360,3 @@ class Membership:
                     f"{theirs.facts.get(name)} on rank {seat}: ranks with different settings may "
                     "get different bits; use the same on all ranks"
                 )
-

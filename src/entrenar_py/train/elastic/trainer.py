@@ -6,18 +6,20 @@ import hashlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.canonical import requirements
 from entrenar_py.train.canonical.reducer import Counter, take
-from entrenar_py.train.elastic.exchange import Exchange, Sum, Wait
+from entrenar_py.train.elastic.buckets import Buckets, ConnectionLostError
+from entrenar_py.train.elastic.exchange import Exchange, Sum
+from entrenar_py.train.elastic.group import Group
 from entrenar_py.train.elastic.launcher import seat_of_launcher
 from entrenar_py.train.elastic.membership import (
     EndedError,
@@ -28,9 +30,6 @@ from entrenar_py.train.elastic.membership import (
 from entrenar_py.train.elastic.transfer import broadcast
 
 Batch = TypeVar("Batch")
-
-# Large enough to hide latency, small enough for the backward pass to go on beside it.
-_BUCKET_BYTES = 25 << 20
 
 
 class ElasticTrainer:
@@ -87,9 +86,10 @@ class ElasticTrainer:
         self._open = False  # between `steps` and `commit`
         self._trained = False  # whether this process has the state of the run
         self._abandoned: list[tuple[object, list[Sum]]] = []
-        self._buckets: _Buckets | None = None
         self._counter = Counter()
-        self._hook()
+        self._use(None, rank=0, world_size=1)  # until there is a generation
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
         self._regroup()
 
     @property
@@ -188,17 +188,13 @@ class ElasticTrainer:
 
     # --- the gradients of a step ------------------------------------------------------------------
 
-    def _hook(self) -> None:
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._made)
-
     def _made(self, parameter: Tensor) -> None:
         """Note that the backward pass has made the gradient of `parameter`."""
         if self._shard is None or self._shard != self.shards[-1] or self._members.interrupted:
             return
         try:
             self._buckets.add(parameter, self._counter)
-        except _ConnectionLostError as error:
+        except ConnectionLostError as error:
             self._members.interrupt(str(error))
 
     def _keep(self, shard: int) -> None:
@@ -233,7 +229,7 @@ class ElasticTrainer:
     # --- another set of ranks ---------------------------------------------------------------------
 
     def _regroup(self) -> None:
-        """Form a group with all who are there, which have the state of the most advanced one."""
+        """Form a group of all ranks that are there. All get the state of the most advanced one."""
         self._abandon()
         while True:
             try:
@@ -250,21 +246,21 @@ class ElasticTrainer:
                 raise SystemExit(0) from None
             break
         self._trained = True
-        self.rank, self.world_size = self._rank_in(generation), len(generation.members)
-        self._group = group
-        self._exchange = Exchange(
-            group,
-            rank=self.rank,
-            world_size=self.world_size,
-            micro_batches=self._micro_batches,
+        self._use(group, rank=self._rank_in(generation), world_size=len(generation.members))
+
+    def _use(self, group: Group | None, *, rank: int, world_size: int) -> None:
+        """Exchange gradients over `group` from now on."""
+        self._group, self.rank, self.world_size = group, rank, world_size
+        exchange = Exchange(
+            group, rank=rank, world_size=world_size, micro_batches=self._micro_batches
         )
-        self.shards = self._exchange.shards
-        self._buckets = _Buckets(list(self._parameters), self._exchange)
+        self.shards = exchange.shards
+        self._buckets = Buckets(list(self._parameters), exchange)
 
     def _rank_in(self, generation: Generation) -> int:
         return generation.members.index((self._members.seat, self._members.incarnation))
 
-    def _connect(self, generation: Generation) -> dist.ProcessGroup | None:
+    def _connect(self, generation: Generation) -> Group | None:
         """Return a new process group of the generation's members, or None for a single one.
 
         It is made in a thread, since a member that ends meanwhile would make it wait in vain.
@@ -272,132 +268,51 @@ class ElasticTrainer:
         world_size = len(generation.members)
         if world_size == 1:
             return None
-        store = dist.PrefixStore(f"group/{generation.number}", self._members.roll.store.clone())
-        rank, timeout = self._rank_in(generation), timedelta(seconds=2 * self._deadline_s)
-        made: list[dist.ProcessGroup | Exception] = []
+        store = PrefixStore(f"group/{generation.number}", self._members.roll.clone())
+        rank, timeout_s = self._rank_in(generation), 2 * self._deadline_s
+        ended: list[Group | RuntimeError] = []
 
         def connect() -> None:
             try:
-                made.append(dist.ProcessGroupGloo(store, rank, world_size, timeout))
+                group = Group(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
+                ended.append(group)
             except RuntimeError as error:
-                made.append(error)
+                ended.append(error)
 
         threading.Thread(target=connect, name="entrenar-elastic-connect", daemon=True).start()
-        self._members.wait(lambda: bool(made), deadline_s=self._deadline_s, what="connecting")
-        if isinstance(made[0], Exception):
-            self._members.interrupt(f"a rank could not connect: {made[0]}")
-            raise InterruptedGenerationError from made[0]
-        return made[0]
+        self._members.wait(lambda: bool(ended), deadline_s=self._deadline_s, what="connecting")
+        group = ended[0]
+        if isinstance(group, RuntimeError):
+            self._members.interrupt(f"a rank could not connect: {group}")
+            raise InterruptedGenerationError from group
+        return group
 
     def _abandon(self) -> None:
         """Keep the memory of exchanges that can't end until they time out: they may still write."""
         self._abandoned = [one for one in self._abandoned if not all(s.over for s in one[1])]
-        if self._buckets is not None:
-            self._abandoned.append((self._group, self._buckets.sums))
-            take(self._parameters)
+        self._abandoned.append((self._group, self._buckets.sums))
+        take(self._parameters)
 
-    def _bring_up(self, generation: Generation, group: dist.ProcessGroup | None) -> None:
+    def _bring_up(self, generation: Generation, group: Group | None) -> None:
         """Copy the state of rank `source` to the ranks that are behind."""
         assert group is not None
         rank = self._rank_in(generation)
         states = [self._optimizer, *self._schedulers, *self._state]
-        held = None
+        own = None
         if rank == generation.source:
-            held = (self.step, self._tensors(), [one.state_dict() for one in states])
-        sent = broadcast(held, group, source=generation.source, wait=self._wait)
+            own = (self.step, self._tensors(), [each.state_dict() for each in states])
+        sent = broadcast(own, group, source=generation.source, wait=self._wait)
         if rank not in generation.behind:
             return
         # All of it is here: nothing can interrupt the rest, and no rank has half of a state.
         self.step, tensors, dicts = sent
         for ours, theirs in zip(self._tensors(), tensors, strict=True):
             ours.copy_(theirs)
-        for one, state in zip(states, dicts, strict=True):
-            one.load_state_dict(state)
+        for holder, state in zip(states, dicts, strict=True):
+            holder.load_state_dict(state)
 
     def _tensors(self) -> list[Tensor]:
         return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]
-
-
-class _ConnectionLostError(Exception):
-    """Raised when a sum could not be started."""
-
-
-class _Buckets:
-    """The gradients of the last micro-batch, flattened in a fixed order, and their sums.
-
-    A bucket's sum is started when it has all gradients and the bucket before has started.
-    """
-
-    def __init__(self, parameters: list[Tensor], exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._buckets = list(_cut(parameters[::-1]))  # as the backward pass makes them, about
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin a step."""
-        self._missing = [set(bucket) for bucket in self._buckets]
-        self.sums: list[Sum] = []
-
-    def missing(self) -> set[Tensor]:
-        """Return the parameters without a gradient."""
-        return set().union(*self._missing)
-
-    def add(self, parameter: Tensor, counter: Counter) -> None:
-        """Note that `parameter` has its gradient. Raises _ConnectionLostError."""
-        for missing in self._missing:
-            missing.discard(parameter)
-        while len(self.sums) < len(self._buckets) and not self._missing[len(self.sums)]:
-            rows = self._rows(self._buckets[len(self.sums)], counter)
-            try:
-                self.sums.append(self._exchange.start(rows))
-            except RuntimeError as error:
-                raise _ConnectionLostError(f"ranks could not exchange gradients: {error}") from error
-
-    def finish(self, wait: Wait) -> None:
-        """Wait for all sums, and make each `.grad` the mean."""
-        for one in self.sums:
-            one.gather(wait)
-        for one, bucket in zip(self.sums, self._buckets, strict=True):
-            one.wait(wait)
-            for parameter, view in zip(bucket, _views(one.mean, bucket), strict=True):
-                parameter.grad = view
-
-    def _rows(self, bucket: list[Tensor], counter: Counter) -> Tensor:
-        """Take the gradients of `bucket`, completed by `counter`, as a row for each node."""
-        length = self._exchange.padded(sum(one.numel() for one in bucket))
-        rows = bucket[0].new_zeros(self._exchange.num_rows, length)
-        last = list(take(bucket).values())
-        for row, gradients in zip(rows, [*counter.complete(bucket, last), last], strict=True):
-            for view, gradient in zip(_views(row, bucket), gradients, strict=True):
-                view.copy_(gradient)
-        return rows
-
-
-def _cut(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield buckets of parameters of one dtype, of up to `_BUCKET_BYTES` unless it has only one."""
-    for dtype in dict.fromkeys(one.dtype for one in parameters):
-        bucket: list[Tensor] = []
-        for one in parameters:
-            if one.dtype != dtype:
-                continue
-            if bucket and sum(map(_num_bytes, [*bucket, one])) > _BUCKET_BYTES:
-                yield bucket
-                bucket = []
-            bucket.append(one)
-        yield bucket
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _views(row: Tensor, bucket: list[Tensor]) -> list[Tensor]:
-    """Return each parameter's part of `row`, with the parameter's shape and strides."""
-    views, start = [], row.storage_offset()
-    for one in bucket:
-        views.append(row.as_strided(one.size(), one.stride(), start))
-        start += one.numel()
-    return views
 
 
 def _fingerprint(model: nn.Module) -> str:

@@ -1,66 +1,63 @@
-"""Broadcasts an object with tensors, each tensor by a collective of its own."""
+"""Broadcasts a state with tensors, each tensor by a collective of its own."""
 
 from __future__ import annotations
 
 import io
-import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.elastic.group import Group
 
 Wait = Callable[[dist.Work], None]
 
 
-def broadcast(held: Any, group: dist.ProcessGroup, *, source: int, wait: Wait) -> Any:
-    """Return what rank `source` holds, on every rank. `held` is None on the others.
+def broadcast(state: Any, group: Group, *, source: int, wait: Wait) -> Any:
+    """Return the state of rank `source` on every rank. `state` is None on the others.
 
-    Only ranks of one run are trusted this far: the object around the tensors is pickled.
+    It consists of tensors and of what torch.load accepts with `weights_only`, in lists, tuples and
+    dicts. First it is sent with empty tensors of the device "meta", which have a shape and a dtype.
+    Raises UsageError if it has something else.
     """
-    options = dist.BroadcastOptions()
-    options.rootRank = source
 
     def sent(tensor: Tensor) -> Tensor:
-        wait(group.broadcast([tensor], options))
+        wait(group.broadcast(tensor, source=source))
         return tensor
 
-    if held is not None:
-        frame, tensors = _take_apart(held)
-        header = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+    if state is not None:
+        frame = io.BytesIO()
+        torch.save(pytree.tree_map_only(Tensor, _without_data, state), frame)
+        _load(frame.getvalue())  # or no rank could
+        header = torch.frombuffer(bytearray(frame.getvalue()), dtype=torch.uint8)
         sent(torch.tensor([len(header)]))
         sent(header)
-        for tensor in tensors:
-            sent(tensor.contiguous())
-        return held
+        for part in pytree.tree_leaves(state):
+            if isinstance(part, Tensor):
+                sent(part.detach().contiguous())
+        return state
     length = int(sent(torch.zeros(1, dtype=torch.int64)))
-    frame = bytes(sent(torch.zeros(length, dtype=torch.uint8)).numpy())
-    return _put_together(frame, sent)
+    frame_of_source = bytes(sent(torch.zeros(length, dtype=torch.uint8)).numpy())
+    return pytree.tree_map_only(
+        Tensor,
+        lambda meta: sent(torch.empty(meta.shape, dtype=meta.dtype)),
+        _load(frame_of_source),
+    )
 
 
-def _take_apart(held: Any) -> tuple[bytes, list[Tensor]]:
-    """Return the pickled frame of `held`, and its tensors in the order of the frame's places."""
-    tensors: list[Tensor] = []
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, one: object) -> tuple[int, torch.Size, torch.dtype] | None:
-            if not isinstance(one, Tensor):
-                return None
-            tensors.append(one.detach())
-            return len(tensors) - 1, one.shape, one.dtype
-
-    file = io.BytesIO()
-    Pickler(file).dump(held)
-    return file.getvalue(), tensors
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _put_together(frame: bytes, sent: Callable[[Tensor], Tensor]) -> Any:
-    """Return the object of `frame`, whose tensors are received in their order."""
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, place: tuple[int, torch.Size, torch.dtype]) -> Tensor:
-            _, shape, dtype = place
-            return sent(torch.empty(shape, dtype=dtype))
-
-    return Unpickler(io.BytesIO(frame)).load()
+def _load(frame: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(frame), weights_only=True)
+    except Exception as error:
+        raise UsageError(
+            f"a state_dict that ranks exchange can't be read: {error}; allowed are tensors, "
+            "numbers, text, and lists, tuples and dicts of these"
+        ) from error
