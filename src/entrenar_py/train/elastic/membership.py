@@ -148,8 +148,12 @@ class Roll:
         return [seat for seat in range(num_seats) if not self.has(f"gone/{seat}")]
 
     def excludes(self, seat: int) -> bool:
-        """Return whether the others have gone on without the newest process at `seat`."""
-        return self.has(f"excluded/{seat}.{self.incarnation(seat)}")
+        """Return whether the others have gone on without the newest process at `seat`.
+
+        One that has ended doesn't count: the next one may not have said yet that it has started.
+        """
+        newest = f"{seat}.{self.incarnation(seat)}"
+        return self.has(f"excluded/{newest}") and not self.has(f"dead/{newest}")
 
 
 class Membership:
@@ -311,11 +315,7 @@ class Membership:
             missing = [(seat, one) for seat, one in alive if seat not in here]
             writers = [seat for seat, _ in alive if seat in here]
         else:  # the run starts, or all have ended: wait for all seats
-            missing = [
-                (seat, self.roll.incarnation(seat))
-                for seat in range(self._num_seats)
-                if seat not in here and not self.roll.has(f"gone/{seat}")
-            ]
+            missing = [(seat, 0) for seat in self.roll.left(self._num_seats) if seat not in here]
             writers = sorted(here)
         if self.seat not in writers:
             return
@@ -323,7 +323,8 @@ class Membership:
         if late < _TURN_S * writers.index(self.seat) and (missing or writers[0] != self.seat):
             return
         for seat, incarnation in missing:
-            self._set(f"excluded/{seat}.{incarnation}", "")
+            if incarnation:
+                self._set(f"excluded/{seat}.{incarnation}", "")
         members = sorted(here)
         advance = {seat: (here[seat].trained, here[seat].step) for seat in members}
         source = max(members, key=lambda seat: advance[seat])  # the first of the most advanced
