@@ -225,6 +225,26 @@ class Outcome:
         return [one.split()[1] for one in said if one.startswith("digest")]
 
 
+def _store_process() -> tuple[Fork, int]:
+    """Start a process that keeps a store, as torchrun's agent does. Return it and its port.
+
+    The store has threads, and a process with threads should not fork.
+    """
+    reading, writing = os.pipe()
+
+    def keep() -> int:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, store.port.to_bytes(2, "big"))
+        signal.pause()
+        return 0
+
+    keeper = Fork(keep)
+    os.close(writing)
+    port = int.from_bytes(os.read(reading, 2), "big")
+    os.close(reading)
+    return keeper, port
+
+
 def run(
     num_ranks: int,
     *,
@@ -233,7 +253,7 @@ def run(
     max_restarts: int = 50,
 ) -> Outcome:
     """Train on `num_ranks` ranks. `fault` is called again and again with the ranks' {seat: pid}."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    keeper, port = _store_process()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
@@ -246,7 +266,7 @@ def run(
                 RANK=str(seat),
                 WORLD_SIZE=str(num_ranks),
                 MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(store.port),
+                MASTER_PORT=str(port),
                 TORCHELASTIC_USE_AGENT_STORE="True",
             )
 
@@ -276,12 +296,14 @@ def run(
             for file in folder.iterdir()
             if file.name[0].isdigit()
         }
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         prefixed = PrefixStore("entrenar-elastic//0", store)
         why = [
             f"{number}: {prefixed.get(f'interrupt/{number}').decode()}"
             for number in range(Roll(prefixed).newest() + 1)
             if Roll(prefixed).has(f"interrupt/{number}")
         ]
+        keeper.kill()
         return Outcome([one.poll() or 0 for one in supervisors], reports, why)
 
 
