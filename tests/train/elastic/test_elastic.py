@@ -85,7 +85,12 @@ def test_survivors_repeat_the_step_and_a_newcomer_joins(
 ) -> None:
     """Two of three ranks go on. Another process takes the third seat, with the state of the run."""
     outcome = outcomes[f"dies in {moment}"]
-    assert outcome["interrupts"] == ["0: rank 1 of the launcher ended", "1: newcomers join"]
+    first, *others = outcome["interrupts"]
+    # Sockets may be quicker than the supervisor.
+    assert first.startswith(
+        ("0: rank 1 of the launcher ended", "0: an exchange between ranks failed")
+    )
+    assert others == ["1: the next generation began"]
     # In the optimizer, all had the mean already. So they had committed step 2, and repeat step 3.
     repeated = "3" if moment in ("optimizer", "committed") else "2"
     assert {step for step, *_ in said(outcome, "repeats")} == {repeated}

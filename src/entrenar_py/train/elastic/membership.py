@@ -123,19 +123,19 @@ class Roll:
         return Generation.read(number, self.store.get(f"record/{number}"))
 
     def interrupt(self, number: int, reason: str) -> None:
-        """End generation `number`."""
-        self.store.set(f"interrupt/{number}", reason)
+        """End generation `number`. The first reason stays."""
+        self.store.compare_set(f"interrupt/{number}", "", reason)
 
     def bury(self, seat: int) -> None:
         """Say that the newest process at `seat` has ended, and end the generation that it is in."""
         self.store.set(f"dead/{seat}.{self.incarnation(seat)}", "")
         # In this order: whoever writes a record looks for deaths after that.
-        if self.trains(seat):
-            self.interrupt(self.newest(), f"rank {seat} of the launcher ended")
-
-    def trains(self, seat: int) -> bool:
-        """Return whether the newest process at `seat` is in the newest generation."""
         number = self.newest()
+        if self.trains(seat, number):
+            self.interrupt(number, f"rank {seat} of the launcher ended")
+
+    def trains(self, seat: int, number: int) -> bool:
+        """Return whether the newest process at `seat` is in generation `number`. -1: in none."""
         member = (seat, self.incarnation(seat))
         return number >= 0 and member in self.generation(number).members
 
@@ -258,6 +258,7 @@ class Membership:
         return True
 
     def _begin(self, generation: Generation) -> None:
+        self.interrupt("the next generation began")  # also ends the watcher
         self._generation = generation
         self._interrupted = threading.Event()
         if len(generation.members) == 1:

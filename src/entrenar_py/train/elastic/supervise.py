@@ -59,7 +59,7 @@ def supervise(
     for left in range(max_restarts, -1, -1):
         status = _wait(process, roll, seat.seat)
         if roll.has("ended"):
-            return status if roll.trains(seat.seat) else 0
+            return status if roll.trains(seat.seat, roll.newest()) else 0
         roll.bury(seat.seat)
         if status == 0:
             roll.leave(seat.seat)
