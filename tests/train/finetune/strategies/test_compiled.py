@@ -26,16 +26,9 @@ TOLERANCE = 2e-5  # as in test_strategies
 
 
 @pytest.fixture
-def case(
-    small: Path,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Case:
-    """The small Qwen3, compiled; kernels are kept for the next test."""
+def case(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The small Qwen3, compiled; torch keeps its kernels, also for the next run of the tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    kept = tmp_path_factory.getbasetemp() / "inductor"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
     return Case(folder=tmp_path, model=small / "model", small=small, more={"compile": True})
 
 
