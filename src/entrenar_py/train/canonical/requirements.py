@@ -1,4 +1,4 @@
-"""Checks that the canonical all-reduce makes before training: of models, numbers and settings."""
+"""Checks that canonical reductions make before training: of models, numbers and settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py.shared.errors import UsageError
@@ -129,12 +129,12 @@ def require_unchanged(facts: dict[str, object]) -> None:
     for name, value in facts.items():
         if now[name] != value:
             raise UsageError(
-                f"{name} = {now[name]!r}, and was {value!r} when canonical_all_reduce was "
-                "called: kernels may give different bits now; don't change it during training"
+                f"{name} = {now[name]!r}, and was {value!r} when the reducer was created: "
+                "kernels may give different bits now; don't change it during training"
             )
 
 
-_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)  # in which sums over all micro-batches don't overflow
 
 
 def require_wrapped(model: object) -> None:
@@ -155,7 +155,7 @@ def require_numbers(*, micro_batches: int, world_size: int) -> None:
         )
     if not _is_power_of_two(world_size):
         raise UsageError(
-            f"world_size={world_size}: the canonical all-reduce needs a power of two; "
+            f"world_size={world_size}: a canonical reduction needs a power of two; "
             "start 1, 2, 4, 8 ... ranks"
         )
     if world_size > micro_batches:
@@ -171,30 +171,40 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
 
     Raises UsageError if `model` isn't supported.
     """
-    parameters = {}
-    for name, parameter in model.module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.dtype not in _DTYPES:
-            raise UsageError(
-                f"parameter {name} has dtype {parameter.dtype}: allowed are "
-                f"{' and '.join(map(str, _DTYPES))}: only in these do sums over all "
-                "micro-batches not overflow"
-            )
+    parameters = trainable(model.module)
+    for parameter, name in parameters.items():
         if not _is_dense(parameter):
             raise UsageError(
                 f"parameter {name} has strides {tuple(parameter.stride())}, with gaps or overlaps: "
                 "make it contiguous"
             )
-        parameters[parameter] = name
     if model.parameters_to_ignore:
         raise UsageError(
             f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: their gradients would not "
             "be reduced; freeze them, or let DistributedDataParallel reduce them"
         )
-    for name, module in model.module.named_modules():
-        _require_module(name, module)
     _require_options(model)
+    return parameters
+
+
+def trainable(model: nn.Module) -> dict[Tensor, str]:
+    """Return the trainable parameters with their names.
+
+    Raises UsageError if `model` has modules or dtypes that aren't supported.
+    """
+    parameters: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dtype not in DTYPES:
+            raise UsageError(
+                f"parameter {name} has dtype {parameter.dtype}: allowed are "
+                f"{' and '.join(map(str, DTYPES))}: only in these do sums over all "
+                "micro-batches not overflow"
+            )
+        parameters[parameter] = name
+    for name, module in model.named_modules():
+        _require_module(name, module)
     return parameters
 
 
