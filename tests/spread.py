@@ -52,7 +52,7 @@ TOGETHER = {
     "tests/check/command/test_launch.py::test_another_number_of_workers_than": "zygote",
     "tests/check/command/test_user_trainers.py": "zygote",
     "tests/docs/test_tutorial.py": "zygote",
-    "tests/examples/test_canonical_all_reduce.py": "zygote",
+    "tests/examples/test_canonical.py": "zygote",
     "tests/train/plan/test_plan.py": "plans",
     "tests/check/pytest_plugin/test_plugin.py": "plugin",
     "tests/train/service/test_averaging.py": "service",
