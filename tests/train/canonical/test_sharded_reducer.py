@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -198,19 +199,28 @@ def test_a_batch_left_early_leaves_nothing_behind(alone: None) -> None:
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimizer_gives_shards_the_bits_of_the_whole(dtype: torch.dtype) -> None:
-    """AdamW on the CPU computes the last elements of a tensor in the same way as all others."""
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        (partial(torch.optim.AdamW, lr=0.01), torch.float32),
+        (partial(torch.optim.AdamW, lr=0.01), torch.bfloat16),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.float32),
+    ],
+)
+def test_an_optimizer_gives_shards_the_bits_of_the_whole(
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    """On the CPU it computes the last elements of a tensor in the same way as all others."""
     draws = torch.Generator().manual_seed(0)
     weight, gradient = (torch.randn(301, generator=draws).to(dtype) for _ in range(2))
 
     def stepped(size: int) -> Tensor:
         parts = [nn.Parameter(one.clone()) for one in torch.split(weight, size)]
-        optimizer = torch.optim.AdamW(parts, lr=0.01)
+        steps = optimizer(parts)
         for scale in (1.0, 0.3, 5.0):
             for part, own in zip(parts, torch.split(gradient, size), strict=True):
                 part.grad = own * scale
-            optimizer.step()
+            steps.step()
         return torch.cat([one.detach() for one in parts])
 
     assert all(torch.equal(stepped(size), stepped(301)) for size in (1, 7, 76, 151))
