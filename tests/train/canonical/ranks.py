@@ -155,10 +155,10 @@ def accumulate_in_order() -> None:
     """Add the micro-batches of a rank one after another, as `.grad` does."""
 
     def push(self: reducer.Counter, node: reducer.Gradients) -> None:
-        if self._levels:
-            reducer.add(self._levels[0].values(), node.values())
+        if self._nodes:
+            reducer.add(self._nodes[0][1].values(), node.values())
         else:
-            self._levels.append(node)
+            self._nodes.append((range(1), node))
 
     reducer.Counter.push = push  # type: ignore[method-assign]
 
@@ -352,8 +352,8 @@ def held(canonical: ShardedReducer, model: nn.Module) -> float:
     gradients = [
         node
         for one in canonical._counters.values()
-        for level in one._levels
-        for node in level.values()
+        for _, nodes in one._nodes
+        for node in nodes.values()
     ]
     shards = 0
     for one in model.parameters():

@@ -88,7 +88,10 @@ def ignoring() -> Any:
         (lambda: sharded(nn.Linear(3, 2).double()), "weight has dtype torch.float64"),
         (lambda: sharded(frozen_norm()), "module 1 is a .*BatchNorm1d"),
         (lambda: sharded(nn.Embedding(3, 2, sparse=True)), "makes sparse gradients"),
-        (lambda: sharded(nn.Linear(3, 2).requires_grad_(False)), "no trainable parameter"),
+        (
+            lambda: sharded(nn.Linear(3, 2).requires_grad_(False)),
+            "no parameter of the model requires a gradient",
+        ),
     ],
 )
 def test_models_without_a_promise(alone: None, model: Callable[[], nn.Module], words: str) -> None:

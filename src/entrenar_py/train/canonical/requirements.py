@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py.shared.errors import UsageError
@@ -146,13 +146,18 @@ def require_wrapped(model: object) -> None:
         )
 
 
-def require_numbers(*, micro_batches: int, world_size: int) -> None:
-    """Raise UsageError unless the ranks can share the tree over the micro-batches evenly."""
+def require_micro_batches(micro_batches: int) -> None:
+    """Raise UsageError unless the tree over the micro-batches has all its leaves."""
     if not _is_power_of_two(micro_batches):
         raise UsageError(
             f"micro_batches={micro_batches!r}: only a power of two has a tree that ranks can share "
             "evenly; use 1, 2, 4, 8 ..., the same for every world size"
         )
+
+
+def require_numbers(*, micro_batches: int, world_size: int) -> None:
+    """Raise UsageError unless the ranks can share the tree over the micro-batches evenly."""
+    require_micro_batches(micro_batches)
     if not _is_power_of_two(world_size):
         raise UsageError(
             f"world_size={world_size}: a canonical reduction needs a power of two; "
@@ -171,26 +176,19 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
 
     Raises UsageError if `model` isn't supported.
     """
-    parameters = trainable(model.module)
-    for parameter, name in parameters.items():
-        if not _is_dense(parameter):
-            raise UsageError(
-                f"parameter {name} has strides {tuple(parameter.stride())}, with gaps or overlaps: "
-                "make it contiguous"
-            )
     if model.parameters_to_ignore:
         raise UsageError(
             f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: their gradients would not "
             "be reduced; freeze them, or let DistributedDataParallel reduce them"
         )
     _require_options(model)
-    return parameters
+    return require_parameters(model.module)
 
 
-def trainable(model: nn.Module) -> dict[Tensor, str]:
+def require_parameters(model: torch.nn.Module) -> dict[Tensor, str]:
     """Return the trainable parameters with their names.
 
-    Raises UsageError if `model` has modules or dtypes that aren't supported.
+    Raises UsageError if `model`, which is not wrapped, isn't supported.
     """
     parameters: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
@@ -202,7 +200,14 @@ def trainable(model: nn.Module) -> dict[Tensor, str]:
                 f"{' and '.join(map(str, DTYPES))}: only in these do sums over all "
                 "micro-batches not overflow"
             )
+        if not _is_dense(parameter):
+            raise UsageError(
+                f"parameter {name} has strides {tuple(parameter.stride())}, with gaps or overlaps: "
+                "make it contiguous"
+            )
         parameters[parameter] = name
+    if not parameters:
+        raise UsageError("no parameter of the model requires a gradient: nothing would be trained")
     for name, module in model.named_modules():
         _require_module(name, module)
     return parameters

@@ -137,10 +137,8 @@ def _require_sharded(model: nn.Module | FSDPModule) -> tuple[dict[Tensor, str], 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass, the root's parameters may still be whole
-    parameters = requirements.trainable(model)
+    parameters = requirements.require_parameters(model)
     meshes = {_mesh_of(parameter, name) for parameter, name in parameters.items()}
-    if not parameters:
-        raise UsageError("the model has no trainable parameter")
     if len(meshes) > 1:
         raise UsageError(
             "parameters are on several meshes: one tree needs the ranks of one mesh; call "
