@@ -55,7 +55,7 @@ TOGETHER = {
     "tests/check/command/test_nudging.py": "zygote",
     "tests/check/command/test_user_trainers.py": "zygote",
     "tests/docs/test_tutorial.py": "zygote",
-    "tests/examples/test_canonical_all_reduce.py": "zygote",
+    "tests/examples/test_canonical.py": "zygote",
     "tests/train/plan/test_plan.py": "plans",
     "tests/check/pytest_plugin/test_plugin.py": "plugin",
     "tests/train/service/test_averaging.py": "service",

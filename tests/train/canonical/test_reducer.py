@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -79,18 +78,6 @@ def test_taking_leaves_nothing_behind() -> None:
     assert one.grad is None
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start a process group of one rank, with deterministic algorithms, also with GPUs."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    store = torch._C._distributed_c10d.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    dist.destroy_process_group()
-
-
 def wrapped(module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
     """Wrap a small model in DistributedDataParallel."""
     return DistributedDataParallel(nn.Linear(3, 2) if module is None else module, **options)
@@ -128,7 +115,7 @@ def test_shards_are_named_while_they_are_in_hand(alone: None) -> None:
         (0, 1, "micro_batches=0"),
         ("8", 2, "micro_batches='8': only a power of two"),
         (8.0, 2, "micro_batches=8.0: only a power of two"),
-        (8, 3, "world_size=3: the canonical all-reduce needs a power of two"),
+        (8, 3, "world_size=3: a canonical reduction needs a power of two"),
         (2, 4, "micro_batches=2 with world_size=4: every rank needs a micro-batch"),
     ],
 )
