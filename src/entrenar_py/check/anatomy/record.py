@@ -104,7 +104,7 @@ class Forward(Event):
     - `module`: its number, and `kind` its classes; `inner`: the number of a module it wraps, or -1.
     - `training`, `grad`: its mode, and whether gradients were recorded.
     - `outputs_grad`: whether an output requires a gradient.
-    - `inputs`, `digest`: shapes and digest of its inputs; "" if there are only keywords.
+    - `inputs`, `digest`: shapes and digest of its tensors, those by keyword last; "" without any.
     - `generator`: digest of the random numbers' state before; `draws`: whether it has changed.
     - `modal`: it has active dropout or batch norm; `was_inner`: the script has a wrapper of it.
     - `stirred`: frozen modules in training mode with buffers that this call moved.

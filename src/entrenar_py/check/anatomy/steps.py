@@ -6,6 +6,7 @@ calls a module or begins a backward pass; or when one of them steps again.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from entrenar_py.check.anatomy.wording import Words
 
 _REGULAR = 0.5  # of the steps of the optimizer that steps most often
 _PERIOD_MAX = 32  # lines that are repeated together
+_SIZES = re.compile(r"\[(\d+)(?:, \d+)+\]")
 _BEGINS = (record.PassBegun, record.Drawn, record.Forward, record.Backward)
 
 
@@ -85,8 +87,8 @@ class Line:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What is compared between steps and ranks."""
-        return self.what, self.file, self.line
+        """What is compared between steps and ranks: not the lengths of sequences in a batch."""
+        return _SIZES.sub(r"[\1, *]", self.what), self.file, self.line
 
 
 @dataclass(frozen=True, kw_only=True)
