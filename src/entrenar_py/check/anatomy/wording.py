@@ -60,7 +60,8 @@ def values(event: Event) -> str:
     if isinstance(event, record.Backward) and event.value is not None:
         return f"{event.value:.5g}"
     if isinstance(event, record.Clipped):
-        return f"norm {event.before:.4g} -> {event.after:.4g}"
+        norm = "norm of its pieces" if event.pieces else "norm"
+        return f"{norm} {event.before:.4g} -> {event.after:.4g}"
     if isinstance(event, record.Stepped):
         return f"lr {_rates(event.rates)}"
     if isinstance(event, record.Scheduled):

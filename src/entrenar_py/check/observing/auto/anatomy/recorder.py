@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -447,6 +448,7 @@ class Recorder:
             before=rounded(before),
             after=rounded(self.parameters.norm(graded)),
             scaled=self._is_scaled,
+            pieces=any(isinstance(each, DTensor) for each in clipped),
         )
 
     def scale(self, scaler: Any, outputs: Any) -> Watching:
@@ -539,13 +541,15 @@ class Recorder:
             place = self._output.begin()
         self._roots, self._reduced = WeakIdKeyDictionary(), []
         self._is_scaled = self._is_scaled and bool(self._scaler)
+        moved, after = self.parameters.stepped(weights)
         event = self._event(
             record.Stepped,
             optimizer=number,
             kind=type(optimizer).__name__,
             torchs=type(optimizer).__module__.startswith("torch."),
             held=ranges(parameters),
-            moved=self.parameters.stepped(weights),
+            moved=moved,
+            weights=after,
             edited=ranges((self._edited or set()) & {*parameters}),
             rates=surveys.rates(optimizer),
             scaled=scaled,
