@@ -25,7 +25,7 @@ from entrenar_py.shared.errors import TraceError
 HERE: dict[str, Any] = {"file": "/home/me/train.py"}
 
 
-def call(line: int = 1, *, training: bool = True) -> Event:
+def call(line: int = 1, *, training: bool = True) -> Forward:
     """Return the call of a model."""
     return Forward(
         **HERE, line=line, module=0, kind="Net", training=training, grad=training, outputs_grad=True
