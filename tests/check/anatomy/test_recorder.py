@@ -40,7 +40,7 @@ def test_what_a_wrapper_does_in_c_is_counted(tmp_path: Path) -> None:
 
 
 def test_calls_that_libraries_make_are_told_where_they_are(tmp_path: Path) -> None:
-    """A wrapper within a module, inputs by keyword, functional collectives, a clipping in parts."""
+    """A wrapper in a module, keywords, functional collectives, a clipping in two, an open file."""
     task = (
         "class Task(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.wrapped = ddp\n\n    def forward(self, rows):\n"
@@ -60,6 +60,7 @@ def test_calls_that_libraries_make_are_told_where_they_are(tmp_path: Path) -> No
         ("optimizer = torch.optim.SGD", task),
         ("nn.Linear(4, 6), nn.Tanh()", "nn.Linear(4, 6), nn.BatchNorm1d(6)"),
         ("ddp(inputs)", "task(rows=inputs)"),
+        ('torch.load("loop.pt")', 'torch.load(open("loop.pt", "rb"))'),
         ("        nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n", clipped),
         ("        optimizer.zero_grad()\n", f"        optimizer.zero_grad()\n        {loss}\n"),
     )

@@ -49,7 +49,8 @@ FUNCTIONAL = {
 def _watched(method: str, original: Function, recorder: Recorder) -> Function:
     @wraps(original)
     def call(*words: Any, **named: Any) -> Any:
-        if words and isinstance(words[0], Iterator):  # it can be consumed only once
+        # It can be consumed only once. An open file is an iterator, too.
+        if method == "clip" and words and isinstance(words[0], Iterator):
             words = ([*words[0]], *words[1:])
         watching = recorder.begins(method, *words, **named)
         try:

@@ -73,6 +73,7 @@ class Recorder:
         self._edited: set[int] | None = None  # changed between the last step and the first call
         self._is_scaled, self._wrapper, self._losses = False, "", Losses()
         self._site: call_sites.Site | None = None  # of the pass that runs now
+        self._called_at: call_sites.Site | None = None  # of the outermost module's call
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._forked)
 
@@ -116,8 +117,10 @@ class Recorder:
     def _emit(self, kind: type[Event], /, **facts: Any) -> None:
         self._output.write(self._event(kind, **facts))
 
-    def _event(self, kind: type[Event], /, **facts: Any) -> Event:
-        file, line = surveys.site() or self._site or ("", 0)
+    def _event(
+        self, kind: type[Event], /, at: call_sites.Site | None = None, **facts: Any
+    ) -> Event:
+        file, line = at or surveys.site() or self._site or ("", 0)
         return kind(file=file, line=line, **facts)
 
     def _call(self, what: str, detail: str = "", number: int = -1) -> None:
@@ -214,6 +217,8 @@ class Recorder:
             self.parameters.meet_module(module)
             self._note_unseen(None, "other")
             self._note_edits(trains)
+            self._wrapper = surveys.wrapper(module) or self._wrapper
+            self._called_at = surveys.site()
             before = surveys.Before(module, surveys.leaves((inputs, surveys.named_inputs())))
             self._calls[-1] = (module, (self._output.begin(), before))
 
@@ -227,7 +232,6 @@ class Recorder:
         if called[1] is None:
             return
         place, before = called[1]
-        self._wrapper = surveys.wrapper(module) or self._wrapper
         self._note_unseen(module, "buffers")
         inner = module.module if isinstance(module, DistributedDataParallel) else None
         needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
@@ -351,6 +355,7 @@ class Recorder:
             unseen = min(unseen, self._synced.setdefault(module, unseen))
         self._emit(
             record.Collective,
+            at=None if module is None else self._called_at,
             operation=operation,
             reduction="mean" if operation == "all_reduce" else "",
             by=by,
@@ -370,8 +375,10 @@ class Recorder:
             yield
             self._exchanging -= 1
             return
-        if self._calls or self._backward:
-            self._count_exchanges()  # a wrapper's, which are told when the call has ended
+        if self._backward:
+            self._count_exchanges()  # a wrapper's, which are told when the pass has ended
+        elif self._calls:
+            self._note_unseen(self._calls[0][0], "buffers")
         else:
             self._note_unseen(None, "other")
         is_functional = "self" in arguments  # the result is a new tensor
