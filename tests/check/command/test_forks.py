@@ -182,7 +182,9 @@ def test_a_forked_rank_ends_like_a_new_interpreter(folder: Folder) -> None:
 
 def test_forked_ranks_draw_numbers_of_their_own(folder: Folder) -> None:
     """Random numbers that nobody has seeded differ between ranks and between runs."""
-    draws = "import random, numpy\nprint('drew', random.random(), numpy.random.random())"
+    # In one write: the ranks share a pipe, and print() writes words and line ends one by one.
+    line = "f'drew {random.random()} {numpy.random.random()}\\n'"
+    draws = f"import os, random, numpy\nos.write(1, {line}.encode())"
     script = folder.has("draws.py", draws)
     lines = [*folder.run(script.name, forked=True).tail, *folder.run(script.name, forked=True).tail]
     drawn = [number for line in lines if line.startswith("drew") for number in line.split()[1:]]

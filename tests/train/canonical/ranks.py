@@ -104,10 +104,10 @@ def accumulate_in_order() -> None:
     """Add the micro-batches of a rank one after another, as `.grad` does."""
 
     def push(self: reducer.Counter, node: reducer.Gradients) -> None:
-        if self._levels:
-            reducer.add(self._levels[0].values(), node.values())
+        if self._nodes:
+            reducer.add(self._nodes[0][1].values(), node.values())
         else:
-            self._levels.append(node)
+            self._nodes.append((range(1), node))
 
     reducer.Counter.push = push  # type: ignore[method-assign]
 

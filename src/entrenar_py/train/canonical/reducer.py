@@ -19,38 +19,60 @@ if TYPE_CHECKING:
 
 # `Counter` adds the gradients of one rank's micro-batches along the tree, one after another.
 #
-# It is a binary counter: after k micro-batches, it holds one tree node for each bit set in k. The
-# node of bit i is the sum of 2^i micro-batches. Before the last of 2^i micro-batches, all levels
-# have a node.
+# It is a binary counter: a node waits until its right sibling, of as many micro-batches, is there.
+# If the rank's first micro-batch is the left edge of a subtree that the last one completes (always,
+# for powers of two), one node is left in the end. Otherwise there are several.
 
 Gradients = dict[Tensor, Tensor]  # parameter -> gradient
 
 
 class Counter:
-    """The tree nodes that wait for their right sibling, from the leaves up."""
+    """The tree nodes that wait for their right sibling, from left to right."""
 
-    def __init__(self) -> None:
-        self._levels: list[Gradients] = []
+    def __init__(self, first: int = 0) -> None:
+        """Start with micro-batch `first`."""
+        self._first = first
+        self.clear()
 
     def push(self, node: Gradients) -> None:
         """Add the next micro-batch's gradients. The counter owns `node` and changes it in place."""
-        for level, older in enumerate(self._levels):
-            if not older:
-                self._levels[level] = node
-                return
+        span = range(self._next, self._next + 1)
+        self._next += 1
+        while self._nodes and are_siblings(self._nodes[-1][0], span):
+            left, older = self._nodes.pop()
             add(older.values(), node.values())
-            node, self._levels[level] = older, {}
-        self._levels.append(node)
+            node, span = older, range(left.start, span.stop)
+        self._nodes.append((span, node))
 
-    def complete(self, parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Add the pending nodes of `parameters` to the last micro-batch's `gradients`, in place."""
+    def complete(
+        self, parameters: Iterable[Tensor], gradients: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        """Add the pending nodes of `parameters` to the last micro-batch's `gradients`, in place.
+
+        Returns the gradients of the nodes that have another sibling, from left to right. There are
+        none if the rank's micro-batches are a subtree.
+        """
         parameters = list(parameters)
-        for waiting in self._levels:
-            add(gradients, [waiting.pop(one) for one in parameters])
+        span = range(self._next, self._next + 1)
+        others: list[list[Tensor]] = []
+        for left, waiting in reversed(self._nodes):
+            taken = [waiting.pop(one) for one in parameters]
+            if not others and are_siblings(left, span):
+                add(gradients, taken)
+                span = range(left.start, span.stop)
+            else:
+                others.append(taken)
+        return others[::-1]
 
     def clear(self) -> None:
         """Drop all pending nodes."""
-        self._levels.clear()
+        self._next = self._first
+        self._nodes: list[tuple[range, Gradients]] = []
+
+
+def are_siblings(left: range, right: range) -> bool:
+    """Return whether two neighbouring nodes of the tree, given by their leaves, have one parent."""
+    return len(left) == len(right) and left.start % (2 * len(left)) == 0
 
 
 def take(parameters: Iterable[Tensor]) -> Gradients:
@@ -188,7 +210,7 @@ class Reducer:
                 "sum"
             )
         self._reduced.update(parameters)
-        self._counter.complete(parameters, _views(bucket.buffer(), parameters))
+        self._counter.complete(parameters, views(bucket.buffer(), parameters))
         return self._exchange(bucket.buffer())
 
 
@@ -236,7 +258,7 @@ def exchange_of(
     return blocking
 
 
-def _views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+def views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     """Return each parameter's gradient as a view of a bucket's `buffer`.
 
     `bucket.gradients()` ignores strides: it would reorder the elements of channels-last weights.

@@ -146,13 +146,18 @@ def require_wrapped(model: object) -> None:
         )
 
 
-def require_numbers(*, micro_batches: int, world_size: int) -> None:
-    """Raise UsageError unless the ranks can share the tree over the micro-batches evenly."""
+def require_micro_batches(micro_batches: int) -> None:
+    """Raise UsageError unless the tree over the micro-batches has all its leaves."""
     if not _is_power_of_two(micro_batches):
         raise UsageError(
             f"micro_batches={micro_batches!r}: only a power of two has a tree that ranks can share "
             "evenly; use 1, 2, 4, 8 ..., the same for every world size"
         )
+
+
+def require_numbers(*, micro_batches: int, world_size: int) -> None:
+    """Raise UsageError unless the ranks can share the tree over the micro-batches evenly."""
+    require_micro_batches(micro_batches)
     if not _is_power_of_two(world_size):
         raise UsageError(
             f"world_size={world_size}: the canonical all-reduce needs a power of two; "
@@ -171,8 +176,22 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
 
     Raises UsageError if `model` isn't supported.
     """
-    parameters = {}
-    for name, parameter in model.module.named_parameters():
+    if model.parameters_to_ignore:
+        raise UsageError(
+            f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: their gradients would not "
+            "be reduced; freeze them, or let DistributedDataParallel reduce them"
+        )
+    _require_options(model)
+    return require_parameters(model.module)
+
+
+def require_parameters(model: torch.nn.Module) -> dict[Tensor, str]:
+    """Return the trainable parameters with their names.
+
+    Raises UsageError if `model`, which is not wrapped, isn't supported.
+    """
+    parameters: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if parameter.dtype not in _DTYPES:
@@ -187,14 +206,10 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
                 "make it contiguous"
             )
         parameters[parameter] = name
-    if model.parameters_to_ignore:
-        raise UsageError(
-            f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: their gradients would not "
-            "be reduced; freeze them, or let DistributedDataParallel reduce them"
-        )
-    for name, module in model.module.named_modules():
+    if not parameters:
+        raise UsageError("no parameter of the model requires a gradient: nothing would be trained")
+    for name, module in model.named_modules():
         _require_module(name, module)
-    _require_options(model)
     return parameters
 
 
