@@ -7,13 +7,18 @@ from entrenar_py.check.observing import Observation, observe
 from entrenar_py.shared.errors import WatchFinding
 
 if TYPE_CHECKING:
-    from entrenar_py.train.canonical import canonical_all_reduce, require_deterministic
+    from entrenar_py.train.canonical import (
+        canonical_all_reduce,
+        canonical_reduce_scatter,
+        require_deterministic,
+    )
     from entrenar_py.train.elastic import elastic
 
 __all__ = [
     "Observation",
     "WatchFinding",
     "canonical_all_reduce",
+    "canonical_reduce_scatter",
     "elastic",
     "observe",
     "require_deterministic",
@@ -23,6 +28,7 @@ __version__ = "0.1.0"
 
 _IN_TRAINER = {
     "canonical_all_reduce": "entrenar_py.train.canonical",
+    "canonical_reduce_scatter": "entrenar_py.train.canonical",
     "elastic": "entrenar_py.train.elastic",
     "require_deterministic": "entrenar_py.train.canonical",
 }

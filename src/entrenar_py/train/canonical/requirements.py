@@ -1,4 +1,4 @@
-"""Checks that the canonical all-reduce makes before training: of models, numbers and settings."""
+"""Checks that canonical reductions make before training: of models, numbers and settings."""
 
 from __future__ import annotations
 
@@ -129,12 +129,12 @@ def require_unchanged(facts: dict[str, object]) -> None:
     for name, value in facts.items():
         if now[name] != value:
             raise UsageError(
-                f"{name} = {now[name]!r}, and was {value!r} when canonical_all_reduce was "
-                "called: kernels may give different bits now; don't change it during training"
+                f"{name} = {now[name]!r}, and was {value!r} when the reducer was created: "
+                "kernels may give different bits now; don't change it during training"
             )
 
 
-_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)  # in which sums over all micro-batches don't overflow
 
 
 def require_wrapped(model: object) -> None:
@@ -160,7 +160,7 @@ def require_numbers(*, micro_batches: int, world_size: int) -> None:
     require_micro_batches(micro_batches)
     if not _is_power_of_two(world_size):
         raise UsageError(
-            f"world_size={world_size}: the canonical all-reduce needs a power of two; "
+            f"world_size={world_size}: a canonical reduction needs a power of two; "
             "start 1, 2, 4, 8 ... ranks"
         )
     if world_size > micro_batches:
@@ -194,10 +194,10 @@ def require_parameters(model: torch.nn.Module) -> dict[Tensor, str]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.dtype not in _DTYPES:
+        if parameter.dtype not in DTYPES:
             raise UsageError(
                 f"parameter {name} has dtype {parameter.dtype}: allowed are "
-                f"{' and '.join(map(str, _DTYPES))}: only in these do sums over all "
+                f"{' and '.join(map(str, DTYPES))}: only in these do sums over all "
                 "micro-batches not overflow"
             )
         if not _is_dense(parameter):
