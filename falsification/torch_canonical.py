@@ -22,10 +22,10 @@ def in_rank_order(rows: Tensor, *, scale: float, out: Tensor) -> None:
 
 def one_after_the_other(self: Counter, node: Gradients) -> None:
     """Adds a rank's micro-batches one after the other, as `.grad` would."""
-    if self._levels:
-        reducer.add(self._levels[0].values(), node.values())
+    if self._nodes:
+        reducer.add(self._nodes[0][1].values(), node.values())
     else:
-        self._levels.append(node)
+        self._nodes.append((range(1), node))
 
 
 _FOUR = textbook(

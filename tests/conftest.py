@@ -137,9 +137,9 @@ def _parts(variants: list[Variant]) -> dict[str, list[Variant]]:
 
     The first fine-tuning of a process loads transformers and captures graphs, for many seconds.
     """
-    tuned = [one for one in variants if one.scenario.system == "finetuned"]
+    tuned = [one for one in variants if one.scenario.system in ("finetuned", "finetuned_by_ranks")]
     others = [one for one in variants if one.scenario.system in OF_CHECKPOINTS and one not in tuned]
-    rest = [one for one in variants if one.scenario.system not in OF_CHECKPOINTS]
+    rest = [one for one in variants if one not in tuned and one not in others]
     starts = range(0, len(rest), VARIANTS_AT_ONCE)
     few = {f"matrix-{start}": rest[start : start + VARIANTS_AT_ONCE] for start in starts}
     return {"matrix-finetuned": tuned, "matrix-other-checkpoints": others, **few}

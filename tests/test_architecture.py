@@ -30,7 +30,7 @@ WINGS: dict[str, frozenset[str]] = {
     "check": frozenset({"shared", "compute"}),
     "systems": frozenset({"shared", "compute", "train", "check"}),
 }
-DOORS = {"", "entrenar", "finetune", "integrations", "pytest_plugin", "trace"}
+DOORS = {"", "entrenar", "finetune", "integrations", "pytest_plugin", "supervise", "trace"}
 # Rooms that judge traces. They know nothing of torch, sockets and devices.
 JUDGES = ("check.clauses", "check.causes", "check.evidence")
 # The rooms of the checker that run systems. They import the table of `systems`, nothing below it.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.check.command import runs
+from entrenar_py.check.command import runs, warm
 from tests.check.command import zygote
 from tests.command_line import check
 
@@ -32,11 +32,15 @@ EXIT_CODES = re.compile(r"The exit code is (\d)")
 
 @pytest.fixture(autouse=True)
 def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start in an empty folder; fork the ranks that torchrun would start, which is quicker."""
+    """Start in an empty folder; fork the ranks that torchrun would start, which is quicker.
+
+    They are forked from the process of all tests, so no command prepares one of its own.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     activated = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     monkeypatch.setenv("PATH", activated)
+    monkeypatch.setattr(warm.Parents, "prepare", lambda *_: None)
     record = runs.record
     monkeypatch.setattr(
         runs, "record", lambda plan, show: record(replace(plan, launch=_launch), show)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from entrenar_py.check.anatomy.record import (
     Backward,
     Cleared,
     Collective,
+    Drawn,
     Event,
     Forward,
     Named,
@@ -23,7 +25,7 @@ from entrenar_py.shared.errors import TraceError
 HERE: dict[str, Any] = {"file": "/home/me/train.py"}
 
 
-def call(line: int = 1, *, training: bool = True) -> Event:
+def call(line: int = 1, *, training: bool = True) -> Forward:
     """Return the call of a model."""
     return Forward(
         **HERE, line=line, module=0, kind="Net", training=training, grad=training, outputs_grad=True
@@ -82,6 +84,54 @@ def test_two_losses_of_one_batch_are_no_micro_batches() -> None:
     batches = (call(), one, call(), other, step(), CLEARED) * 2
     assert not suspects.of({0: run(*losses)})
     assert [one.name for one in suspects.of({0: run(*batches)})] == ["micro-batches-undivided"]
+
+
+def test_ranks_without_an_exchange_are_apart_unless_their_weights_are_equal() -> None:
+    """A process group that isn't torch's is not seen, and keeps replicas equal all the same."""
+    for other, expected in (("b", ["ranks-apart"]), ("a", [])):
+        known = {
+            rank: run(*(call(), backward(1.0), step(weights=own)) * 2, rank=rank, world_size=2)
+            for rank, own in enumerate(("a", other))
+        }
+        assert [one.name for one in suspects.of(known)] == expected
+
+
+def test_masks_are_the_same_though_generators_part_later() -> None:
+    """Two calls with one generator and different samples are enough; the same samples are not."""
+    for samples, expected in (("xy", ["same-masks"]), ("xx", ["same-samples"])):
+        known = {}
+        for rank, sample in enumerate(samples):
+            draws = [
+                replace(
+                    call(), digest=f"{sample}{n}", draws=True, generator=f"{n}-{rank * (n > 1)}"
+                )
+                for n in range(3)
+            ]
+            reduced = Collective(**HERE, operation="all_reduce", size=2, contents="gradients")
+            reduced = replace(reduced, by="DistributedDataParallel", touched="0-1")
+            events = (event for one in draws for event in (one, backward(1.0), reduced, step()))
+            known[rank] = run(*events, rank=rank, world_size=2)
+        assert [one.name for one in suspects.of(known)] == expected
+
+
+def test_lengths_and_buckets_do_not_part_steps() -> None:
+    """Padded batches of other lengths are the same line; a smaller batch is another one."""
+    reduced = Collective(
+        **HERE, operation="all_reduce", reduction="mean", size=2, tensor_bytes=16, touched="0-1"
+    )
+    reduced = replace(reduced, by="DistributedDataParallel", contents="gradients")
+    events = [
+        event
+        for n, shape in enumerate(("[4, 7]", "[4, 9]", "[4, 8, 2]", "[3, 7]"))
+        for event in (
+            Drawn(**HERE, loader=0, number=0, shapes=f"int64 {shape}"),
+            *(call(), backward(1.0), replace(reduced, calls=n + 1), step(), CLEARED),
+        )
+    ]
+    anatomy = steps.of({0: run(*events)})
+    assert anatomy is not None
+    assert anatomy.alike == (0, 1, 2)
+    assert [one.where for one in anatomy.by_step] == ["step 3 (the last)"]
 
 
 def test_two_optimizers_make_one_step_together() -> None:

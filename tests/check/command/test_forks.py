@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import types
+from argparse import Namespace
 from collections.abc import Iterator
 from multiprocessing import process
 from pathlib import Path
@@ -16,9 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from entrenar_py.check.command import launch, warm
+from entrenar_py.check.command import launch, run_plan, warm
 from entrenar_py.check.command.forks import imports, interpreter
 from entrenar_py.check.command.launch import Ended
+from entrenar_py.check.project import commands
 
 # Started like torchrun, and starts ranks like it; torch is not imported.
 LAUNCHER = """#!{python}
@@ -182,7 +184,9 @@ def test_a_forked_rank_ends_like_a_new_interpreter(folder: Folder) -> None:
 
 def test_forked_ranks_draw_numbers_of_their_own(folder: Folder) -> None:
     """Random numbers that nobody has seeded differ between ranks and between runs."""
-    draws = "import random, numpy\nprint('drew', random.random(), numpy.random.random())"
+    # In one write: the ranks share a pipe, and print() writes words and line ends one by one.
+    line = "f'drew {random.random()} {numpy.random.random()}\\n'"
+    draws = f"import os, random, numpy\nos.write(1, {line}.encode())"
     script = folder.has("draws.py", draws)
     lines = [*folder.run(script.name, forked=True).tail, *folder.run(script.name, forked=True).tail]
     drawn = [number for line in lines if line.startswith("drew") for number in line.split()[1:]]
@@ -382,3 +386,24 @@ def test_the_parent_ends_with_the_harness(folder: Folder) -> None:
     for file in watched:
         assert select.select([file], [], [], 30.0)[0]
         os.close(file)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_the_process_that_is_started_first_forks_the_runs(
+    auto: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a script with the line, too: runs have the environment in which it imported torch."""
+    started: list[object] = []
+    monkeypatch.setattr(warm, "_Parent", lambda *given: started.append(given))
+    script = tmp_path / "train.py"
+    script.write_text("")
+    command = [*(sys.executable, "-m", "torch.distributed.run"), "--nproc_per_node={world_size}"]
+    command.append(str(script))
+    parents = warm.of(
+        Namespace(launcher="auto", command=command, command_folder=None, auto=auto, world_size=())
+    )
+    plan = run_plan.Plan(command=tuple(command), needs=(), folder=tmp_path, auto=auto)
+    words = [word.replace("{world_size}", "2") for word in command]
+    usual = commands.usual_variables(command)
+    parents.prepare(words, {**usual, **os.environ, **plan.observing()}, None)
+    assert len(started) == 1

@@ -1,4 +1,4 @@
-"""Trains small models with the canonical all-reduce on ranks forked from one process.
+"""Trains small models with canonical reductions on ranks forked from one process.
 
 `python -m tests.train.canonical.ranks DEVICE VARIANT ...` trains each variant on each number of
 ranks, and prints the digests of the final weights as JSON: {variant: {world size: [of each rank]}}.
@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,10 +24,15 @@ import torch
 import torch._dynamo.aot_compile
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
 from entrenar_py.train.canonical import exchange, reducer
+from entrenar_py.train.canonical.sharded_reducer import ShardedReducer
 
 WORLDS = (1, 2, 4, 8)
 MICRO_BATCHES = 8
@@ -59,8 +64,41 @@ def channels_last() -> nn.Module:
     return nn.Sequential(layers, nn.Linear(6, 3))
 
 
+class Tied(nn.Module):
+    """A model with one weight in two layers, a frozen layer, and a layer that is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.last.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.recomputed = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.recomputed, self.first(x), use_reentrant=False)
+        out: Tensor = self.last(self.frozen(hidden))
+        return out
+
+
+def long() -> nn.Module:
+    """Return a model whose shards are long enough for loops over vectors, with odd remainders."""
+    return nn.Sequential(nn.Linear(5, 203), nn.Tanh(), nn.Linear(203, 101))
+
+
 def nothing() -> None:
     """Plant no bug."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The run of `dense` that others must equal, without any of our functions.
+
+    Its weights, its forward and backward passes, and its sums of gradients have a dtype each.
+    """
+
+    dtype: torch.dtype
+    computed: torch.dtype
+    summed: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -72,6 +110,19 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict)
     plant: Callable[[], None] = nothing
     symmetric_memory: bool | None = False
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A training run with `fully_shard`: of the root, and of the `layers` of that type."""
+
+    model: Callable[[], nn.Module]
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+    plant: Callable[[], None] = nothing
+    layers: type[nn.Module] = nn.Linear
+    adamw: bool = False  # with clipped gradients
+    measured: bool = False  # for memory in place of a digest
 
 
 # --- planted bugs -------------------------------------------------------------------------------
@@ -104,10 +155,10 @@ def accumulate_in_order() -> None:
     """Add the micro-batches of a rank one after another, as `.grad` does."""
 
     def push(self: reducer.Counter, node: reducer.Gradients) -> None:
-        if self._levels:
-            reducer.add(self._levels[0].values(), node.values())
+        if self._nodes:
+            reducer.add(self._nodes[0][1].values(), node.values())
         else:
-            self._levels.append(node)
+            self._nodes.append((range(1), node))
 
     reducer.Counter.push = push  # type: ignore[method-assign]
 
@@ -140,6 +191,43 @@ def drop_tail() -> None:
     exchange.all_reduce = whole_units
 
 
+def reduce_as_torch_does() -> None:
+    """Reduce-scatter in the order of torch's own."""
+    FSDPModule.set_custom_reduce_scatter = lambda self, comm: None  # type: ignore[method-assign]
+
+
+def add_in_dtype_of_weights() -> None:
+    """Add a rank's shards in float32, after a reduce-scatter in bfloat16."""
+    right = reducer.Counter.push
+
+    def push(self: reducer.Counter, node: reducer.Gradients) -> None:
+        right(self, {key: one.float() for key, one in node.items()})
+
+    reducer.Counter.push = push  # type: ignore[method-assign]
+
+
+def accumulate_in_grad() -> None:
+    """Leave a micro-batch's gradients in `.grad`, where FSDP adds the next ones to them."""
+    ShardedReducer._keep = lambda self: self._reduced.clear()  # type: ignore[method-assign]
+
+
+def clip_as_torch_does() -> None:
+    """Clip with the norm of torch's own function."""
+    ShardedReducer.clip_grad_norm_ = lambda self, max_norm: nn.utils.clip_grad_norm_(  # type: ignore[method-assign]
+        self._parameters, max_norm
+    )
+
+
+# What the functions above replace.
+REPLACED: tuple[tuple[Any, str], ...] = (
+    (exchange, "add_tree"),
+    (exchange, "all_reduce"),
+    (reducer.Counter, "push"),
+    (FSDPModule, "set_custom_reduce_scatter"),
+    (ShardedReducer, "_keep"),
+    (ShardedReducer, "clip_grad_norm_"),
+)
+
 FP32, BF16 = lambda: dense(torch.float32), lambda: dense(torch.bfloat16)
 SMALL_BUCKETS = {"bucket_cap_mb": 0.0005}
 
@@ -162,11 +250,57 @@ PLANTED = {
     "no scale": Variant(FP32, plant=leave_scale_out),
     "no tail": Variant(FP32, plant=drop_tail),
 }
+IN_BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+SUMS_IN_FP32 = {
+    "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+}
+BY_COLUMNS = {"shard_placement_fn": lambda weight: Shard(weight.ndim - 1)}
+RIGHT_SHARDED = {
+    "sharded fp32": Sharded(FP32),
+    "sharded bf16": Sharded(BF16, torch.bfloat16),
+    "sharded whole": Sharded(FP32, layers=nn.Tanh),
+    "sharded, kept after forward": Sharded(FP32, options={"reshard_after_forward": False}),
+    "sharded, freed after forward": Sharded(FP32, options={"reshard_after_forward": True}),
+    "sharded mixed": Sharded(Mixed),
+    "sharded tied": Sharded(Tied, layers=nn.Sequential),
+    "sharded by columns": Sharded(lambda: nn.Linear(8, 4), options=BY_COLUMNS, layers=nn.Tanh),
+    "sharded, computed in bf16": Sharded(FP32, options=IN_BF16),
+    "sharded, summed in fp32": Sharded(FP32, options=SUMS_IN_FP32),
+    "sharded bf16, summed in fp32": Sharded(BF16, torch.bfloat16, SUMS_IN_FP32),
+    "sharded, AdamW": Sharded(long, adamw=True),
+    "sharded bf16, AdamW": Sharded(lambda: long().bfloat16(), torch.bfloat16, adamw=True),
+}
+MEMORY = {"sharded, measured": Sharded(FP32, measured=True)}
+PLANTED_SHARDED = {
+    "sharded, torch's order": Sharded(FP32, plant=reduce_as_torch_does),
+    "sharded, rank order": Sharded(FP32, plant=add_in_rank_order),
+    "sharded, distant siblings": Sharded(FP32, plant=add_distant_rows_first),
+    "sharded, local order": Sharded(FP32, plant=accumulate_in_order),
+    "sharded, in .grad": Sharded(FP32, plant=accumulate_in_grad),
+    "sharded, rounded once": Sharded(BF16, torch.bfloat16, plant=round_once),
+    "sharded, two dtypes": Sharded(FP32, options=IN_BF16, plant=add_in_dtype_of_weights),
+    "sharded, torch's norm": Sharded(long, adamw=True, plant=clip_as_torch_does),
+}
 ON_GPUS = {
     "symmetric fp32": Variant(FP32, symmetric_memory=True),
     "symmetric bf16": Variant(BF16, torch.bfloat16, SMALL_BUCKETS, symmetric_memory=True),
 }
-VARIANTS = RIGHT | PLANTED | ON_GPUS
+ALONE = {
+    "alone fp32": Alone(torch.float32, torch.float32, torch.float32),
+    "alone bf16": Alone(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "alone, computed in bf16": Alone(torch.float32, torch.bfloat16, torch.bfloat16),
+    "alone, summed in fp32": Alone(torch.float32, torch.bfloat16, torch.float32),
+    "alone bf16, summed in fp32": Alone(torch.bfloat16, torch.bfloat16, torch.float32),
+}
+VARIANTS: dict[str, Variant | Sharded | Alone] = {
+    **RIGHT,
+    **PLANTED,
+    **ON_GPUS,
+    **RIGHT_SHARDED,
+    **PLANTED_SHARDED,
+    **MEMORY,
+    **ALONE,
+}
 
 
 def train(variant: Variant, device: torch.device) -> str:
@@ -177,16 +311,107 @@ def train(variant: Variant, device: torch.device) -> str:
     canonical = entrenar_py.canonical_all_reduce(
         ddp, micro_batches=MICRO_BATCHES, symmetric_memory=variant.symmetric_memory
     )
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    draws = torch.Generator().manual_seed(1)
-    for _ in range(NUM_STEPS[device.type]):
-        inputs = torch.randn(MICRO_BATCHES, 4, 5, generator=draws).to(variant.dtype)
+    optimizer = sgd(ddp.parameters())
+    for inputs in steps(device, 5, variant.dtype):
         for batch in canonical.fold(inputs[list(canonical.shards)]):
             ddp(batch.to(device)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights = [one.detach().float().contiguous().cpu().numpy() for one in ddp.module.parameters()]
-    return hashlib.sha256(b"".join(one.tobytes() for one in weights)).hexdigest()[:16]
+    return digest(list(ddp.module.parameters()))
+
+
+def train_sharded(variant: Sharded, device: torch.device) -> str:
+    """Train, and return the digest of the final weights of all ranks."""
+    variant.plant()
+    torch.manual_seed(0)
+    model = variant.model().to(device)
+    width = next(one for one in model.modules() if isinstance(one, nn.Linear)).in_features
+    options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),)), **variant.options}
+    for layer in [one for one in model.modules() if isinstance(one, variant.layers)]:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    canonical = entrenar_py.canonical_reduce_scatter(model, micro_batches=MICRO_BATCHES)
+    optimizer = sgd(model.parameters())
+    if variant.adamw:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    peak = 0.0
+    for inputs in steps(device, width, variant.dtype):
+        for batch in canonical.fold(inputs[list(canonical.shards)]):
+            model(batch.to(device)).float().square().mean().backward()
+            peak = max(peak, held(canonical, model))
+        if variant.adamw:
+            canonical.clip_grad_norm_(0.01)
+        optimizer.step()
+    if variant.measured:
+        return str(peak)
+    return digest([one.full_tensor() for one in model.parameters() if isinstance(one, DTensor)])
+
+
+def held(canonical: ShardedReducer, model: nn.Module) -> float:
+    """Return the memory of all gradients, divided by that of this rank's shards, with padding."""
+    gradients = [
+        node
+        for one in canonical._counters.values()
+        for _, nodes in one._nodes
+        for node in nodes.values()
+    ]
+    shards = 0
+    for one in model.parameters():
+        assert isinstance(one, DTensor)
+        shards += (
+            -(-len(one) // dist.get_world_size()) * (one.numel() // len(one)) * one.element_size()
+        )
+        if isinstance(one.grad, DTensor):
+            gradients.append(one.grad.to_local())
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in gradients}
+    return sum(one.nbytes() for one in storages.values()) / shards
+
+
+def train_alone(variant: Alone) -> str:
+    """Train with torch only, and return the digest of the weights."""
+    torch.manual_seed(0)
+    model = dense(variant.dtype)
+    weights = dict(model.named_parameters())
+    optimizer = sgd(weights.values())
+    for inputs in steps(torch.device("cpu"), 5, variant.computed):
+        gradients = []
+        for batch in inputs:
+            cast = {
+                name: one.detach().to(variant.computed).requires_grad_()
+                for name, one in weights.items()
+            }
+            loss = torch.func.functional_call(model, cast, (batch,)).float().square().mean()
+            found = torch.autograd.grad(loss, list(cast.values()))
+            gradients.append([one.to(variant.summed) for one in found])
+        while len(gradients) > 1:
+            pairs = zip(gradients[0::2], gradients[1::2], strict=True)
+            gradients = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
+        for weight, gradient in zip(weights.values(), gradients[0], strict=True):
+            weight.grad = (gradient / MICRO_BATCHES).to(variant.dtype)
+        optimizer.step()
+    return digest(list(weights.values()))
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer that multiplies by powers of two.
+
+    torch rounds the product `lr * gradient` to bfloat16 in the last elements of a tensor, and not
+    in others. A shard has other last elements than the whole tensor.
+    """
+    return torch.optim.SGD(parameters, lr=0.125, momentum=0.5)
+
+
+def steps(device: torch.device, width: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the inputs of each step, [MICRO_BATCHES, 4, width]."""
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(NUM_STEPS[device.type]):
+        yield torch.randn(MICRO_BATCHES, 4, width, generator=draws).to(dtype)
+
+
+def digest(weights: list[Tensor]) -> str:
+    """Return a digest of the bits of `weights`."""
+    arrays = [one.detach().float().contiguous().cpu().numpy() for one in weights]
+    return hashlib.sha256(b"".join(one.tobytes() for one in arrays)).hexdigest()[:16]
 
 
 def serve(
@@ -203,9 +428,16 @@ def serve(
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
     found = {}
     for name in names:
-        kept = exchange.add_tree, exchange.all_reduce, reducer.Counter.push
-        found[name] = train(VARIANTS[name], device)
-        exchange.add_tree, exchange.all_reduce, reducer.Counter.push = kept  # type: ignore[method-assign]
+        kept = [getattr(owner, attribute) for owner, attribute in REPLACED]
+        variant = VARIANTS[name]
+        if isinstance(variant, Alone):
+            found[name] = train_alone(variant)
+        elif isinstance(variant, Sharded):
+            found[name] = train_sharded(variant, device)
+        else:
+            found[name] = train(variant, device)
+        for (owner, attribute), value in zip(REPLACED, kept, strict=True):
+            setattr(owner, attribute, value)
     pipe.send(found)
     dist.destroy_process_group()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,7 +44,21 @@ def test_the_fold_has_the_bits_of_the_tree(count: int) -> None:
     counter.complete([SECOND, FIRST], got)
     assert torch.equal(got[1], expected[0])
     assert torch.equal(got[0], expected[1])
-    assert not any(counter._levels)
+    assert not any(node for _, node in counter._nodes)
+
+
+def test_a_counter_counts_the_next_step() -> None:
+    """Without `clear`, if all nodes of the last step were completed."""
+    sums = []
+    counter = reducer.Counter()
+    for _ in range(2):
+        nodes = leaves(4)
+        for node in nodes[:-1]:
+            counter.push(node)
+        last = [nodes[-1][FIRST], nodes[-1][SECOND]]
+        assert counter.complete([FIRST, SECOND], last) == []
+        sums.append(last)
+    assert all(torch.equal(*pair) for pair in zip(*sums, strict=True))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 100])
@@ -54,7 +67,7 @@ def test_as_many_nodes_wait_as_bits_are_set(count: int) -> None:
     counter = reducer.Counter()
     for node in leaves(count):
         counter.push(node)
-    assert sum(map(bool, counter._levels)) == count.bit_count()
+    assert len(counter._nodes) == count.bit_count()
 
 
 def test_taking_leaves_nothing_behind() -> None:
@@ -63,18 +76,6 @@ def test_taking_leaves_nothing_behind() -> None:
     one.sum().backward()  # type: ignore[no-untyped-call]
     assert list(reducer.take([one, other])) == [one]
     assert one.grad is None
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start a process group of one rank, with deterministic algorithms, also with GPUs."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    store = torch._C._distributed_c10d.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    dist.destroy_process_group()
 
 
 def wrapped(module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
@@ -114,7 +115,7 @@ def test_shards_are_named_while_they_are_in_hand(alone: None) -> None:
         (0, 1, "micro_batches=0"),
         ("8", 2, "micro_batches='8': only a power of two"),
         (8.0, 2, "micro_batches=8.0: only a power of two"),
-        (8, 3, "world_size=3: the canonical all-reduce needs a power of two"),
+        (8, 3, "world_size=3: a canonical reduction needs a power of two"),
         (2, 4, "micro_batches=2 with world_size=4: every rank needs a micro-batch"),
     ],
 )

@@ -57,13 +57,21 @@ def draws_the_same(known: Evidence) -> Iterator[Seen]:
 
 
 def draws_the_same_masks(known: Evidence) -> Iterator[Seen]:
-    """Yield replicas that draw another rank's random numbers in every call of the model."""
+    """Yield replicas that draw another rank's random numbers for other samples, at least twice.
+
+    An evaluation on one rank may part the generators later.
+    """
     for rank, other, calls in _calls_of_two(known):
-        drawing = [(a, b) for _, a, b in calls if a.draws and b.draws]
-        apart = any(a.digest != b.digest for a, b in drawing)
-        if len(drawing) > 1 and apart and all(a.generator == b.generator for a, b in drawing):
-            evidence = f"rank {rank} has the same generator in all calls"
-            yield Seen(other, calls[0][0], drawing[0][1], evidence)
+        drawing = [(number, a, b) for number, a, b in calls if a.draws and b.draws]
+        alike = [
+            (number, b)
+            for number, a, b in drawing
+            if a.generator == b.generator and a.digest != b.digest
+        ]
+        if len(alike) > 1:
+            count = "all" if len(alike) == len(drawing) else f"{len(alike)} of {len(drawing)}"
+            evidence = f"rank {rank} has the same generator in {count} calls"
+            yield Seen(other, *alike[0], evidence)
 
 
 def _calls_of_two(

@@ -104,7 +104,7 @@ class Forward(Event):
     - `module`: its number, and `kind` its classes; `inner`: the number of a module it wraps, or -1.
     - `training`, `grad`: its mode, and whether gradients were recorded.
     - `outputs_grad`: whether an output requires a gradient.
-    - `inputs`, `digest`: shapes and digest of its inputs; "" if there are only keywords.
+    - `inputs`, `digest`: shapes and digest of its tensors, those by keyword last; "" without any.
     - `generator`: digest of the random numbers' state before; `draws`: whether it has changed.
     - `modal`: it has active dropout or batch norm; `was_inner`: the script has a wrapper of it.
     - `stirred`: frozen modules in training mode with buffers that this call moved.
@@ -192,6 +192,7 @@ class Clipped(Event):
 
     `given` parameters were passed, `touched` of these have gradients. `present` is the number of
     known parameters with gradients. `scaled`: the loss was scaled, and nothing was unscaled since.
+    `pieces`: `before` and `after` are norms of this rank's pieces of sharded gradients.
     """
 
     most: float
@@ -201,6 +202,7 @@ class Clipped(Event):
     before: float = 0.0
     after: float = 0.0
     scaled: bool = False
+    pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,7 @@ class Stepped(Event):
 
     - `optimizer`: its number, and `kind` its class; `torchs`: that class is one of torch's.
     - `held`: its parameters that require a gradient or have one; `graded`: those with one.
-    - `moved`: the number of parameters that the step changed.
+    - `moved`: the number of parameters that the step changed; `weights`: a digest of all after it.
     - `stale`: those with a gradient that an earlier step has applied.
     - `edited`: those that were changed since its last step.
     - `norm`: of the gradients; `rates`: the learning rate of each group.
@@ -223,6 +225,7 @@ class Stepped(Event):
     held: str = ""
     graded: str = ""
     moved: int = 0
+    weights: str = ""
     stale: str = ""
     edited: str = ""
     rates: tuple[float, ...] = ()

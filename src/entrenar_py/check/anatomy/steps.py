@@ -6,6 +6,7 @@ calls a module or begins a backward pass; or when one of them steps again.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from entrenar_py.check.anatomy.wording import Words
 
 _REGULAR = 0.5  # of the steps of the optimizer that steps most often
 _PERIOD_MAX = 32  # lines that are repeated together
+_SIZES = re.compile(r"\[(\d+)(?:, \d+)+\]")
+_BUCKETS = re.compile(r"^\d+ x (?=all-reduce mean .* by DistributedDataParallel$)")
 _BEGINS = (record.PassBegun, record.Drawn, record.Forward, record.Backward)
 
 
@@ -85,8 +88,12 @@ class Line:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What is compared between steps and ranks."""
-        return self.what, self.file, self.line
+        """What is compared between steps and ranks.
+
+        Lengths of sequences in a batch aren't, nor in how many calls a wrapper reduces gradients.
+        """
+        what = _SIZES.sub(r"[\1, *]", self.what)
+        return _BUCKETS.sub("", what), self.file, self.line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,8 @@ def values(event: Event) -> str:
     if isinstance(event, record.Backward) and event.value is not None:
         return f"{event.value:.5g}"
     if isinstance(event, record.Clipped):
-        return f"norm {event.before:.4g} -> {event.after:.4g}"
+        norm = "norm of its pieces" if event.pieces else "norm"
+        return f"{norm} {event.before:.4g} -> {event.after:.4g}"
     if isinstance(event, record.Stepped):
         return f"lr {_rates(event.rates)}"
     if isinstance(event, record.Scheduled):
@@ -99,7 +100,7 @@ def _end(_: Words, event: record.PassEnded) -> str:
 def _draw(_: Words, event: record.Drawn) -> str:
     known = event.num_samples >= 0
     number = wording.counted(event.num_samples, "sample") if known else "a batch"
-    return f"draw {number}: {event.shapes}"
+    return f"draw {number}: {event.shapes}" if event.shapes else f"draw {number}"
 
 
 def _forward(_: Words, event: record.Forward) -> str:
@@ -133,6 +134,8 @@ def _collective(words: Words, event: record.Collective) -> str:
     contents = "other tensors" if event.contents == "other" else event.contents
     contents += f" of {wording.counted(count, 'parameter')}" if count else ""
     by = "" if event.by == "script" else f", by {event.by}"
+    if event.by == "other code" and not event.touched:  # it was noticed later
+        by += " before this line"
     sizes = f" {size(event.tensor_bytes, 'B')} of {contents}" if event.tensor_bytes else ""
     return f"{calls}{name}{sizes}, {wording.counted(event.size, 'rank')}{by}"
 

@@ -95,7 +95,7 @@ def build() -> argparse.ArgumentParser:
 
 def _shown(options: argparse.Namespace, command: Sequence[str], folder: Path) -> int:
     from entrenar_py.check.anatomy import page, record, steps, suspects, text
-    from entrenar_py.check.command import folders, launch
+    from entrenar_py.check.command import folders, launch, run_trace
     from entrenar_py.check.observing import ANATOMY
     from entrenar_py.check.observing.auto import Settings
     from entrenar_py.check.project import commands
@@ -117,7 +117,8 @@ def _shown(options: argparse.Namespace, command: Sequence[str], folder: Path) ->
     is_whole = any(len(steps.cut(known)) >= options.steps for known in records.values())
     failed = ended.code != 0 and not is_whole
     if failed:
-        printing.warn(f"the command failed ({ended.how}); its last lines:")
+        error = run_trace.script_error(ended.output)
+        printing.warn(f"the command failed ({ended.how}){error and f': {error}'}; its last lines:")
         printing.warn_lines("\n".join(ended.tail))
     if anatomy is None:
         reason = notes.why_nothing(folder) if not failed else "it failed before its first step"

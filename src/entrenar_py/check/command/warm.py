@@ -350,7 +350,7 @@ def of(options: argparse.Namespace) -> Parents:
     command = commands.of(options.command).command
     folder = options.command_folder or Path.cwd()
     parents_of_forks = Parents(commands.script(command, folder)[1])
-    observing = Settings().variables() if options.auto else {}
+    observing = Settings().variables()  # a script with the line gets them, too
     for size in options.world_size[:1] or (2,):
         words = [word.replace("{world_size}", str(size)) for word in command]
         environment = {**commands.usual_variables(words), **os.environ, **observing}

@@ -65,8 +65,8 @@ class Listener(Protocol):
 class Patch:
     """The replacement of the function `name` of `owner` by the result of `wrap`.
 
-    `owner` is a class in `module`, or "" for the module itself. A module that is `optional` may
-    never be imported in a process.
+    `owner` is a class in `module`, or "" for the module itself. An `optional` module may never be
+    imported in a process, or lack the function.
     """
 
     module: str
@@ -80,13 +80,15 @@ class Patch:
 def apply(patches: Iterable[Patch], listener: Any) -> None:
     """Replace the functions of `patches`; import their modules if necessary.
 
-    A patch of an optional module is skipped if that module isn't imported yet.
+    An optional patch is skipped if its module isn't imported yet, or lacks the function.
     """
     for patch in patches:
         if patch.optional and patch.module not in sys.modules:
             continue
         owner: Any = importlib.import_module(patch.module)
         owner = getattr(owner, patch.owner) if patch.owner else owner
+        if patch.optional and not hasattr(owner, patch.name):
+            continue
         original = getattr(owner, patch.name)
         setattr(owner, patch.name, _uncompiled(original, patch.wrap(original, listener)))
 

@@ -1,4 +1,4 @@
-"""The canonical all-reduce: DistributedDataParallel with the same weights for any world size.
+"""Canonical reductions: DistributedDataParallel or FSDP, with the same weights for any world size.
 
 Importing this module doesn't import torch. Calling its functions does.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn import Module
     from torch.nn.parallel import DistributedDataParallel
 
     from entrenar_py.train.canonical.reducer import Reducer
+    from entrenar_py.train.canonical.sharded_reducer import ShardedReducer
 
 
 def canonical_all_reduce(
@@ -39,6 +42,31 @@ def canonical_all_reduce(
     from entrenar_py.train.canonical.reducer import Reducer
 
     return Reducer(model, micro_batches=micro_batches, symmetric_memory=symmetric_memory)
+
+
+def canonical_reduce_scatter(model: Module | FSDPModule, *, micro_batches: int) -> ShardedReducer:
+    """Make a model of `fully_shard` compute gradients with the same bits on 1, 2, 4, 8 ... ranks.
+
+    Call it once, on all ranks, after the last fully_shard. It is used as `canonical_all_reduce` is,
+    except that rank r of W gets the micro-batches r, W + r, 2 * W + r ... of the global batch:
+
+        for inputs, targets in reducer.fold(batches):      # micro_batches / W of them
+            loss_fn(model(inputs), targets).backward()     # the micro-batch's mean, not divided
+        reducer.clip_grad_norm_(1.0)                       # torch's depends on the world size
+        optimizer.step()                                   # .grad: the mean of all micro-batches
+
+    Each module that fully_shard got sums its gradients after each micro-batch, in the dtype of
+    MixedPrecisionPolicy. A rank with m micro-batches holds up to log2(m) + 1 sharded gradients.
+
+    Replaces the modules' reduce-scatter, all-reduce hook and divide factor.
+
+    Raises UsageError if `micro_batches` or the world size is not a power of two, if the model has
+    parts that depend on the world size or is sharded in more than one dimension, or if
+    `require_deterministic` would raise.
+    """
+    from entrenar_py.train.canonical.sharded_reducer import ShardedReducer
+
+    return ShardedReducer(model, micro_batches=micro_batches)
 
 
 def require_deterministic() -> None:

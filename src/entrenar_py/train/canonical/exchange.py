@@ -1,4 +1,4 @@
-"""An all-reduce that adds the ranks' buffers along a fixed binary tree.
+"""An all-reduce and a reduce-scatter that add the ranks' buffers along a fixed binary tree.
 
 `all_reduce` is the plain, blocking algorithm. It runs on CPUs and is the reference for the two
 classes in `on_gpus.py`, which compute the same on GPUs without blocking the host.
@@ -79,3 +79,18 @@ def all_reduce(buffer: Tensor, *, scale: float, piece_max: int, group: dist.Proc
         rows = tail.new_empty(world_size * len(tail))
         all_gather(rows, tail, group=group)
         add_tree(rows.view(world_size, -1), scale=scale, out=tail)
+
+
+def reduce_scatter(buffer: Tensor, *, out: Tensor, group: dist.ProcessGroup) -> None:
+    """Write the tree's sum of all ranks' r-th chunks of `buffer` [world size * n] to `out` [n].
+
+    r is this rank. On GPUs it runs asynchronously on the current stream.
+    """
+    rows = torch.empty_like(buffer)
+    dist.all_to_all_single(rows, buffer, group=group)
+    add = add_tree
+    if buffer.is_cuda:
+        from entrenar_py.train.canonical import kernels  # needs triton
+
+        add = kernels.add_tree
+    add(rows.view(-1, len(out)), scale=1.0, out=out)

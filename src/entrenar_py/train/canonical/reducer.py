@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,38 +20,62 @@ if TYPE_CHECKING:
 
 # `Counter` adds the gradients of one rank's micro-batches along the tree, one after another.
 #
-# It is a binary counter: after k micro-batches, it holds one tree node for each bit set in k. The
-# node of bit i is the sum of 2^i micro-batches. Before the last of 2^i micro-batches, all levels
-# have a node.
+# It is a binary counter: a node waits until its right sibling, of as many micro-batches, is there.
+# If the rank's first micro-batch is the left edge of a subtree that the last one completes (always,
+# for powers of two), one node is left in the end. Otherwise there are several.
 
-Gradients = dict[Tensor, Tensor]  # parameter -> gradient
+Gradients = dict[Hashable, Tensor]  # parameter, or name of a module -> gradient
 
 
 class Counter:
-    """The tree nodes that wait for their right sibling, from the leaves up."""
+    """The tree nodes that wait for their right sibling, from left to right."""
 
-    def __init__(self) -> None:
-        self._levels: list[Gradients] = []
+    def __init__(self, first: int = 0) -> None:
+        """Start with micro-batch `first`."""
+        self._first = first
+        self.clear()
 
     def push(self, node: Gradients) -> None:
         """Add the next micro-batch's gradients. The counter owns `node` and changes it in place."""
-        for level, older in enumerate(self._levels):
-            if not older:
-                self._levels[level] = node
-                return
+        if self._nodes and not self._nodes[-1][1]:  # all were completed: another step begins
+            self.clear()
+        span = range(self._next, self._next + 1)
+        self._next += 1
+        while self._nodes and are_siblings(self._nodes[-1][0], span):
+            left, older = self._nodes.pop()
             add(older.values(), node.values())
-            node, self._levels[level] = older, {}
-        self._levels.append(node)
+            node, span = older, range(left.start, span.stop)
+        self._nodes.append((span, node))
 
-    def complete(self, parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Add the pending nodes of `parameters` to the last micro-batch's `gradients`, in place."""
+    def complete(
+        self, parameters: Iterable[Hashable], gradients: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        """Add the pending nodes of `parameters` to the last micro-batch's `gradients`, in place.
+
+        Returns the gradients of the nodes that have another sibling, from left to right. There are
+        none if the rank's micro-batches are a subtree.
+        """
         parameters = list(parameters)
-        for waiting in self._levels:
-            add(gradients, [waiting.pop(one) for one in parameters])
+        span = range(self._next, self._next + 1)
+        others: list[list[Tensor]] = []
+        for left, waiting in reversed(self._nodes):
+            taken = [waiting.pop(one) for one in parameters]
+            if not others and are_siblings(left, span):
+                add(gradients, taken)
+                span = range(left.start, span.stop)
+            else:
+                others.append(taken)
+        return others[::-1]
 
     def clear(self) -> None:
         """Drop all pending nodes."""
-        self._levels.clear()
+        self._next = self._first
+        self._nodes: list[tuple[range, Gradients]] = []
+
+
+def are_siblings(left: range, right: range) -> bool:
+    """Return whether two neighbouring nodes of the tree, given by their leaves, have one parent."""
+    return len(left) == len(right) and left.start % (2 * len(left)) == 0
 
 
 def take(parameters: Iterable[Tensor]) -> Gradients:
@@ -58,7 +83,7 @@ def take(parameters: Iterable[Tensor]) -> Gradients:
 
     Parameters without a gradient are left out of the result.
     """
-    taken = {}
+    taken: Gradients = {}
     for parameter in parameters:
         if parameter.grad is not None:
             taken[parameter], parameter.grad = parameter.grad, None
@@ -84,44 +109,18 @@ Exchange = Callable[[Tensor], Future[Tensor]]
 PIECE_BYTES = 128 << 20
 
 
-class Reducer:
-    """The result of `canonical_all_reduce`; its docstring shows how to use it.
+class Fold(ABC):
+    """The loop over one rank's micro-batches of a step.
 
     `shards` are the global indices of this rank's micro-batches, in order. Seed all randomness of
     a micro-batch from (seed, step, `shard`). Otherwise the randomness depends on the world size.
     """
 
-    def __init__(
-        self, model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool | None
-    ) -> None:
-        requirements.require_wrapped(model)
-        group = model.process_group
-        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-        requirements.require_numbers(micro_batches=micro_batches, world_size=world_size)
-        self._parameters = requirements.require_model(model)
-        device = next(iter(self._parameters)).device
+    def __init__(self, shards: range, parameters: dict[Tensor, str]) -> None:
+        self.shards = shards
+        self._parameters = parameters  # with their names
         self._switches = requirements.switches()
-        share = micro_batches // world_size
-        self.shards = range(rank * share, (rank + 1) * share)
         self._shard: int | None = None  # the current micro-batch
-        self._model, self._counter = model, Counter()
-        self._reduced: set[Tensor] = set()  # parameters that the hook received in this step
-        self._exchange = exchange_of(
-            group,
-            device,
-            scale=1 / micro_batches,
-            symmetric_memory=symmetric_memory,
-            facts={"micro_batches": micro_batches},
-        )
-        # torch reads a hook's annotations and rejects postponed ones. A lambda has none.
-        try:
-            model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
-        except RuntimeError as error:
-            raise UsageError(
-                f"the model has a communication hook ({error}): it can have only one, and the "
-                "canonical all-reduce needs it; remove the other hook, and call "
-                "canonical_all_reduce once for each model"
-            ) from error
 
     @property
     def shard(self) -> int:
@@ -143,39 +142,98 @@ class Reducer:
         """
         requirements.require_unchanged(self._switches)
         take(self._parameters)
-        self._counter.clear()
-        self._reduced.clear()
+        self._clear()
         coming = iter(batches)
         try:
             for shard in self.shards:
                 batch = _next(coming, shard, self.shards)
                 self._shard = shard
-                with nullcontext() if shard == self.shards[-1] else self._model.no_sync():
+                with self._accumulation():
                     yield batch
-                self._keep(shard)
+                self._keep()
         finally:
             self._shard = None
-            self._counter.clear()
+            self._clear()
 
-    def _keep(self, shard: int) -> None:
-        """Check that `shard` has every gradient, and keep them unless it is the last shard."""
-        last = shard == self.shards[-1]
-        node = {} if last else take(self._parameters)
-        missing = self._parameters.keys() - (self._reduced if last else node.keys())
+    def _is_last(self) -> bool:
+        return self._shard == self.shards[-1]
+
+    def _require_gradients(self, having: Iterable[Hashable]) -> None:
+        """Raise UsageError unless all parameters are among `having`."""
+        missing = self._parameters.keys() - having
         if missing:
             names = sorted(self._parameters[one] for one in missing)
             raise UsageError(
-                f"micro-batch {shard}, of {_named(self.shards)}, made no gradient for {names[0]} "
-                f"({len(names)} of {len(self._parameters)} parameters): run its forward pass "
-                "through the wrapped model and its backward pass inside the loop over fold(), and "
-                "let it use every parameter"
+                f"micro-batch {self._shard}, of {_named(self.shards)}, made no gradient for "
+                f"{names[0]} ({len(names)} of {len(self._parameters)} parameters): run its forward "
+                "pass through the wrapped model and its backward pass inside the loop over fold(), "
+                "and let it use every parameter"
             )
-        if not last:
-            self._counter.push(node)
+
+    def _accumulation(self) -> AbstractContextManager[None]:
+        """Return the context in which the current micro-batch is computed."""
+        return nullcontext()
+
+    @abstractmethod
+    def _keep(self) -> None:
+        """Check that the current micro-batch made every gradient, and keep them for the sum."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget all gradients of the step."""
+
+
+class Reducer(Fold):
+    """The result of `canonical_all_reduce`; its docstring shows how to use it."""
+
+    def __init__(
+        self, model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool | None
+    ) -> None:
+        requirements.require_wrapped(model)
+        group = model.process_group
+        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+        requirements.require_numbers(micro_batches=micro_batches, world_size=world_size)
+        share = micro_batches // world_size
+        shards = range(rank * share, (rank + 1) * share)
+        super().__init__(shards, requirements.require_model(model))
+        device = next(iter(self._parameters)).device
+        self._model, self._counter = model, Counter()
+        self._reduced: set[Hashable] = set()  # parameters that the hook received in this step
+        self._exchange = exchange_of(
+            group,
+            device,
+            scale=1 / micro_batches,
+            symmetric_memory=symmetric_memory,
+            facts={"micro_batches": micro_batches},
+        )
+        # torch reads a hook's annotations and rejects postponed ones. A lambda has none.
+        try:
+            model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+        except RuntimeError as error:
+            raise UsageError(
+                f"the model has a communication hook ({error}): it can have only one, and the "
+                "canonical all-reduce needs it; remove the other hook, and call "
+                "canonical_all_reduce once for each model"
+            ) from error
+
+    def _accumulation(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._is_last() else self._model.no_sync()
+
+    def _keep(self) -> None:
+        if self._is_last():
+            self._require_gradients(self._reduced)
+            return
+        node = take(self._parameters)
+        self._require_gradients(node)
+        self._counter.push(node)
+
+    def _clear(self) -> None:
+        self._counter.clear()
+        self._reduced.clear()
 
     def _reduce(self, bucket: Any) -> Future[Tensor]:
         """Reduce a bucket of the last micro-batch's gradients: DistributedDataParallel's hook."""
-        if self._shard != self.shards[-1]:
+        if not self._is_last():
             raise UsageError(
                 "a backward pass outside of the loop over fold(): with the canonical all-reduce "
                 "every micro-batch has to come from fold()"
@@ -188,7 +246,7 @@ class Reducer:
                 "sum"
             )
         self._reduced.update(parameters)
-        self._counter.complete(parameters, _views(bucket.buffer(), parameters))
+        self._counter.complete(parameters, views(bucket.buffer(), parameters))
         return self._exchange(bucket.buffer())
 
 
@@ -236,7 +294,7 @@ def exchange_of(
     return blocking
 
 
-def _views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+def views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     """Return each parameter's gradient as a view of a bucket's `buffer`.
 
     `bucket.gradients()` ignores strides: it would reorder the elements of channels-last weights.
@@ -259,4 +317,5 @@ def _next(coming: Iterator[Batch], shard: int, shards: range) -> Batch:
 
 
 def _named(shards: range) -> str:
-    return f"this rank's {shards.start} to {shards.stop - 1}"
+    steps = f" in steps of {shards.step}" if shards.step > 1 else ""
+    return f"this rank's {shards[0]} to {shards[-1]}{steps}"

@@ -1,4 +1,4 @@
-"""Checks that the canonical all-reduce makes before training: of models, numbers and settings."""
+"""Checks that canonical reductions make before training: of models, numbers and settings."""
 
 from __future__ import annotations
 
@@ -129,12 +129,12 @@ def require_unchanged(facts: dict[str, object]) -> None:
     for name, value in facts.items():
         if now[name] != value:
             raise UsageError(
-                f"{name} = {now[name]!r}, and was {value!r} when canonical_all_reduce was "
-                "called: kernels may give different bits now; don't change it during training"
+                f"{name} = {now[name]!r}, and was {value!r} when the reducer was created: "
+                "kernels may give different bits now; don't change it during training"
             )
 
 
-_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)  # in which sums over all micro-batches don't overflow
 
 
 def require_wrapped(model: object) -> None:
@@ -146,16 +146,21 @@ def require_wrapped(model: object) -> None:
         )
 
 
-def require_numbers(*, micro_batches: int, world_size: int) -> None:
-    """Raise UsageError unless the ranks can share the tree over the micro-batches evenly."""
+def require_micro_batches(micro_batches: int) -> None:
+    """Raise UsageError unless the tree over the micro-batches has all its leaves."""
     if not _is_power_of_two(micro_batches):
         raise UsageError(
             f"micro_batches={micro_batches!r}: only a power of two has a tree that ranks can share "
             "evenly; use 1, 2, 4, 8 ..., the same for every world size"
         )
+
+
+def require_numbers(*, micro_batches: int, world_size: int) -> None:
+    """Raise UsageError unless the ranks can share the tree over the micro-batches evenly."""
+    require_micro_batches(micro_batches)
     if not _is_power_of_two(world_size):
         raise UsageError(
-            f"world_size={world_size}: the canonical all-reduce needs a power of two; "
+            f"world_size={world_size}: a canonical reduction needs a power of two; "
             "start 1, 2, 4, 8 ... ranks"
         )
     if world_size > micro_batches:
@@ -171,14 +176,28 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
 
     Raises UsageError if `model` isn't supported.
     """
-    parameters = {}
-    for name, parameter in model.module.named_parameters():
+    if model.parameters_to_ignore:
+        raise UsageError(
+            f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: their gradients would not "
+            "be reduced; freeze them, or let DistributedDataParallel reduce them"
+        )
+    _require_options(model)
+    return require_parameters(model.module)
+
+
+def require_parameters(model: torch.nn.Module) -> dict[Tensor, str]:
+    """Return the trainable parameters with their names.
+
+    Raises UsageError if `model`, which is not wrapped, isn't supported.
+    """
+    parameters: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.dtype not in _DTYPES:
+        if parameter.dtype not in DTYPES:
             raise UsageError(
                 f"parameter {name} has dtype {parameter.dtype}: allowed are "
-                f"{' and '.join(map(str, _DTYPES))}: only in these do sums over all "
+                f"{' and '.join(map(str, DTYPES))}: only in these do sums over all "
                 "micro-batches not overflow"
             )
         if not _is_dense(parameter):
@@ -187,14 +206,10 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
                 "make it contiguous"
             )
         parameters[parameter] = name
-    if model.parameters_to_ignore:
-        raise UsageError(
-            f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: their gradients would not "
-            "be reduced; freeze them, or let DistributedDataParallel reduce them"
-        )
-    for name, module in model.module.named_modules():
+    if not parameters:
+        raise UsageError("no parameter of the model requires a gradient: nothing would be trained")
+    for name, module in model.named_modules():
         _require_module(name, module)
-    _require_options(model)
     return parameters
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +24,7 @@ from entrenar_py.train.wire_io.processes import Crew, Hand, Job
 from tests.train.service.nursery import without_gpu
 
 PATIENCE_S = 90.0
+COMPILING_S = 300.0  # g++ takes a minute of them, if no kernel is kept
 PRELOADED = (
     "entrenar_py.train.finetune.strategies.launch",
     "peft",
@@ -45,6 +48,7 @@ def torchrun(
     world_size: int,
     *options: str,
     dies_before: int | None = None,
+    copies_before: int | None = None,
     spike_factor: float | None = None,
     on_gpus: bool = False,
     compiles: bool = False,
@@ -52,8 +56,10 @@ def torchrun(
 ) -> tuple[list[int | None], str]:
     """Run the configuration by `world_size` ranks; return their exit codes, and what they said.
 
-    All ranks die before step `dies_before`. A rank that died has no exit code. A norm of more than
-    `spike_factor` medians is a spike. Ranks see no GPU unless they are to run `on_gpus`.
+    All ranks die before step `dies_before`. A rank that died has no exit code. Before step
+    `copies_before`, the output folder is copied to `broken`: what a run that dies there leaves. A
+    norm of more than `spike_factor` medians is a spike. Ranks see no GPU unless they are to run
+    `on_gpus`.
     """
     with tempfile.TemporaryDirectory(prefix="entrenar-ranks-") as folder:
         jobs = [
@@ -61,6 +67,7 @@ def torchrun(
                 "argv": [str(config), *options],
                 "folder": folder,
                 "dies_before": dies_before,
+                "copies_before": copies_before,
                 "spike_factor": spike_factor,
                 "compiles": compiles,
                 "by_buckets": by_buckets,
@@ -78,15 +85,15 @@ def torchrun(
             for rank in range(world_size)
         ]
         hands = [crew().give(json.dumps(job).encode()) for job in jobs]
-        _gather(hands)
+        _gather(hands, COMPILING_S if compiles else PATIENCE_S)
         told = [Path(folder, f"{rank}.txt").read_text("utf-8") for rank in range(world_size)]
         codes = [None if hand.answer is None else int(hand.answer) for hand in hands]
         return codes, "".join(told)
 
 
-def _gather(hands: list[Hand]) -> None:
-    """Wait until every rank has answered or died, or patience with the others has run out."""
-    patience, waiting = Patience(PATIENCE_S), list(hands)
+def _gather(hands: list[Hand], seconds: float) -> None:
+    """Wait until every rank has answered or died, or patience for `seconds` has run out."""
+    patience, waiting = Patience(seconds), list(hands)
     while waiting:
         ready = connection.wait([hand.pipe for hand in waiting], patience.interval_s)
         if not ready and patience.look():
@@ -113,11 +120,13 @@ def main(pipe: Connection) -> NoReturn:
         from entrenar_py.train.service import measures
 
         if job["dies_before"] is not None:
-            _plant_death(job["dies_before"])
+            _before(job["dies_before"], lambda: os._exit(9))
+        if job["copies_before"] is not None and rank == "0":
+            trained = Path(job["argv"][0]).with_suffix("")
+            copy = partial(shutil.copytree, trained, trained.with_name("broken"))
+            _before(job["copies_before"], copy)
         if job["compiles"]:
-            from entrenar_py.train.model import workload
-
-            workload.COMPILED = ("cpu", "cuda")
+            _compile_for_cpu()
         if job["by_buckets"]:
             from entrenar_py.train.arithmetic import on_device
 
@@ -131,15 +140,32 @@ def main(pipe: Connection) -> NoReturn:
     os._exit(0)
 
 
-def _plant_death(step: int) -> None:
-    """Let this process die before it trains `step`."""
+def _before(step: int, action: Callable[[], object]) -> None:
+    """Call `action` in this process before it trains `step`."""
     from entrenar_py.train.finetune.strategies.training_loop import Loop
 
     train = Loop._train
 
-    def mortal(loop: Loop) -> bool:
+    def changed(loop: Loop) -> bool:
         if loop._step == step:
-            os._exit(9)
+            action()
         return train(loop)
 
-    Loop._train = mortal  # type: ignore[method-assign, assignment]
+    Loop._train = changed  # type: ignore[method-assign, assignment]
+
+
+def _compile_for_cpu() -> None:
+    """Compile on the CPU, with the kernels that an earlier run has compiled if they are the same.
+
+    torch's settings are part of their key, so all strategies have those of `ddp_canonical`. And no
+    process takes a second to try out the vector instructions that the kernel reports.
+    """
+    import torch
+    from torch._inductor import config
+
+    from entrenar_py.train.model import workload
+
+    workload.COMPILED = ("cpu", "cuda")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    config.cpp.vec_isa_ok = True

@@ -26,52 +26,67 @@ TOLERANCE = 2e-5  # as in test_strategies
 
 
 @pytest.fixture
-def case(
-    small: Path,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Case:
-    """The small Qwen3, compiled; kernels are kept for the next test."""
+def case(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The small Qwen3, compiled; torch keeps its kernels, also for the next run of the tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    kept = tmp_path_factory.getbasetemp() / "inductor"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
     return Case(folder=tmp_path, model=small / "model", small=small, more={"compile": True})
 
 
-def trained(case: Case, name: str, strategy: str, world_size: int, *options: str) -> Path:
+def trained(
+    case: Case,
+    name: str,
+    strategy: str,
+    world_size: int,
+    *options: str,
+    copies_before: int | None = None,
+) -> Path:
+    """Train the case; return its output, once it says whether it compiled."""
     config = case.write(name, strategy)
-    codes, told = ranks.torchrun(config, world_size, *options, compiles=True)
+    codes, told = ranks.torchrun(
+        config, world_size, *options, compiles=True, copies_before=copies_before
+    )
     assert codes == [exit_codes.DONE] * world_size, told
     (began,) = runs.noted(case.folder / name, "began")[-1:]
     assert ("blocks compiled" in began["text"]) == bool(case.more["compile"])
     return case.folder / name
 
 
-@pytest.mark.parametrize("compiles", [True, False])
-def test_canonical_ranks_write_the_same_bits(case: Case, compiles: bool) -> None:
-    case = replace(case, more={"compile": compiles})
+def uninterrupted(case: Case, strategy: str, world_size: int) -> Path:
+    """Train as one process does; `--resume` goes on with the same bits. Return the output.
+
+    What is resumed is a copy of the output folder from before step 3, saved after step 1.
+    """
+    case = replace(case, more={**case.more, "checkpoint_every": 2})
+    output = trained(case, "out", strategy, world_size, copies_before=3)
+    steps, _ = case.alone()
+    found = runs.steps(output)
+    assert [one.loss for one in found] == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
+    resumed = trained(case, "broken", strategy, world_size, "--resume")
+    assert [one.step for one in runs.steps(resumed)] == [0, 1, 2, 2, 3]
+    assert runs.digest(output) == runs.digest(resumed)
+    return output
+
+
+def test_canonical_ranks_write_the_same_bits(case: Case) -> None:
+    """Some shards are one row and some two, each kind with kernels of its own."""
+    one = trained(case, "one", "ddp_canonical", 1)
+    assert runs.digest(one) == runs.digest(uninterrupted(case, "ddp_canonical", 2))
+
+
+def test_nothing_is_compiled_without_the_key(case: Case) -> None:
+    case = replace(case, more={"compile": False})
     outputs = [trained(case, f"out{size}", "ddp_canonical", size) for size in (1, 2)]
     assert runs.digest(outputs[0]) == runs.digest(outputs[1])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    [("ddp", 3), ("ddp_canonical", 2), ("tensor_parallel", 2)],
-)
-def test_compiled_ranks_train_as_one_process_does(
-    case: Case, strategy: str, world_size: int
-) -> None:
-    """And a run that died goes on with the same bits."""
-    case = replace(case, more={**case.more, "checkpoint_every": 2})
-    output = trained(case, "out", strategy, world_size)
-    steps, _ = case.alone()
-    found = runs.steps(output)
-    assert [one.loss for one in found] == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
-    broken = case.write("broken", strategy)
-    ranks.torchrun(broken, world_size, dies_before=3, compiles=True)
-    resumed = trained(case, "broken", strategy, world_size, "--resume")
-    assert runs.digest(output) == runs.digest(resumed)
+def test_uneven_ranks_train_as_one_process_does(case: Case) -> None:
+    """They find the kernels of the test above, if it ran in this process."""
+    uninterrupted(case, "ddp", 3)
+
+
+def test_ranks_with_a_part_of_each_block_train_as_one_process_does(case: Case) -> None:
+    """Their kernels are different ones; here all shards are two rows, so there is one kind."""
+    uninterrupted(replace(case, num_rows=16), "tensor_parallel", 2)
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -367,15 +367,16 @@ def test_canonical_ranks_have_the_bits_of_a_worker(case: Case) -> None:
 def test_large_tensors_are_not_one_vector(case: Case, strategy: str) -> None:
     """They are reduced by buckets, or one by one, and a run that died goes on with its bits."""
     case = replace(case, more={"checkpoint_every": 2})
-    codes, told = ranks.torchrun(case.write("out", strategy), 2, by_buckets=True)
+    config = case.write("out", strategy)
+    codes, told = ranks.torchrun(config, 2, by_buckets=True, copies_before=3)
     assert codes == [exit_codes.DONE] * 2, told
     steps, _ = case.alone()
     found = runs.steps(case.folder / "out")
     assert [one.loss for one in found] == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
-    ranks.torchrun(case.write("broken", strategy), 2, by_buckets=True, dies_before=3)
-    broken = case.folder / "broken.yaml"
+    broken = case.write("broken", strategy)
     codes, told = ranks.torchrun(broken, 2, "--resume", by_buckets=True)
     assert codes == [exit_codes.DONE] * 2, told
+    assert [one.step for one in runs.steps(case.folder / "broken")] == [0, 1, 2, 2, 3]
     if strategy == "ddp_canonical":
         codes, told = ranks.torchrun(case.write("alike", strategy), 1, by_buckets=True)
         assert runs.digest(case.folder / "alike") == runs.digest(case.folder / "out")
@@ -465,25 +466,40 @@ def test_a_value_that_is_not_finite_halts_all_ranks(case: Case, strategy: str) -
     assert not (case.folder / "out" / "model.safetensors").exists()
 
 
+def test_ranks_that_do_not_fit_are_one_error(case: Case) -> None:
+    codes, told = ranks.torchrun(case.write("out", "ddp"), 5)
+    assert codes == [exit_codes.INVALID] * 5
+    assert told.count("entrenar:") == 1
+    problem = "training.num_shards=4 leaves ranks without a shard; use num_shards >= 5"
+    assert problem in told
+    assert not (case.folder / "out" / "state.checkpoint").exists()
+
+
 @pytest.mark.parametrize(
     ("strategy", "world_size", "problem"),
     [
-        ("ddp", 5, "training.num_shards=4 leaves ranks without a shard; use num_shards >= 5"),
         ("ddp_canonical", 3, "ranks share a tree evenly; start 1, 2, 4, 8 ... ranks"),
         ("pipeline_parallel", 3, "the model has 2 blocks, and each rank needs one; use 2 ranks or"),
         ("tensor_parallel", 4, "num_key_value_heads=2 is no multiple of 4 ranks; use ddp, "),
         ("sequence_parallel", 4, "num_key_value_heads=2 is no multiple of 4 ranks; use ddp, "),
-        (None, 2, "strategy is missing, which ranks of torchrun need; add one of ddp, ddp_can"),
     ],
 )
-def test_ranks_that_do_not_fit_are_one_error(
-    case: Case, strategy: str | None, world_size: int, problem: str
+def test_each_strategy_refuses_ranks_that_do_not_fit(
+    case: Case, strategy: str, world_size: int, problem: str
 ) -> None:
-    codes, told = ranks.torchrun(case.write("out", strategy), world_size)
-    assert codes == [exit_codes.INVALID] * world_size
-    assert told.count("entrenar:") == 1
-    assert problem in told
-    assert not (case.folder / "out" / "state.checkpoint").exists()
+    """Each rank does, before it trains."""
+    settings = launch.settings_of(case.write("out", strategy))
+    workload = preparation.prepare(settings).workload()
+    plan = preparation.plan_of(settings, workload)
+    with pytest.raises(UsageError, match=f"strategy={strategy} with {world_size} ranks: ") as told:
+        launch.require_possible(strategy, workload, plan, world_size)
+    assert problem in str(told.value)
+
+
+def test_ranks_need_a_strategy(case: Case) -> None:
+    problem = "strategy is missing, which ranks of torchrun need; add one of ddp, ddp_can"
+    with pytest.raises(UsageError, match=problem):
+        launch.settings_of(case.write("out", None))
 
 
 def test_a_problem_of_a_file_is_told_once_with_its_line(case: Case) -> None:

@@ -205,14 +205,16 @@ class Parameters:
         alive = [n for n in wanted if n in known]
         return dict(zip(alive, fingerprints(known[n].detach() for n in alive), strict=True))
 
-    def stepped(self, before: Mapping[int, int]) -> int:
-        """Record that an optimizer stepped; return how many parameters have moved."""
+    def stepped(self, before: Mapping[int, int]) -> tuple[int, str]:
+        """Record that an optimizer stepped; return how many parameters moved, and their digest."""
         now = self.weights(before)
         for number in before:
             self._applied.pop(number, None)
         self.renew(before)
         self._weights |= now
-        return sum(now.get(number) != one for number, one in before.items())
+        text = " ".join(map(str, sorted(now.values()))).encode()
+        moved = sum(now.get(number) != one for number, one in before.items())
+        return moved, hashlib.blake2b(text, digest_size=8).hexdigest()
 
     # --- collectives ------------------------------------------------------------------------------
 

@@ -36,12 +36,21 @@ COLLECTIVES = {
     **dict.fromkeys(("barrier", "monitored_barrier", "all_gather_object", "gather_object"), ()),
     **dict.fromkeys(("broadcast_object_list", "scatter_object_list"), ()),
 }
+# Functional collective -> what it does. The result is a new tensor: nothing changes in place.
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_to_all_single": "all_to_all_single",
+}
 
 
 def _watched(method: str, original: Function, recorder: Recorder) -> Function:
     @wraps(original)
     def call(*words: Any, **named: Any) -> Any:
-        if words and isinstance(words[0], Iterator):  # it can be consumed only once
+        # It can be consumed only once. An open file is an iterator, too.
+        if method == "clip" and words and isinstance(words[0], Iterator):
             words = ([*words[0]], *words[1:])
         watching = recorder.begins(method, *words, **named)
         try:
@@ -75,6 +84,7 @@ _WATCHED = (
     ("torch.nn.modules.module", "Module", "load_state_dict", "restore"),
     ("torch.nn.utils", "", "clip_grad_norm_", "clip"),
     ("torch.nn.utils.clip_grad", "", "clip_grad_norm_", "clip"),
+    ("torch.nn.utils", "", "clip_grads_with_norm_", "clip"),
     ("torch.amp.grad_scaler", "GradScaler", "scale", "scale"),
     ("torch.amp.grad_scaler", "GradScaler", "unscale_", "unscale"),
     ("torch.amp.grad_scaler", "GradScaler", "step", "step_scaler"),
@@ -103,5 +113,15 @@ TABLE = (
         Patch(module=module, name=name, wrap=partial(_exchange, name), reason=_REASON)
         for module in ("torch.distributed", "torch.distributed.distributed_c10d")
         for name in COLLECTIVES
+    ),
+    *(
+        Patch(
+            module="torch.distributed._functional_collectives",
+            name=name,
+            wrap=partial(_exchange, operation),
+            reason=_REASON,
+            optional=True,
+        )
+        for name, operation in FUNCTIONAL.items()
     ),
 )

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -63,12 +65,15 @@ class Recorder:
         self._stepping: list[tuple[torch.optim.Optimizer, Any]] = []
         self._backward = self._quiet = self._exchanging = self._scaler = 0  # depths
         self._exchanges = self._sequence = 0  # collectives so far, and those that groups count
+        self._unseen = 0  # collectives that no event tells yet
+        self._synced: Any = WeakIdKeyDictionary()  # module -> collectives for its buffers
         self._reduced: list[tuple[list[int], float]] = []  # parameters, and the norm
         self._gathered: list[tuple[Any, Any]] = []
         self._changed_losses: list[tuple[Any, Any]] = []
         self._edited: set[int] | None = None  # changed between the last step and the first call
-        self._is_scaled, self._wrapper, self._losses = False, _DDP, Losses()
+        self._is_scaled, self._wrapper, self._losses = False, "", Losses()
         self._site: call_sites.Site | None = None  # of the pass that runs now
+        self._called_at: call_sites.Site | None = None  # of the outermost module's call
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._forked)
 
@@ -112,8 +117,10 @@ class Recorder:
     def _emit(self, kind: type[Event], /, **facts: Any) -> None:
         self._output.write(self._event(kind, **facts))
 
-    def _event(self, kind: type[Event], /, **facts: Any) -> Event:
-        file, line = surveys.site() or self._site or ("", 0)
+    def _event(
+        self, kind: type[Event], /, at: call_sites.Site | None = None, **facts: Any
+    ) -> Event:
+        file, line = at or surveys.site() or self._site or ("", 0)
         return kind(file=file, line=line, **facts)
 
     def _call(self, what: str, detail: str = "", number: int = -1) -> None:
@@ -136,9 +143,7 @@ class Recorder:
         self._leave_if_due()
         count = self._passes.get(loader, -1) + 1
         self._passes[loader] = count
-        sampler = loader.sampler
-        if type(sampler).__name__ in ("SequentialSampler", "_InfiniteConstantSampler"):
-            sampler = getattr(loader.batch_sampler, "sampler", sampler)
+        sampler = surveys.sampler(loader)
         number = self._number("loader", loader)
         self._emit(
             record.PassBegun,
@@ -156,7 +161,7 @@ class Recorder:
         self._leave_if_due()
         listed = [*index] if isinstance(index, list | tuple) else [index]
         ids = [surveys.whole(each) for each in listed if surveys.whole(each) >= 0]
-        leaves = tree_leaves(batch)
+        leaves = surveys.leaves(batch)
         sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         self._emit(
             record.Drawn,
@@ -212,7 +217,9 @@ class Recorder:
             self.parameters.meet_module(module)
             self._note_unseen(None, "other")
             self._note_edits(trains)
-            before = surveys.Before(module, tree_leaves(inputs))
+            self._wrapper = surveys.wrapper(module) or self._wrapper
+            self._called_at = surveys.site()
+            before = surveys.Before(module, surveys.leaves((inputs, surveys.named_inputs())))
             self._calls[-1] = (module, (self._output.begin(), before))
 
     @guarded
@@ -225,9 +232,8 @@ class Recorder:
         if called[1] is None:
             return
         place, before = called[1]
-        self._wrapper = surveys.wrapper(module)
         self._note_unseen(module, "buffers")
-        inner = module.module if self._wrapper == _DDP else None
+        inner = module.module if isinstance(module, DistributedDataParallel) else None
         needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
         event = self._event(
             record.Forward,
@@ -240,9 +246,9 @@ class Recorder:
         )
         self._output.end(place, event)
 
-    def call_compiled(self, module: nn.Module, *inputs: Any, **_: Any) -> Watching:
+    def call_compiled(self, module: nn.Module, *inputs: Any, **named: Any) -> Watching:
         """Record the call of compiled code; hooks for all modules are off during it."""
-        self.call_begins(module, inputs)
+        self.call_begins(module, (inputs, named))
         self.hook_calls(False)
         yield
         self.hook_calls(True)
@@ -255,6 +261,7 @@ class Recorder:
         self._inner[module] = True
         yield
         self._count_exchanges()
+        self._unseen = 0
 
     def restore(self, *_: Any, **__: Any) -> Watching:
         """Record that a module's state is loaded."""
@@ -277,6 +284,7 @@ class Recorder:
             self._backward -= 1
             return
         self._site = surveys.site()
+        self._note_unseen(None, "other")
         facts = self._root(roots, is_plain=grad_tensors is None)
         states = self.parameters.states()
         applied = {*self.parameters.applied_already(states)}
@@ -322,26 +330,32 @@ class Recorder:
     def _count_exchanges(self) -> int:
         """Return how many collectives there were; those that no patch saw are counted now."""
         now = surveys.sequence()
-        self._exchanges += max(0, now - self._sequence)
+        count = max(0, now - self._sequence)
+        self._exchanges += count
+        self._unseen += count
         self._sequence = now
         return self._exchanges
 
     def _note_unseen(self, module: nn.Module | None, contents: str, touched: Any = ()) -> None:
         """Write the collectives since the last count, which a wrapper has called in C++."""
-        before = self._exchanges
-        if not (unseen := self._count_exchanges() - before):
+        self._count_exchanges()
+        unseen, self._unseen = self._unseen, 0
+        if not unseen:
             return
         known = self.parameters.known()
         parts = [known[n] for n in touched if n in known]
         operation = "all_reduce" if contents == "gradients" else "broadcast"
-        by = "other code" if contents == "other" else self._wrapper
+        by = "other code" if contents == "other" else self._wrapper or "other code"
         if by != _DDP:
             operation = "exchange"  # gathers parameters, and scatters sums of gradients
             contents = contents if by == "FSDP" else "other"
         elif module is not None and not (parts := [*module.buffers()]):
             operation, contents = "rebuild_buckets", "other"
+        elif module is not None:  # the second call also rebuilds the buckets
+            unseen = min(unseen, self._synced.setdefault(module, unseen))
         self._emit(
             record.Collective,
+            at=None if module is None else self._called_at,
             operation=operation,
             reduction="mean" if operation == "all_reduce" else "",
             by=by,
@@ -361,8 +375,15 @@ class Recorder:
             yield
             self._exchanging -= 1
             return
-        self._count_exchanges()
-        values = tree_leaves([arguments.get(key) for key in COLLECTIVES[name]])
+        if self._backward:
+            self._count_exchanges()  # a wrapper's, which are told when the pass has ended
+        elif self._calls:
+            self._note_unseen(self._calls[0][0], "buffers")
+        else:
+            self._note_unseen(None, "other")
+        is_functional = "self" in arguments  # the result is a new tensor
+        keys = ("self",) if is_functional else COLLECTIVES[name]
+        values = tree_leaves([arguments.get(key) for key in keys])
         parts = [value for value in values if isinstance(value, Tensor)]
         contents, touched = self.parameters.contents(parts, self._buffers())
         self._note_cut_off(name, arguments)
@@ -370,7 +391,7 @@ class Recorder:
         event = self._event(
             record.Collective,
             operation=name,
-            reduction=str(arguments.get("op", "SUM")).rpartition(".")[2] * (name in _REDUCING),
+            reduction=surveys.reduction(arguments) * (name in _REDUCING),
             by="a hook" if self._backward and by == "script" else by,
             size=surveys.group_size(arguments.get("group")),
             tensor_bytes=sum(map(surveys.num_bytes, parts)),
@@ -378,10 +399,12 @@ class Recorder:
             touched=ranges(touched),
         )
         place = self._output.begin()
+        unseen = self._unseen
         yield
         self._exchanging = 0
         self._count_exchanges()
-        if name in _REDUCING and contents == "gradients":
+        self._unseen = unseen
+        if name in _REDUCING and contents == "gradients" and not is_functional:
             self._reduced.append((touched, tensors.norm(part.detach() for part in parts)))
             self.parameters.forget_places()
         self._output.end(place, event)
@@ -432,6 +455,7 @@ class Recorder:
             before=rounded(before),
             after=rounded(self.parameters.norm(graded)),
             scaled=self._is_scaled,
+            pieces=any(isinstance(each, DTensor) for each in clipped),
         )
 
     def scale(self, scaler: Any, outputs: Any) -> Watching:
@@ -524,13 +548,15 @@ class Recorder:
             place = self._output.begin()
         self._roots, self._reduced = WeakIdKeyDictionary(), []
         self._is_scaled = self._is_scaled and bool(self._scaler)
+        moved, after = self.parameters.stepped(weights)
         event = self._event(
             record.Stepped,
             optimizer=number,
             kind=type(optimizer).__name__,
             torchs=type(optimizer).__module__.startswith("torch."),
             held=ranges(parameters),
-            moved=self.parameters.stepped(weights),
+            moved=moved,
+            weights=after,
             edited=ranges((self._edited or set()) & {*parameters}),
             rates=surveys.rates(optimizer),
             scaled=scaled,

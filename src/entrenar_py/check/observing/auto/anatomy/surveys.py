@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
@@ -77,12 +79,43 @@ def has_modes(part: nn.Module) -> bool:
 
 
 def wrapper(module: nn.Module) -> str:
-    """Return what exchanges tensors for a module: DistributedDataParallel, FSDP or other code."""
-    if isinstance(module, DistributedDataParallel):
+    """Return what exchanges tensors for a module: DistributedDataParallel, FSDP or ""."""
+    parts = {type(part) for part in module.modules()}
+    if any(issubclass(part, DistributedDataParallel) for part in parts):
         return "DistributedDataParallel"
-    kinds = [kind.__name__ for kind in type(module).__mro__]
-    is_sharded = any(kind.startswith(("FSDP", "FullySharded")) for kind in kinds)
-    return "FSDP" if is_sharded else "other code"
+    kinds = (kind.__name__ for part in parts for kind in part.__mro__)
+    return "FSDP" if any(kind.startswith(("FSDP", "FullySharded")) for kind in kinds) else ""
+
+
+def leaves(values: Any) -> list[Any]:
+    """Return the leaves of nested values, also within mappings that torch doesn't know."""
+    return [
+        leaf
+        for each in tree_leaves(values)
+        for leaf in (leaves({**each}) if isinstance(each, Mapping) else [each])
+    ]
+
+
+def named_inputs() -> dict[str, Any]:
+    """Return the arguments that are passed by keyword to the module that is called now.
+
+    torch's hooks for all modules are not given them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    named = {} if frame is None else call_sites.local_variables(frame).get("kwargs", {})
+    return named if isinstance(named, dict) else {}
+
+
+def sampler(loader: Any) -> Any:
+    """Return what draws the samples of a loader: its sampler, or that of its batch sampler."""
+    own, batches = loader.sampler, loader.batch_sampler
+    if type(own).__name__ not in ("SequentialSampler", "_InfiniteConstantSampler"):
+        return own
+    while getattr(batches, "sampler", None) is None and hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return getattr(batches, "sampler", own)
 
 
 def has_tensors(module: nn.Module) -> bool:
@@ -96,8 +129,22 @@ def path(file: Any) -> str:
 
 
 def group_size(group: Any) -> int:
-    """Return the number of ranks of a group."""
+    """Return the number of ranks of a group, mesh, dimension of a mesh, or list of ranks."""
+    mesh, dimension = group if isinstance(group, tuple) else (group, None)
+    if isinstance(mesh, DeviceMesh):
+        return mesh.size(dimension)
+    if isinstance(group, list | tuple):
+        return len(group)
+    if isinstance(group, str):
+        c10d: Any = dist.distributed_c10d
+        group = c10d._resolve_process_group(group)
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def reduction(arguments: Mapping[str, Any]) -> str:
+    """Return the operation of a reduction with these arguments: "SUM"."""
+    named = arguments.get("op", arguments.get("reduceOp", "SUM"))
+    return str(named).rpartition(".")[2].upper()
 
 
 def stepped_by(optimizer: Any) -> list[Any]:

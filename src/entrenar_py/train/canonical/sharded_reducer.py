@@ -1,0 +1,188 @@
+"""The canonical reduce-scatter of one model that `fully_shard` has sharded.
+
+FSDP reduces the gradients of every micro-batch at once, so that a rank keeps only its shard of
+them. So the tree adds across ranks first. Rank r of W has the micro-batches i * W + r. The i-th
+reduce-scatter computes the tree node over micro-batches i * W to i * W + W - 1, and a `Counter`
+adds a rank's shards of these nodes. This makes the same tree for every W.
+
+Both halves of the tree round to the dtype of FSDP's reduction. The shards are therefore added in
+FSDP's all-reduce hook, which gets them in this dtype. `.grad` already has the parameter's dtype, so
+a sum there would round differently for each W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.canonical import exchange, requirements
+from entrenar_py.train.canonical.reducer import Counter, Fold, take
+
+
+class ShardedReducer(Fold):
+    """The result of `canonical_reduce_scatter`; its docstring shows how to use it."""
+
+    def __init__(self, model: nn.Module | FSDPModule, *, micro_batches: int) -> None:
+        parameters, mesh = _require_sharded(model)
+        group, device = mesh.get_group(), next(iter(parameters)).device
+        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+        requirements.require_numbers(micro_batches=micro_batches, world_size=world_size)
+        requirements.require_deterministic()
+        facts = {**requirements.switches(), **requirements.surroundings(device)}
+        requirements.require_same({"micro_batches": micro_batches, **facts}, group)
+        super().__init__(range(rank, micro_batches, world_size), parameters)
+        self._scale = 1 / micro_batches
+        self._counters: dict[str, Counter] = {}  # of each FSDP module
+        self._reduced: set[str] = set()  # FSDP modules, in the current micro-batch
+        self._sizes: dict[str, int] = {}  # of each FSDP module's shard, in elements
+        assert isinstance(model, nn.Module)
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(_TreeReduceScatter())  # type: ignore[arg-type]
+                # Otherwise FSDP divides by the world size, before or after the sum.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                # With one rank FSDP calls no reduce-scatter, but it calls this hook.
+                module.set_all_reduce_hook(partial(self._reduce, name))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients by one factor, so that their joint 2-norm is at most `max_norm`.
+
+        Return the norm before that, float32 []. torch's function of this name adds one summand for
+        each rank, so the bits of its norm depend on the world size. This function gathers one
+        parameter's whole gradient at a time.
+        """
+        gradients = [
+            parameter.grad for parameter in self._parameters if isinstance(parameter.grad, DTensor)
+        ]
+        if len(gradients) < len(self._parameters):
+            raise UsageError("no gradients to clip: call it after the loop over fold()")
+        norms = torch.stack([_norm(gradient) for gradient in gradients])
+        norm: Tensor = torch.linalg.vector_norm(norms)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.to_local().mul_(factor)
+        return norm
+
+    def _reduce(self, module: str, node: Tensor) -> None:
+        """Add a module's shard of the ranks' sum to the tree: FSDP's all-reduce hook.
+
+        On the last micro-batch, `node` becomes the mean over all of them.
+        """
+        if self._shard is None:
+            raise UsageError(
+                "a backward pass outside of the loop over fold(): with the canonical "
+                "reduce-scatter every micro-batch has to come from fold()"
+            )
+        if module in self._reduced:
+            raise UsageError(
+                f"module {module or 'model'} is reduced twice in micro-batch {self._shard}: with "
+                "the canonical reduce-scatter each micro-batch has one backward pass; add its "
+                "losses, and call backward() on the sum"
+            )
+        if node.dtype not in requirements.DTYPES:
+            raise UsageError(
+                f"module {module or 'model'} is reduced in {node.dtype}, in which sums over all "
+                "micro-batches may overflow: use MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+        size = self._sizes.setdefault(module, len(node))
+        if len(node) != size:
+            raise UsageError(
+                f"module {module or 'model'} is reduced with {len(node)} elements in micro-batch "
+                f"{self._shard}, and with {size} before: let it use every parameter"
+            )
+        self._reduced.add(module)
+        if node.is_cuda:  # FSDP allocated it on another stream, and the counter frees it later
+            node.record_stream(torch.cuda.current_stream(node.device))
+        counter = self._counters.setdefault(module, Counter())
+        if self._is_last():
+            counter.complete([module], [node])
+            node.mul_(self._scale)
+        else:
+            counter.push({module: node})
+
+    def _keep(self) -> None:
+        # Without a reduction, `.grad` isn't ours: something else has replaced this hook.
+        having = [one for one in self._parameters if self._reduced and one.grad is not None]
+        self._require_gradients(having)
+        self._reduced.clear()
+        if not self._is_last():
+            take(self._parameters)  # FSDP would add the next micro-batch's to them
+
+    def _clear(self) -> None:
+        self._counters.clear()
+        self._reduced.clear()
+
+
+def _require_sharded(model: nn.Module | FSDPModule) -> tuple[dict[Tensor, str], DeviceMesh]:
+    """Return the trainable parameters with their names, and the mesh over which they are sharded.
+
+    Raises UsageError if `model` isn't supported.
+    """
+    if not isinstance(model, FSDPModule):
+        raise UsageError(
+            f"model is a {type(model).__name__}: shard it first, with "
+            "torch.distributed.fsdp.fully_shard, also the outermost module"
+        )
+    assert isinstance(model, nn.Module)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass, the root's parameters may still be whole
+    parameters = requirements.require_parameters(model)
+    meshes = {_mesh_of(parameter, name) for parameter, name in parameters.items()}
+    if len(meshes) > 1:
+        raise UsageError(
+            "parameters are on several meshes: one tree needs the ranks of one mesh; call "
+            "fully_shard with the same mesh for all modules"
+        )
+    return parameters, meshes.pop()
+
+
+def _mesh_of(parameter: Tensor, name: str) -> DeviceMesh:
+    """Return the mesh over which `parameter` is sharded. Raises UsageError if there is none."""
+    if not isinstance(parameter, DTensor):
+        raise UsageError(
+            f"parameter {name} is not sharded, so its gradients would not be reduced: freeze "
+            "it, or leave it out of ignored_params"
+        )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if mesh.ndim != 1 or not placements[0].is_shard():
+        raise UsageError(
+            f"parameter {name} has placements {placements} on a mesh of {mesh.ndim} dimensions: "
+            "the canonical reduce-scatter needs a mesh of one dimension, which shards; hybrid "
+            "sharding and tensor parallelism are not supported"
+        )
+    if parameter.device.type != mesh.device_type:
+        raise UsageError(
+            f"parameter {name} is on {parameter.device.type} and its mesh on {mesh.device_type}: "
+            "leave CPUOffloadPolicy out"
+        )
+    return mesh
+
+
+class _TreeReduceScatter:
+    """FSDP's interface for a reduce-scatter, `ReduceScatter`, which torch doesn't export."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
+    ) -> None:
+        exchange.reduce_scatter(input_tensor, out=output_tensor, group=group)
+
+
+def _norm(gradient: DTensor) -> Tensor:
+    # A copy, as kernels may add in another order where a tensor begins inside of another's memory.
+    whole = gradient.full_tensor().clone(memory_format=torch.contiguous_format)
+    norm: Tensor = torch.linalg.vector_norm(whole, dtype=torch.float32)
+    return norm

@@ -1,0 +1,132 @@
+"""The canonical all-reduce for any number of ranks. Each holds one node of the tree, or more.
+
+M micro-batches are dealt to W ranks in blocks of nearly equal size. A block is covered by one node
+of the binary tree, or by several if it is no subtree. Rank r adds the r-th chunk of all ranks'
+nodes. The sums are those of `canonical.exchange.all_reduce`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from entrenar_py.train.canonical.exchange import ALIGNMENT
+from entrenar_py.train.canonical.reducer import are_siblings
+from entrenar_py.train.elastic.group import Group
+
+Wait = Callable[[dist.Work], None]
+
+
+def share(micro_batches: int, *, rank: int, world_size: int) -> range:
+    """Return the micro-batches of `rank`."""
+    return range(rank * micro_batches // world_size, (rank + 1) * micro_batches // world_size)
+
+
+def nodes(shards: Iterable[int]) -> list[range]:
+    """Return the fewest nodes, given by their leaves, that cover the neighbouring `shards`."""
+    stack: list[range] = []
+    for shard in shards:
+        span = range(shard, shard + 1)
+        while stack and are_siblings(stack[-1], span):
+            span = range(stack.pop().start, span.stop)
+        stack.append(span)
+    return stack
+
+
+def add_nodes(rows: Tensor, spans: list[range]) -> Tensor:
+    """Return the sum [n] of `rows` [num_nodes, n] along the tree.
+
+    Row i is the node `spans[i]`. All of them together are the tree's leaves, in order. Each
+    addition rounds to the dtype of `rows`.
+    """
+    stack: list[tuple[range, Tensor]] = []
+    for span, row in zip(spans, rows, strict=True):
+        while stack and are_siblings(stack[-1][0], span):
+            left, older = stack.pop()
+            span, row = range(left.start, span.stop), older + row
+        stack.append((span, row))
+    ((_, root),) = stack
+    return root
+
+
+class Exchange:
+    """The sums of one generation of ranks over `group`, which is None for a single rank."""
+
+    def __init__(
+        self, group: Group | None, *, rank: int, world_size: int, micro_batches: int
+    ) -> None:
+        shares = [
+            share(micro_batches, rank=other, world_size=world_size) for other in range(world_size)
+        ]
+        self.shards = shares[rank]
+        self._nodes = [nodes(shards) for shards in shares]  # by rank
+        self._group, self._rank, self._world_size = group, rank, world_size
+        self._scale = 1 / micro_batches
+
+    @property
+    def num_rows(self) -> int:
+        """How many nodes this rank holds."""
+        return len(self._nodes[self._rank])
+
+    def padded(self, num_elements: int) -> int:
+        """Return the length of a row that holds `num_elements` and divides among the ranks."""
+        unit = self._world_size * ALIGNMENT
+        return -(-num_elements // unit) * unit
+
+    def start(self, rows: Tensor) -> Sum:
+        """Start to sum all ranks' `rows` [num_rows, padded length]. All ranks call in one order."""
+        return Sum(self, rows)
+
+    # --- the two halves ---------------------------------------------------------------------------
+
+    def scatter(self, rows: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Send each rank its chunk of `rows`. Returns this rank's chunk of all nodes, in order."""
+        if self._group is None:
+            return rows, None
+        chunk = rows.shape[1] // self._world_size
+        sent = rows.view(self.num_rows, self._world_size, chunk).transpose(0, 1).contiguous()
+        counts = [len(one) for one in self._nodes]
+        received = rows.new_empty(sum(counts), chunk)
+        work = self._group.all_to_all(
+            received.view(-1),
+            sent.view(-1),
+            received_from=[count * chunk for count in counts],
+            sent_to=[self.num_rows * chunk] * self._world_size,
+        )
+        return received, work
+
+    def gather(self, received: Tensor, out: Tensor) -> dist.Work | None:
+        """Add the chunk of all nodes, and gather all ranks' chunks of the mean in `out`."""
+        spans = [span for of_rank in self._nodes for span in of_rank]
+        mean = add_nodes(received, spans).mul(self._scale)
+        if self._group is None:
+            out.copy_(mean)
+            return None
+        return self._group.all_gather(out, mean)
+
+
+class Sum:
+    """A sum that was started. `mean` [padded length] is valid once `wait` has returned."""
+
+    def __init__(self, exchange: Exchange, rows: Tensor) -> None:
+        self._exchange, self._rows = exchange, rows
+        self.mean = rows.new_empty(rows.shape[1])
+        self._received, self._work = exchange.scatter(rows)
+
+    @property
+    def over(self) -> bool:
+        """Whether no collective of it can write to memory any more."""
+        return self._work is None or self._work.is_completed()
+
+    def gather(self, wait: Wait) -> None:
+        """Wait for the chunks of this rank, add them, and start to gather the mean."""
+        if self._work is not None:
+            wait(self._work)
+        self._work = self._exchange.gather(self._received, self.mean)
+
+    def wait(self, wait: Wait) -> None:
+        """Wait for the mean."""
+        if self._work is not None:
+            wait(self._work)

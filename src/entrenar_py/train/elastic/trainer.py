@@ -1,0 +1,326 @@
+"""The loop of elastic training: a step is committed by all ranks or by none."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.canonical import requirements
+from entrenar_py.train.canonical.reducer import Counter, take
+from entrenar_py.train.elastic.buckets import Buckets, ConnectionLostError
+from entrenar_py.train.elastic.exchange import Exchange, Sum
+from entrenar_py.train.elastic.group import Group
+from entrenar_py.train.elastic.launcher import seat_of_launcher
+from entrenar_py.train.elastic.membership import (
+    EndedError,
+    Generation,
+    InterruptedGenerationError,
+    Membership,
+)
+from entrenar_py.train.elastic.transfer import broadcast
+
+Batch = TypeVar("Batch")
+
+
+class ElasticTrainer:
+    """The result of `entrenar_py.elastic`; its docstring shows how to use it.
+
+    `step` counts committed steps. `rank`, `world_size` and `shards`, the global indices of this
+    rank's micro-batches, change when ranks die or join.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        micro_batches: int,
+        schedulers: Sequence[Any],
+        state: Sequence[Any],
+        first_step: int,
+        seed: int,
+        deadline_s: float,
+    ) -> None:
+        requirements.require_deterministic()
+        self._parameters = requirements.require_parameters(model)
+        device = next(iter(self._parameters)).device
+        if device.type != "cpu":
+            raise UsageError(
+                f"the model is on {device}: elastic training works on the CPU; on GPUs use "
+                "canonical_all_reduce, and restart from a checkpoint"
+            )
+        seat = seat_of_launcher()
+        requirements.require_micro_batches(micro_batches)
+        if seat.num_seats > micro_batches:
+            raise UsageError(
+                f"micro_batches={micro_batches} with {seat.num_seats} ranks: every rank needs a "
+                "micro-batch; start fewer ranks, or cut the global batch into more micro-batches"
+            )
+        self._model, self._optimizer = model, optimizer
+        self._schedulers, self._state = list(schedulers), list(state)
+        self._micro_batches, self._seed, self._deadline_s = micro_batches, seed, deadline_s
+        self._switches = requirements.switches()
+        facts = {
+            "micro_batches": micro_batches,
+            "seed": seed,
+            "the shapes of the model's parameters": _fingerprint(model),
+            **self._switches,
+            **requirements.surroundings(device),
+        }
+        self._members = Membership(
+            seat.store, seat=seat.seat, num_seats=seat.num_seats, facts=facts
+        )
+        self.step = first_step
+        self._shard: int | None = None  # the current micro-batch
+        self._reduced = False  # whether `.grad` is the mean over all micro-batches
+        self._open = False  # between `steps` and `commit`
+        self._trained = False  # whether this process has the state of the run
+        self._abandoned: list[tuple[object, list[Sum]]] = []
+        self._counter = Counter()
+        self._use(None, rank=0, world_size=1)  # until there is a generation
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
+        self._regroup()
+
+    @property
+    def shard(self) -> int:
+        """The global index of the current micro-batch.
+
+        Raises UsageError outside of a loop over `fold`.
+        """
+        if self._shard is None:
+            raise UsageError("trainer.shard outside of the loop over fold(): read it inside of it")
+        return self._shard
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the index of the next step until `total` steps are committed by all ranks.
+
+        A step that nobody committed is yielded again. Raises LeftBehindError if the others have
+        gone on without this process.
+        """
+        while True:
+            if self.step >= total:
+                if self._members.finish(deadline_s=self._deadline_s):
+                    return
+                self._regroup()
+            elif self._members.pauses(self.step):
+                # Without an interrupt: another rank may still receive the last of its gradients.
+                self._regroup()
+            else:
+                self._open = True
+                yield self.step
+                if self._open:
+                    raise UsageError(
+                        f"step {self.step} was not committed: call trainer.commit() at the end of "
+                        "the loop over steps()"
+                    )
+
+    def fold(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Yield this rank's micro-batches of `batches`. Run forward and backward on each.
+
+        Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
+        of all ranks, or None if the step can't be committed. Raises UsageError if `batches` doesn't
+        have an item for each micro-batch of the global batch, if a micro-batch made no gradient for
+        a parameter, or if a setting in `requirements.switches` changed.
+        """
+        requirements.require_unchanged(self._switches)
+        if len(batches) != self._micro_batches:
+            raise UsageError(
+                f"fold() got {len(batches)} micro-batches: it needs all {self._micro_batches} of "
+                "the step, and reads only those of this rank"
+            )
+        if not self._open:
+            raise UsageError("fold() outside of the loop over steps()")
+        take(self._parameters)
+        self._reduced = False
+        self._counter = Counter(self.shards.start)
+        self._buckets.clear()
+        try:
+            for shard in self.shards:
+                if self._members.interrupted:
+                    return
+                self._shard = shard
+                torch.manual_seed(_seed_of(self._seed, self.step, shard))
+                yield batches[shard]
+                self._keep(shard)
+            self._shard = None
+            self._buckets.finish(self._wait)
+            self._reduced = True
+        except InterruptedGenerationError:
+            take(self._parameters)
+        finally:
+            self._shard = None
+            self._counter.clear()
+
+    def commit(self) -> bool:
+        """Step the optimizer and the schedulers, and return True, if `.grad` is the mean.
+
+        Otherwise form a new group with the ranks that are left, and return False: `steps` yields
+        the step again.
+        """
+        if not self._open:
+            raise UsageError("commit() outside of the loop over steps()")
+        self._open = False
+        if not self._reduced:
+            if not self._members.interrupted:
+                raise UsageError(
+                    f"step {self.step} has no gradients: run the loop over fold() to its end "
+                    "before commit()"
+                )
+            self._regroup()
+            return False
+        self._reduced = False
+        self._optimizer.step()
+        for scheduler in self._schedulers:
+            scheduler.step()
+        self.step += 1
+        return True
+
+    # --- the gradients of a step ------------------------------------------------------------------
+
+    def _made(self, parameter: Tensor) -> None:
+        """Note that the backward pass has made the gradient of `parameter`."""
+        if self._shard is None or self._shard != self.shards[-1] or self._members.interrupted:
+            return
+        try:
+            self._buckets.add(parameter, self._counter)
+        except ConnectionLostError as error:
+            self._members.interrupt(str(error))
+
+    def _keep(self, shard: int) -> None:
+        """Check that `shard` has every gradient, and keep them unless it is the last shard."""
+        if self._members.interrupted:
+            raise InterruptedGenerationError
+        last = shard == self.shards[-1]
+        node = {} if last else take(self._parameters)
+        missing = self._buckets.missing() if last else self._parameters.keys() - node.keys()
+        if missing:
+            names = sorted(self._parameters[one] for one in missing)
+            raise UsageError(
+                f"micro-batch {shard}, of this rank's {self.shards.start} to "
+                f"{self.shards.stop - 1}, made no gradient for {names[0]} ({len(names)} of "
+                f"{len(self._parameters)} parameters): run its backward pass inside the loop over "
+                "fold(), and let it use every parameter"
+            )
+        if not last:
+            self._counter.push(node)
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for a collective. Raises InterruptedGenerationError if it can't end."""
+        self._members.wait(
+            work.is_completed, deadline_s=self._deadline_s, what="an exchange between ranks"
+        )
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._members.interrupt(f"an exchange between ranks failed: {error}")
+            raise InterruptedGenerationError from error
+
+    # --- another set of ranks ---------------------------------------------------------------------
+
+    def _regroup(self) -> None:
+        """Form a group of all ranks that are there. All get the state of the most advanced one."""
+        self._abandon()
+        while True:
+            try:
+                generation = self._members.agree(
+                    self.step, trained=self._trained, deadline_s=self._deadline_s
+                )
+                group = self._connect(generation)
+                if generation.behind:
+                    self._bring_up(generation, group)
+            except InterruptedGenerationError:
+                continue
+            except EndedError:
+                print("entrenar_py.elastic: the run ended before this rank joined", file=sys.stderr)
+                raise SystemExit(0) from None
+            break
+        self._trained = True
+        self._use(group, rank=self._rank_in(generation), world_size=len(generation.members))
+
+    def _use(self, group: Group | None, *, rank: int, world_size: int) -> None:
+        """Exchange gradients over `group` from now on."""
+        self._group, self.rank, self.world_size = group, rank, world_size
+        exchange = Exchange(
+            group, rank=rank, world_size=world_size, micro_batches=self._micro_batches
+        )
+        self.shards = exchange.shards
+        self._buckets = Buckets(list(self._parameters), exchange)
+
+    def _rank_in(self, generation: Generation) -> int:
+        return generation.members.index((self._members.seat, self._members.incarnation))
+
+    def _connect(self, generation: Generation) -> Group | None:
+        """Return a new process group of the generation's members, or None for a single one.
+
+        It is made in a thread, since a member that ends meanwhile would make it wait in vain.
+        """
+        world_size = len(generation.members)
+        if world_size == 1:
+            return None
+        store = PrefixStore(f"group/{generation.number}", self._members.roll.clone())
+        rank, timeout_s = self._rank_in(generation), 2 * self._deadline_s
+        ended: list[Group | RuntimeError] = []
+
+        def connect() -> None:
+            try:
+                group = Group(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
+                ended.append(group)
+            except RuntimeError as error:
+                ended.append(error)
+
+        threading.Thread(target=connect, name="entrenar-elastic-connect", daemon=True).start()
+        self._members.wait(lambda: bool(ended), deadline_s=self._deadline_s, what="connecting")
+        group = ended[0]
+        if isinstance(group, RuntimeError):
+            self._members.interrupt(f"a rank could not connect: {group}")
+            raise InterruptedGenerationError from group
+        return group
+
+    def _abandon(self) -> None:
+        """Keep the memory of exchanges that can't end until they time out: they may still write."""
+        self._abandoned = [one for one in self._abandoned if not all(s.over for s in one[1])]
+        self._abandoned.append((self._group, self._buckets.sums))
+        take(self._parameters)
+
+    def _bring_up(self, generation: Generation, group: Group | None) -> None:
+        """Copy the state of rank `source` to the ranks that are behind."""
+        assert group is not None
+        rank = self._rank_in(generation)
+        states = [self._optimizer, *self._schedulers, *self._state]
+        own = None
+        if rank == generation.source:
+            own = (self.step, self._tensors(), [each.state_dict() for each in states])
+        sent = broadcast(own, group, source=generation.source, wait=self._wait)
+        if rank not in generation.behind:
+            return
+        # All of it is here: nothing can interrupt the rest, and no rank has half of a state.
+        self.step, tensors, dicts = sent
+        for ours, theirs in zip(self._tensors(), tensors, strict=True):
+            ours.copy_(theirs)
+        for holder, state in zip(states, dicts, strict=True):
+            holder.load_state_dict(state)
+
+    def _tensors(self) -> list[Tensor]:
+        return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]
+
+
+def _fingerprint(model: nn.Module) -> str:
+    shapes = [(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+
+
+def _seed_of(seed: int, step: int, shard: int) -> int:
+    """Return the seed of a micro-batch's randomness: any two have unrelated ones."""
+    digest = hashlib.sha256(f"{seed},{step},{shard}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
