@@ -127,7 +127,7 @@ def test_the_operation_of_a_command_that_is_not_deterministic_is_named(
             ["--again", "--save", "new", f"{PYTHON} a.py"],
             "--again and --save DIR: give one of them",
         ),
-        (["--again", "stored"], "a stored run has no repetition"),
+        (["--again", "stored"], "a stored side can't be run again"),
         (["--"], "no command after --"),
         (["no-such-program a.py", f"{PYTHON} b.py"], "there is no such program"),
         ([f"{PYTHON} 'a.py", f"{PYTHON} b.py"], "close its quotes"),
