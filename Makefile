@@ -90,6 +90,7 @@ soak-schedules: setup
 soak-others: setup
 	$(BIN)/entrenar-check --contract reduction-v1.yaml
 	$(BIN)/python -m tests.systems.soak_hour
+	$(BIN)/python -m tests.train.elastic.runs 200
 	$(BIN)/python -m tests.check.harness.test_no_false_alarm 1000
 	$(BIN)/python -m pytest -q --hypothesis-profile=soak tests/check/contract tests/train/wire tests/shared/trace \
 		tests/check/observing/test_changes_nothing.py

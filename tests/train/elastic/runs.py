@@ -1,13 +1,15 @@
 """Trains a small model elastically on forked ranks, of which some are killed, frozen and replaced.
 
 `python -m tests.train.elastic.runs RUNS [SEED]` makes runs of 1 to 4 ranks with random faults, and
-exits with 1 unless every run ends with the digest of an undisturbed one.
+exits with 1 unless every run ends with the digest of an undisturbed one. `... runs planned` makes
+the runs of `test_elastic.py`, and prints what came of them as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import random
 import signal
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,12 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import entrenar_py
+from entrenar_py.train.elastic.exchange import Sum, Wait
 from entrenar_py.train.elastic.launcher import seat_of_launcher
 from entrenar_py.train.elastic.membership import Roll
-from entrenar_py.train.elastic.supervise import supervise
+from entrenar_py.train.elastic.supervise import end_with_parent, supervise
+
+Report = Callable[[str], None]
 
 MICRO_BATCHES, STEPS, DEADLINE_S = 8, 12, 1.5
 PAUSE_S = 0.002  # of each micro-batch: a fault finds the run still going
@@ -43,6 +48,7 @@ class Fork:
         self.pid = os.fork()
         self._status: int | None = None
         if not self.pid:
+            end_with_parent()
             status = 1
             try:
                 status = target()
@@ -101,8 +107,37 @@ def digest(layers: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -
     return hashlib.sha256(b"".join(parts) + repr(schedule.get_last_lr()).encode()).hexdigest()[:16]
 
 
-def train(folder: Path, report: Callable[[str], None]) -> int:
-    """Train as one rank of the environment, and report the digest in the end."""
+@dataclass(frozen=True)
+class Death:
+    """The rank at `seat` ends, or freezes, at a moment of `step`, the first time that it is there.
+
+    `moment` is one of `MOMENTS`.
+    """
+
+    seat: int
+    step: int
+    moment: str
+    number: signal.Signals = signal.SIGKILL
+
+    def __call__(self, step: int, moment: str) -> None:
+        """Send this process the signal if it is the time."""
+        incarnation = int(os.environ["INCARNATION"])
+        here = (int(os.environ["RANK"]), step, moment) == (self.seat, self.step, self.moment)
+        if here and incarnation == 1:
+            os.kill(os.getpid(), self.number)
+
+
+def train(
+    report: Report,
+    passes: Callable[[int, str], None] = lambda step, moment: None,
+    *,
+    waits: bool = False,
+) -> int:
+    """Train as one rank of the environment, and report the digest in the end.
+
+    `passes` is told the moments of each step. With `waits`, the last steps are not made before all
+    seats are taken, by a newcomer if need be.
+    """
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     layers, optimizer, schedule = model()
@@ -113,9 +148,22 @@ def train(folder: Path, report: Callable[[str], None]) -> int:
         schedulers=[schedule],
         deadline_s=DEADLINE_S,
     )
+    gather = Sum.gather
+
+    def passing(started: Sum, wait: Wait) -> None:
+        passes(trainer.step, "exchange")
+        gather(started, wait)
+
+    Sum.gather = passing  # type: ignore[assignment, method-assign]
+    first = next(layers.parameters())
+    first.register_hook(lambda _: passes(trainer.step, "backward"))  # type: ignore[no-untyped-call]
+    optimizer.register_step_pre_hook(lambda *_: passes(trainer.step, "optimizer"))
     report(f"joined {trainer.step} {trainer.rank} {trainer.world_size}")
     for step in trainer.steps(STEPS):
+        if waits and step == STEPS - 3 and trainer.world_size < int(os.environ["WORLD_SIZE"]):
+            _wait_for_newcomers(trainer)
         for batch in trainer.fold([*batches(step)]):
+            passes(step, "forward")
             loss = layers(batch).float().square().mean()
             loss.backward()
             time.sleep(PAUSE_S)
@@ -123,10 +171,43 @@ def train(folder: Path, report: Callable[[str], None]) -> int:
         began = time.perf_counter()
         if trainer.commit():
             report(f"committed {step} {trainer.rank} {trainer.world_size}")
+            passes(step, "committed")
         else:
             report(f"repeats {step} after {time.perf_counter() - began:.3f} s")
     report(f"digest {digest(layers, optimizer, schedule)}")
     return 0
+
+
+def _wait_for_newcomers(trainer: Any) -> None:
+    """Wait until a newcomer asks to join, or the generation ends for another reason."""
+    members = trainer._members
+    key = f"joining/{members._generation.number}"
+    while not members.interrupted and not members.roll.has(key):
+        time.sleep(0.01)
+
+
+def in_one_process() -> str:
+    """Return the digest of plain torch in one process: it adds gradients along a tree of lists."""
+    torch.set_num_threads(1)
+    layers, optimizer, schedule = model()
+    for step in range(STEPS):
+        gradients = []
+        for shard, batch in enumerate(batches(step)):
+            seed = hashlib.sha256(f"0,{step},{shard}".encode()).digest()
+            torch.manual_seed(int.from_bytes(seed[:8], "big") >> 1)
+            loss = layers(batch).float().square().mean()
+            gradients.append(torch.autograd.grad(loss, [*layers.parameters()]))
+        while len(gradients) > 1:
+            pairs = zip(gradients[::2], gradients[1::2], strict=True)
+            gradients = [
+                tuple(a + b for a, b in zip(left, right, strict=True)) for left, right in pairs
+            ]
+        for parameter, total in zip(layers.parameters(), gradients[0], strict=True):
+            parameter.grad = total / MICRO_BATCHES
+        nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return digest(layers, optimizer, schedule)
 
 
 @dataclass(frozen=True)
@@ -144,32 +225,55 @@ class Outcome:
         return [one.split()[1] for one in said if one.startswith("digest")]
 
 
+def _store_process() -> tuple[Fork, int]:
+    """Start a process that keeps a store, as torchrun's agent does. Return it and its port.
+
+    The store has threads, and a process with threads should not fork.
+    """
+    reading, writing = os.pipe()
+
+    def keep() -> int:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, store.port.to_bytes(2, "big"))
+        signal.pause()
+        return 0
+
+    keeper = Fork(keep)
+    os.close(writing)
+    port = int.from_bytes(os.read(reading, 2), "big")
+    os.close(reading)
+    return keeper, port
+
+
 def run(
     num_ranks: int,
     *,
     fault: Callable[[dict[int, int]], None] | None = None,
-    target: Callable[[Path, Callable[[str], None]], int] = train,
+    target: Callable[[Report], int] = train,
     max_restarts: int = 50,
 ) -> Outcome:
     """Train on `num_ranks` ranks. `fault` is called again and again with the ranks' {seat: pid}."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    keeper, port = _store_process()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
         def rank(seat: int) -> int:
             with (folder / f"{seat}.{os.getpid()}").open("w", buffering=1) as file:
-                return target(folder, lambda line: print(line, file=file))
+                return target(lambda line: print(line, file=file))
 
         def supervisor(seat: int) -> int:
             os.environ.update(
                 RANK=str(seat),
                 WORLD_SIZE=str(num_ranks),
                 MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(store.port),
+                MASTER_PORT=str(port),
                 TORCHELASTIC_USE_AGENT_STORE="True",
             )
 
+            os.environ["INCARNATION"] = "0"
+
             def start() -> Fork:
+                os.environ["INCARNATION"] = str(int(os.environ["INCARNATION"]) + 1)
                 process = Fork(lambda: rank(seat))
                 (folder / f"pid.{seat}.new").write_text(str(process.pid))
                 (folder / f"pid.{seat}.new").rename(folder / f"pid.{seat}")
@@ -192,12 +296,14 @@ def run(
             for file in folder.iterdir()
             if file.name[0].isdigit()
         }
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         prefixed = PrefixStore("entrenar-elastic//0", store)
         why = [
             f"{number}: {prefixed.get(f'interrupt/{number}').decode()}"
             for number in range(Roll(prefixed).newest() + 1)
             if Roll(prefixed).has(f"interrupt/{number}")
         ]
+        keeper.kill()
         return Outcome([one.poll() or 0 for one in supervisors], reports, why)
 
 
@@ -231,9 +337,47 @@ class RandomFaults:
         self.made.append(f"{number.name} of rank {seat}")
 
 
-def main(num_runs: int, seed: int) -> int:
+def fail(_: Report) -> int:
+    """Fail as a script with an error does."""
+    raise ZeroDivisionError
+
+
+MOMENTS = ("forward", "backward", "exchange", "optimizer", "committed")
+
+
+def dying(*deaths: Death, waits: bool = True) -> Callable[[Report], int]:
+    """Return a rank's function that ends at each of `deaths`, and `waits` for newcomers."""
+
+    def rank(report: Report) -> int:
+        def passes(step: int, moment: str) -> None:
+            for death in deaths:
+                death(step, moment)
+
+        return train(report, passes, waits=waits)
+
+    return rank
+
+
+def planned() -> dict[str, Any]:
+    """Make all runs of `test_elastic.py`, and return what came of them."""
+    outcomes = {f"undisturbed {n}": run(n) for n in (1, 2, 3, 4)}
+    outcomes |= {
+        f"dies in {moment}": run(3, target=dying(Death(1, 2, moment))) for moment in MOMENTS
+    }
+    outcomes["first rank dies"] = run(4, target=dying(Death(0, 3, "exchange")))
+    outcomes["two die"] = run(4, target=dying(Death(0, 3, "exchange"), Death(2, 3, "forward")))
+    outcomes["all die"] = run(2, target=dying(Death(0, 3, "forward"), Death(1, 3, "forward")))
+    outcomes["not again"] = run(
+        2, target=dying(Death(1, 2, "backward"), waits=False), max_restarts=0
+    )
+    outcomes["freezes"] = run(3, target=dying(Death(1, 2, "exchange", signal.SIGSTOP)))
+    outcomes["fails"] = run(2, target=fail, max_restarts=1)
+    return {"one process": in_one_process(), **{name: asdict(o) for name, o in outcomes.items()}}
+
+
+def soak(num_runs: int, seed: int) -> int:
     """Make runs with random faults. Return 1 if one of them ends with other weights."""
-    right = run(1).digests[0]
+    right = in_one_process()
     wrong, faults, joins = 0, 0, 0
     for index in range(num_runs):
         draw = random.Random(f"{seed}.{index}")
@@ -259,4 +403,7 @@ def main(num_runs: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    if sys.argv[1] == "planned":
+        print(json.dumps(planned()))
+    else:
+        sys.exit(soak(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))

@@ -123,19 +123,19 @@ class Roll:
         return Generation.read(number, self.store.get(f"record/{number}"))
 
     def interrupt(self, number: int, reason: str) -> None:
-        """End generation `number`."""
-        self.store.set(f"interrupt/{number}", reason)
+        """End generation `number`. The first reason stays."""
+        self.store.compare_set(f"interrupt/{number}", "", reason)
 
     def bury(self, seat: int) -> None:
         """Say that the newest process at `seat` has ended, and end the generation that it is in."""
         self.store.set(f"dead/{seat}.{self.incarnation(seat)}", "")
         # In this order: whoever writes a record looks for deaths after that.
-        if self.trains(seat):
-            self.interrupt(self.newest(), f"rank {seat} of the launcher ended")
-
-    def trains(self, seat: int) -> bool:
-        """Return whether the newest process at `seat` is in the newest generation."""
         number = self.newest()
+        if self.trains(seat, number):
+            self.interrupt(number, f"rank {seat} of the launcher ended")
+
+    def trains(self, seat: int, number: int) -> bool:
+        """Return whether the newest process at `seat` is in generation `number`. -1: in none."""
         member = (seat, self.incarnation(seat))
         return number >= 0 and member in self.generation(number).members
 
@@ -148,8 +148,12 @@ class Roll:
         return [seat for seat in range(num_seats) if not self.has(f"gone/{seat}")]
 
     def excludes(self, seat: int) -> bool:
-        """Return whether the others have gone on without the newest process at `seat`."""
-        return self.has(f"excluded/{seat}.{self.incarnation(seat)}")
+        """Return whether the others have gone on without the newest process at `seat`.
+
+        One that has ended doesn't count: the next one may not have said yet that it has started.
+        """
+        newest = f"{seat}.{self.incarnation(seat)}"
+        return self.has(f"excluded/{newest}") and not self.has(f"dead/{newest}")
 
 
 class Membership:
@@ -254,6 +258,7 @@ class Membership:
         return True
 
     def _begin(self, generation: Generation) -> None:
+        self.interrupt("the next generation began")  # also ends the watcher
         self._generation = generation
         self._interrupted = threading.Event()
         if len(generation.members) == 1:
@@ -311,11 +316,7 @@ class Membership:
             missing = [(seat, one) for seat, one in alive if seat not in here]
             writers = [seat for seat, _ in alive if seat in here]
         else:  # the run starts, or all have ended: wait for all seats
-            missing = [
-                (seat, self.roll.incarnation(seat))
-                for seat in range(self._num_seats)
-                if seat not in here and not self.roll.has(f"gone/{seat}")
-            ]
+            missing = [(seat, 0) for seat in self.roll.left(self._num_seats) if seat not in here]
             writers = sorted(here)
         if self.seat not in writers:
             return
@@ -323,7 +324,8 @@ class Membership:
         if late < _TURN_S * writers.index(self.seat) and (missing or writers[0] != self.seat):
             return
         for seat, incarnation in missing:
-            self._set(f"excluded/{seat}.{incarnation}", "")
+            if incarnation:
+                self._set(f"excluded/{seat}.{incarnation}", "")
         members = sorted(here)
         advance = {seat: (here[seat].trained, here[seat].step) for seat in members}
         source = max(members, key=lambda seat: advance[seat])  # the first of the most advanced

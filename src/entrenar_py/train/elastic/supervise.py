@@ -59,7 +59,7 @@ def supervise(
     for left in range(max_restarts, -1, -1):
         status = _wait(process, roll, seat.seat)
         if roll.has("ended"):
-            return status if roll.trains(seat.seat) else 0
+            return status if roll.trains(seat.seat, roll.newest()) else 0
         roll.bury(seat.seat)
         if status == 0:
             roll.leave(seat.seat)
@@ -118,7 +118,7 @@ def _run(command: list[str], max_restarts: int) -> int:
 
     def start() -> subprocess.Popen[bytes]:
         environment = {**os.environ, SUPERVISED: "1"}
-        processes.append(subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent))
+        processes.append(subprocess.Popen(command, env=environment, preexec_fn=end_with_parent))
         return processes[-1]
 
     def end(number: int, _: object) -> None:
@@ -145,7 +145,7 @@ def _run(command: list[str], max_restarts: int) -> int:
     return 128 - status if status < 0 else status
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Let Linux kill this process when its supervisor ends, however that is."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

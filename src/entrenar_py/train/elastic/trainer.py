@@ -116,7 +116,7 @@ class ElasticTrainer:
                     return
                 self._regroup()
             elif self._members.pauses(self.step):
-                self._members.interrupt("newcomers join")
+                # Without an interrupt: another rank may still receive the last of its gradients.
                 self._regroup()
             else:
                 self._open = True

@@ -1,0 +1,218 @@
+"""Real ranks die, freeze and join in the middle of a run, and the weights are the same bits.
+
+Not exercised: several machines, and GPUs, which elastic training refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import entrenar_py
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.elastic.launcher import seat_of_launcher
+from tests.train.elastic.runs import MOMENTS, STEPS
+
+ROOT = Path(__file__).resolve().parents[3]
+Outcome = dict[str, Any]
+RANKS = {f"undisturbed {count}": count for count in (1, 2, 3, 4)}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    """Make all planned runs, on ranks forked from one process."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.train.elastic.runs", "planned"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr
+    return dict(json.loads(found.stdout))
+
+
+def said(outcome: Outcome, word: str) -> list[list[str]]:
+    """Return what ranks reported with `word`, each report as its other words."""
+    lines = [line.split() for lines in outcome["reports"].values() for line in lines]
+    return [line[1:] for line in lines if line[0] == word]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *RANKS,
+        *(f"dies in {moment}" for moment in MOMENTS),
+        "first rank dies",
+        "two die",
+        "all die",
+        "not again",
+        "freezes",
+    ],
+)
+def test_a_run_ends_with_the_bits_of_one_process(outcomes: dict[str, Any], name: str) -> None:
+    """The oracle is a loop of plain torch in one process, which shares no code with the trainer."""
+    outcome = outcomes[name]
+    assert {digest for (digest,) in said(outcome, "digest")} == {outcomes["one process"]}
+    assert set(outcome["statuses"]) == {0}
+
+
+@pytest.mark.parametrize("name", list(RANKS))
+def test_an_undisturbed_run_repeats_nothing(outcomes: dict[str, Any], name: str) -> None:
+    """Each rank commits each step once, in one generation."""
+    outcome, count = outcomes[name], RANKS[name]
+    assert len(said(outcome, "committed")) == count * STEPS
+    assert {world for _, _, world in said(outcome, "committed")} == {str(count)}
+    assert outcome["interrupts"] == []
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_survivors_repeat_the_step_and_a_newcomer_joins(
+    outcomes: dict[str, Any], moment: str
+) -> None:
+    """Two of three ranks go on. Another process takes the third seat, with the state of the run."""
+    outcome = outcomes[f"dies in {moment}"]
+    first, *others = outcome["interrupts"]
+    # Sockets may be quicker than the supervisor.
+    assert first.startswith(
+        ("0: rank 1 of the launcher ended", "0: an exchange between ranks failed")
+    )
+    assert others == ["1: the next generation began"]
+    # In the optimizer, all had the mean already. So they had committed step 2, and repeat step 3.
+    repeated = "3" if moment in ("optimizer", "committed") else "2"
+    assert {step for step, *_ in said(outcome, "repeats")} == {repeated}
+    assert {world for _, _, world in said(outcome, "committed")} == {"2", "3"}
+    assert sorted(step == "0" for step, _, _ in said(outcome, "joined")) == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_all_ranks_die(outcomes: dict[str, Any]) -> None:
+    """Nobody has the state: the run starts again."""
+    assert [step for step, _, _ in said(outcomes["all die"], "joined")] == ["0"] * 4
+
+
+def test_a_seat_that_stays_empty(outcomes: dict[str, Any]) -> None:
+    """With no restarts left, the other rank ends the run alone."""
+    outcome = outcomes["not again"]
+    assert len(outcome["reports"]) == 2
+    assert {world for _, _, world in said(outcome, "committed")} == {"1", "2"}
+
+
+def test_a_frozen_rank_is_replaced(outcomes: dict[str, Any]) -> None:
+    """It is given up after the deadline, killed by its supervisor, and started again."""
+    outcome = outcomes["freezes"]
+    assert outcome["interrupts"][0] == "0: an exchange between ranks took longer than 1.5 s"
+    assert len(outcome["reports"]) == 4
+
+
+def test_a_script_that_fails_ends_the_run(outcomes: dict[str, Any]) -> None:
+    """Each rank is started once again, and then the launcher gets status 1."""
+    assert outcomes["fails"]["statuses"] == [1, 1]
+    assert len(outcomes["fails"]["reports"]) == 4
+
+
+# --- misuse, in one process -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def layers() -> nn.Module:
+    """Return a model of one layer."""
+    return nn.Linear(3, 2)
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch enforce deterministic algorithms, and no launcher be there."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def trainer_of(layers: nn.Module, micro_batches: int = 2) -> Any:
+    """Return a trainer of a single rank."""
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    return entrenar_py.elastic(layers, optimizer, micro_batches=micro_batches)
+
+
+def test_fold_needs_the_whole_global_batch(layers: nn.Module) -> None:
+    """A rank that is left may have to compute any of the micro-batches."""
+    trainer = trainer_of(layers)
+    next(trainer.steps(1))
+    with pytest.raises(UsageError, match=r"fold\(\) got 1 micro-batches: it needs all 2"):
+        next(trainer.fold([torch.ones(1, 3)]))
+
+
+def test_calls_outside_of_their_loops(layers: nn.Module) -> None:
+    """The message says which loop is missing."""
+    trainer = trainer_of(layers)
+    with pytest.raises(UsageError, match=r"fold\(\) outside of the loop over steps\(\)"):
+        next(trainer.fold([None, None]))
+    with pytest.raises(UsageError, match=r"commit\(\) outside of the loop over steps\(\)"):
+        trainer.commit()
+    with pytest.raises(UsageError, match=r"trainer.shard outside of the loop over fold\(\)"):
+        _ = trainer.shard
+
+
+def test_a_step_that_was_not_committed(layers: nn.Module) -> None:
+    """Going on would skip it on this rank alone."""
+    steps = (trainer := trainer_of(layers)).steps(2)
+    next(steps)
+    with pytest.raises(UsageError, match="step 0 has no gradients: run the loop over fold"):
+        trainer.commit()
+    steps = trainer_of(nn.Linear(3, 2)).steps(2)
+    next(steps)
+    with pytest.raises(UsageError, match="step 0 was not committed"):
+        next(steps)
+
+
+def test_a_parameter_without_a_gradient(layers: nn.Module) -> None:
+    """The message names it."""
+    trainer = trainer_of(layers)
+    next(trainer.steps(1))
+    batches = trainer.fold([torch.ones(1, 3)] * 2)
+    (next(batches) @ layers.weight.T).sum().backward()
+    with pytest.raises(UsageError, match=r"micro-batch 0, .* made no gradient for bias"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "message"), [(3, "only a power of two"), (0, "only a power of two")]
+)
+def test_a_number_without_a_tree(layers: nn.Module, micro_batches: int, message: str) -> None:
+    """The tree needs a power of two of micro-batches."""
+    with pytest.raises(UsageError, match=message):
+        trainer_of(layers, micro_batches)
+
+
+def test_a_launcher_that_sets_half_of_its_variables() -> None:
+    """The message names the one that is missing, or wrong."""
+    with pytest.raises(UsageError, match="the environment has no MASTER_ADDR"):
+        seat_of_launcher({"RANK": "0", "WORLD_SIZE": "2"})
+    names = {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(UsageError, match="RANK='x' in the environment is not a number"):
+        seat_of_launcher(names)
+
+
+def test_more_ranks_than_micro_batches(layers: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank needs one."""
+    seat = type("Seat", (), {"num_seats": 4, "seat": 0, "store": None})()
+    monkeypatch.setattr("entrenar_py.train.elastic.trainer.seat_of_launcher", lambda: seat)
+    with pytest.raises(UsageError, match="micro_batches=2 with 4 ranks: every rank needs"):
+        trainer_of(layers)
