@@ -312,10 +312,43 @@ def compare_waits(tally: Tally, trace: Trace, oracle: Trace, stays: Sequence[Sta
         tally.at_most(most, after.grouped.waited_s, what, form=".3g", **place)
 
 
-def _row(
-    name: str, number: int, decides: str, spoken_of: str, compare: Compare, nothing: str
-) -> Check:
-    return Check(
+_NO_RUN = "no elastic training was run"
+_NO_OTHER = "no rank went on in another generation"
+# Name, comparison, what it decides, other words for that, and the reason if nothing was compared.
+_CHECKS: tuple[tuple[str, Compare, str, str, str], ...] = (
+    (
+        *("elastic_trajectory", compare_trajectory),
+        "each step of each rank leaves the state of the undisturbed run, whoever dies or joins",
+        *("preemption failure spot", _NO_RUN),
+    ),
+    (
+        *("elastic_samples", compare_samples),
+        "each committed step has each micro-batch once, also if ranks die or join in it",
+        *("lost duplicated resharding", _NO_RUN),
+    ),
+    (
+        *("elastic_together", compare_together),
+        "ranks agree on the members, and a step is committed by all of them or by none",
+        *("quorum split-brain regroup", _NO_RUN),
+    ),
+    (
+        *("elastic_joins", partial(compare_beginnings, True)),
+        "a rank that joins begins with the whole state of the last committed step",
+        *("newcomer spare", "no rank received a state"),
+    ),
+    (
+        *("elastic_waits", compare_waits),
+        "after a death the other ranks go on at once, and after a silence when it is due",
+        *("detection regroup", _NO_OTHER),
+    ),
+    (
+        *("elastic_service", partial(compare_beginnings, False)),
+        "a rank that goes on, and may serve its state, has that of the last committed step",
+        *("half-stepped torn", _NO_OTHER),
+    ),
+)
+ROWS = tuple(
+    Check(
         name=name,
         id=f"F-EL-{number:03}",
         decides=decides,
@@ -324,56 +357,5 @@ def _row(
         plan=plan,
         needs=(ORACLE,),
     )
-
-
-_NOTHING = "no elastic training was run"
-ROWS = (
-    _row(
-        "elastic_trajectory",
-        1,
-        "each step of each rank leaves the state of the undisturbed run, whoever dies or joins",
-        "preemption failure spot",
-        compare_trajectory,
-        _NOTHING,
-    ),
-    _row(
-        "elastic_samples",
-        2,
-        "each committed step has each micro-batch once, also if ranks die or join in it",
-        "lost duplicated resharding",
-        compare_samples,
-        _NOTHING,
-    ),
-    _row(
-        "elastic_together",
-        3,
-        "ranks agree on the members, and a step is committed by all of them or by none",
-        "quorum split-brain regroup",
-        compare_together,
-        _NOTHING,
-    ),
-    _row(
-        "elastic_joins",
-        4,
-        "a rank that joins begins with the whole state of the last committed step",
-        "newcomer spare",
-        partial(compare_beginnings, True),
-        "no rank received a state",
-    ),
-    _row(
-        "elastic_waits",
-        5,
-        "after a death the other ranks go on at once, and after a silence when it is due",
-        "detection regroup",
-        compare_waits,
-        "no rank went on in another generation",
-    ),
-    _row(
-        "elastic_service",
-        6,
-        "a rank that goes on, and may serve its state, has that of the last committed step",
-        "half-stepped torn",
-        partial(compare_beginnings, False),
-        "no rank went on in another generation",
-    ),
+    for number, (name, compare, decides, spoken_of, nothing) in enumerate(_CHECKS, start=1)
 )

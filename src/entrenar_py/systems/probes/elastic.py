@@ -11,12 +11,13 @@ import atexit
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.connection import Connection
@@ -37,7 +38,7 @@ from entrenar_py.systems.probes.elastic_oracle import Script
 from entrenar_py.train.coordinator.recorder import Recorder
 from entrenar_py.train.elastic.launcher import seat_of_launcher
 from entrenar_py.train.elastic.membership import Roll
-from entrenar_py.train.elastic.supervise import supervise
+from entrenar_py.train.elastic.supervise import end_with_parent, supervise
 from entrenar_py.train.elastic.trainer import ElasticTrainer
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
 
@@ -61,13 +62,10 @@ def run(scenario: Scenario) -> trace.Trace:
             _Launcher(scenario, folder).run()
         finally:
             crew().gather(0.0)
-        files = [_place_of(file) for file in folder.glob("*.jsonl")]
-        for rank, process in sorted(files):
-            recorder.record(_events(folder, rank, process))
-    if recorder.of(trace.Planted):  # of each process
-        planted, *_ = recorder.of(trace.Planted)
-        others = [one for one in recorder.drain() if not isinstance(one, trace.Planted)]
-        recorder.record([planted, *others])
+        for file in sorted(folder.glob("*.jsonl")):  # by rank, then by process
+            for event in trace.load_events(file.read_bytes()):
+                if not (isinstance(event, trace.Planted) and recorder.of(trace.Planted)):
+                    recorder.emit(event)
     return recorder.finish(status="completed")
 
 
@@ -124,7 +122,7 @@ class _Launcher:
         self._port = (keeper.heard() or b"").decode()
         if not self._port:
             raise SystemFailure("the process of the store ended")
-        self._hands: list[Hand] = []
+        self._hands: list[tuple[int, Hand]] = []  # with their ranks
 
     def run(self) -> None:
         """Start all ranks, and return when the training has ended. Raises SystemFailure."""
@@ -138,29 +136,20 @@ class _Launcher:
                     roll = Roll(seat_of_launcher(self._environment(0)).store)
                     roll.store.set("ended", "")  # or supervisors would wait for it
                     with self._lock:
-                        for hand in self._hands:
+                        for _, hand in self._hands:
                             hand.process.kill()
-        for rank, seat in zip(ranks, seats, strict=True):
-            if status := seat.result():
+        for seat in seats:
+            seat.result()  # raises what its supervisor did
+        for rank, hand in self._hands:
+            status = hand.process.exitcode
+            if status not in (0, -signal.SIGKILL):
                 raise SystemFailure(f"rank {rank} ended with {status}: {self._output(rank)}")
 
     def _wait(self, seats: Sequence[Future[int]]) -> None:
-        """Wait for the supervisors. Let frozen ranks go on when it is time."""
-        patience, next_look = Patience(_PATIENCE_S), 0.0
-        thaws: list[tuple[float, int]] = []
-        while not all(one.done() for one in seats):
-            for hand in list(self._hands):
-                if not hand.pipe.closed and hand.pipe.poll() and (note := hand.heard()):
-                    thaws.append((time.monotonic() + float(note), hand.pid))
-            for due, pid in list(thaws):
-                if time.monotonic() > due:
-                    thaws.remove((due, pid))
-                    _signal(pid, signal.SIGCONT)
-            if time.monotonic() > next_look:
-                next_look = time.monotonic() + patience.interval_s
-                if patience.look():
-                    raise SystemFailure(f"the ranks did not end within {_PATIENCE_S:g} s")
-            time.sleep(_POLL_S)
+        patience = Patience(_PATIENCE_S)
+        while wait(seats, patience.interval_s).not_done:
+            if patience.look():
+                raise SystemFailure(f"the ranks did not end within {_PATIENCE_S:g} s")
 
     def _supervise(self, rank: int) -> int:
         environment = self._environment(rank)
@@ -180,10 +169,12 @@ class _Launcher:
         return supervise(start(), seat, start=start, max_restarts=len(joins), say=lambda _: None)
 
     def _start(self, rank: int, process: int, environment: Mapping[str, str]) -> _Process:
+        earlier = [_path(self._folder, rank, number) for number in range(1, process)]
         struck = [
             event.fault
-            for earlier in range(1, process)
-            for event in _events(self._folder, rank, earlier)
+            for file in earlier
+            if file.exists()
+            for event in trace.load_events(file.read_bytes())
             if isinstance(event, trace.Injected)
         ]
         job = {
@@ -201,7 +192,7 @@ class _Launcher:
         }
         with self._lock:
             hand = crew().give(json.dumps(job).encode())
-            self._hands.append(hand)
+            self._hands.append((rank, hand))
         return _Process(hand)
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -215,7 +206,7 @@ class _Launcher:
 
     def _output(self, rank: int) -> str:
         files = sorted(self._folder.glob(f"{rank}.*.output.txt"))
-        text = files[-1].read_text(errors="replace").strip() if files else ""
+        text = "".join(file.read_text(errors="replace") for file in files).strip()
         return text[-_OUTPUT_MAX:] or "it printed nothing"
 
 
@@ -224,25 +215,8 @@ def _due(rank: int, process: int) -> str:
     return f"system/due/{rank}.{process}"
 
 
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
 def _path(folder: Path, rank: int, process: int) -> Path:
-    return folder / f"{rank}.{process}.jsonl"
-
-
-def _place_of(file: Path) -> tuple[int, int]:
-    rank, process, _ = file.name.split(".")
-    return int(rank), int(process)
-
-
-def _events(folder: Path, rank: int, process: int) -> list[trace.Event]:
-    file = _path(folder, rank, process)
-    return trace.load_events(file.read_bytes()) if file.exists() else []
+    return folder / f"{rank:03}.{process:03}.jsonl"
 
 
 # --- one rank's process ---------------------------------------------------------------------------
@@ -262,7 +236,7 @@ def main(pipe: Connection) -> NoReturn:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
     if "scenario" in job:
-        status = _train(job, desk)
+        status = _train(job)
     else:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         desk.note(str(store.port).encode())
@@ -273,13 +247,13 @@ def main(pipe: Connection) -> NoReturn:
     os._exit(status)
 
 
-def _train(job: Mapping[str, Any], desk: Job) -> int:
+def _train(job: Mapping[str, Any]) -> int:
     """Train as one process of a rank, and return its exit status."""
     os.environ.update(job["environment"])
     scenario = Scenario.from_dict(job["scenario"])
     with mutants.planted(scenario.mutant) as planting:
         try:
-            _Rank(scenario, job, desk, planting).train()
+            _Rank(scenario, job, planting).train()
         except SystemExit as end:  # the run ended before this process joined
             return end.code if isinstance(end.code, int) else 1
         except BaseException as error:  # noqa: BLE001  (it has no caller)
@@ -292,9 +266,9 @@ class _Rank:
     """One process of a rank: the script, its record, and what strikes it."""
 
     def __init__(
-        self, scenario: Scenario, job: Mapping[str, Any], desk: Job, planting: mutants.Planting
+        self, scenario: Scenario, job: Mapping[str, Any], planting: mutants.Planting
     ) -> None:
-        self._scenario, self._desk, self._planting = scenario, desk, planting
+        self._scenario, self._planting = scenario, planting
         self._rank, self._process = job["rank"], job["process"]
         self._faults = [Fault(**fields) for fields in job["faults"]]
         path = _path(Path(job["folder"]), self._rank, self._process)
@@ -392,10 +366,11 @@ class _Rank:
             if (fault.at, fault.step) == (place, self._step):
                 self._faults.remove(fault)
                 self._emit(trace.Injected(fault=fault.to_dict(), step=self._step, rank=self._rank))
+                pid, number = os.getpid(), signal.SIGKILL
                 if fault.kind == "freeze":
-                    self._desk.note(str(fault.seconds).encode())
-                number = signal.SIGSTOP if fault.kind == "freeze" else signal.SIGKILL
-                os.kill(os.getpid(), number)
+                    thaw, number = f"sleep {fault.seconds}; kill -CONT {pid}", signal.SIGSTOP
+                    subprocess.Popen(["sh", "-c", thaw], preexec_fn=end_with_parent)
+                os.kill(pid, number)
                 return
 
     def _let_join(self, step: int) -> None:
@@ -421,4 +396,5 @@ def _asks(roll: Roll, rank: int, process: int) -> bool:
     """Return whether a process of `rank` waits to be let in, or was let in."""
     if roll.incarnation(rank) < process:
         return False
-    return roll.has(f"joining/{roll.newest()}") or roll.trains(rank)
+    number = roll.newest()
+    return roll.has(f"joining/{number}") or roll.trains(rank, number)
