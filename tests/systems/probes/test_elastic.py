@@ -22,7 +22,7 @@ def run(scenario: Scenario) -> Trace:
 def test_a_rank_dies_at_the_moment(at: str) -> None:
     """What it did until then is in its record; the other one trains alone."""
     kill = Fault(kind="kill", rank=1, step=1, at=at)
-    found = run(elastic.scenario(kill, world_size=2, num_shards=4, num_steps=3))
+    found = run(elastic.plan_scenario(kill, world_size=2, num_shards=4, num_steps=3))
     assert [one.fault for one in found.of(Injected)] == [kill.to_dict()]
     own = [one.shard for one in found.of(Shard) if (one.rank, one.step) == (1, 1)]
     assert own == ([2] if at == "Forward" else [2, 3])
@@ -40,7 +40,7 @@ def test_a_process_joins_and_dies_again() -> None:
         Fault(kind="kill", rank=1, step=5, at="Exchange"),
         Fault(kind="freeze", rank=0, step=6, at="Stepping", seconds=0.1),
     )
-    found = run(elastic.scenario(*faults, world_size=2, num_shards=2))
+    found = run(elastic.plan_scenario(*faults, world_size=2, num_shards=2))
     stays = elastic.stays_of(found)
     processes = {(one.grouped.rank, one.grouped.process): one for one in stays}
     assert list(processes) == [(0, 1), (1, 1), (1, 2)]
@@ -60,11 +60,11 @@ def test_a_process_joins_and_dies_again() -> None:
     ],
 )
 def test_faults_that_could_not_strike_are_refused(faults: tuple[Fault, ...], message: str) -> None:
-    assert message in systems.run(elastic.scenario(*faults)).end.reason
+    assert message in systems.run(elastic.plan_scenario(*faults)).end.reason
 
 
 def test_a_rank_that_fails_ends_the_run() -> None:
     """The reason has what the rank said."""
-    found = systems.run(elastic.scenario(num_shards=3))
+    found = systems.run(elastic.plan_scenario(num_shards=3))
     assert found.end.status == "failed"
     assert "micro_batches=3" in found.end.reason

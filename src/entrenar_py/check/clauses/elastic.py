@@ -30,7 +30,7 @@ SHARE_TOLD, SHARE_SILENT = 0.5, 2.5
 _STATE = ("weights", "optimizer", "extra")
 
 
-def scenario(*faults: Fault, deadline_s: float = 8.0, **changes: Any) -> Scenario:
+def plan_scenario(*faults: Fault, deadline_s: float = 8.0, **changes: Any) -> Scenario:
     """Return a scenario of three ranks and eight micro-batches."""
     usual: dict[str, Any] = {
         "world_size": 3,
@@ -45,7 +45,7 @@ def scenario(*faults: Fault, deadline_s: float = 8.0, **changes: Any) -> Scenari
 def plan(invariant: Invariant) -> list[Scenario]:
     """Plan a run in which a rank dies in an exchange, and another process takes its place."""
     kill = Fault(kind="kill", rank=1, step=1, at="Exchange")
-    return [scenario(kill, Fault(kind="join", rank=1, step=3))]
+    return [plan_scenario(kill, Fault(kind="join", rank=1, step=3))]
 
 
 @dataclass
@@ -102,17 +102,24 @@ def _process(grouped: Grouped) -> tuple[int, int]:
 Compare = Callable[[Tally, Trace, Trace, Sequence[Stay]], None]
 
 
-def _judged(compare: Compare, nothing: str, invariant: Invariant, runs: Traces) -> Finding:
-    """Judge the run by `compare`, which gets it, its oracle and its stays."""
-    tally = Tally(invariant.id)
-    runs = evidence.usable_runs(runs, tally)
-    for trace in (run for run in runs if run.of(Grouped)):
-        oracle = next(iter(runs.of(ORACLE)), None)
-        if oracle is None:
-            tally.miss("there is no run of elastic_oracle to compare with")
-        else:
-            compare(tally, trace, oracle, stays_of(trace))
-    return tally.finding(nothing=missing.probed(invariant, nothing))
+def judge(compare: Compare, nothing: str) -> Callable[[Invariant, Traces], Finding]:
+    """Return a judge by `compare`, which gets the run, its oracle and its stays.
+
+    `nothing` is the finding's reason if the run had nothing to compare.
+    """
+
+    def judged(invariant: Invariant, runs: Traces) -> Finding:
+        tally = Tally(invariant.id)
+        runs = evidence.usable_runs(runs, tally)
+        for trace in (run for run in runs if run.of(Grouped)):
+            oracle = next(iter(runs.of(ORACLE)), None)
+            if oracle is None:
+                tally.miss("there is no run of the plain loop to compare with")
+            else:
+                compare(tally, trace, oracle, stays_of(trace))
+        return tally.finding(nothing=missing.probed(invariant, nothing))
+
+    return judged
 
 
 # --- the state of each step -----------------------------------------------------------------------
@@ -353,7 +360,7 @@ ROWS = tuple(
         id=f"F-EL-{number:03}",
         decides=decides,
         spoken_of=f"elastic {spoken_of}",
-        judge=partial(_judged, compare, nothing),
+        judge=judge(compare, nothing),
         plan=plan,
         needs=(ORACLE,),
     )

@@ -33,6 +33,7 @@ from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.untrusted import json_text
 from entrenar_py.systems import preload
 from entrenar_py.systems.probes.elastic_oracle import Script
 from entrenar_py.train.coordinator.recorder import Recorder
@@ -231,7 +232,7 @@ def main(pipe: Connection) -> NoReturn:
     desk = Job(pipe)
     message = desk.next()
     assert message is not None, "a process is started for a job"
-    job = json.loads(message)
+    job = json_text.load(message)
     with Path(job["output"]).open("wb") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
