@@ -48,6 +48,20 @@ def test_the_fold_has_the_bits_of_the_tree(count: int) -> None:
     assert not any(node for _, node in counter._nodes)
 
 
+def test_a_counter_counts_the_next_step() -> None:
+    """Without `clear`, if all nodes of the last step were completed."""
+    sums = []
+    counter = reducer.Counter()
+    for _ in range(2):
+        nodes = leaves(4)
+        for node in nodes[:-1]:
+            counter.push(node)
+        last = [nodes[-1][FIRST], nodes[-1][SECOND]]
+        assert counter.complete([FIRST, SECOND], last) == []
+        sums.append(last)
+    assert all(torch.equal(*pair) for pair in zip(*sums, strict=True))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 100])
 def test_as_many_nodes_wait_as_bits_are_set(count: int) -> None:
     """After k micro-batches, as many nodes are pending as bits are set in k."""

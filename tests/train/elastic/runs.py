@@ -393,7 +393,7 @@ def soak(num_runs: int, seed: int) -> int:
         )
         if not outcome.digests or set(outcome.digests) != {right} or any(outcome.statuses):
             wrong += 1
-            print(f"run {index}, {num_ranks} ranks, {fault.made}: {outcome}")
+            print(f"ended otherwise: {outcome.statuses}, {outcome.digests}, {outcome.interrupts}")
         print(
             f"run {index}: {num_ranks} ranks, {fault.made}, {time.monotonic() - began:.1f} s",
             flush=True,

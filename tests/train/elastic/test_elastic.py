@@ -201,6 +201,14 @@ def test_a_number_without_a_tree(layers: nn.Module, micro_batches: int, message:
         trainer_of(layers, micro_batches)
 
 
+def test_a_model_without_trainable_parameters(layers: nn.Module) -> None:
+    """It is refused before ranks meet."""
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    layers.requires_grad_(requires_grad=False)
+    with pytest.raises(UsageError, match="no parameter of the model requires a gradient"):
+        entrenar_py.elastic(layers, optimizer, micro_batches=2)
+
+
 def test_a_launcher_that_sets_half_of_its_variables() -> None:
     """The message names the one that is missing, or wrong."""
     with pytest.raises(UsageError, match="the environment has no MASTER_ADDR"):

@@ -202,9 +202,8 @@ def test_the_end_is_agreed_on() -> None:
     with seats(3) as launcher:
         first, second = launcher.started(2)
         with ThreadPoolExecutor() as threads:
-            assert [
-                done.result() for done in [threads.submit(one.finish) for one in (first, second)]
-            ] == [True, True]
+            asked = [threads.submit(one.finish, deadline_s=5) for one in (first, second)]
+        assert [done.result() for done in asked] == [True, True]
         with pytest.raises(EndedError):
             launcher.asks(launcher.member(2)).result()
 
@@ -214,7 +213,38 @@ def test_nobody_finishes_alone() -> None:
     with seats(2) as launcher:
         first, _ = launcher.started(2)
         launcher.roll.bury(1)
-        assert not first.finish()
+        assert not first.finish(deadline_s=5)
+
+
+def test_nobody_waits_in_vain_for_the_last_commit() -> None:
+    """A member that hangs is given up, and the last step may have to be done again."""
+    with seats(2) as launcher:
+        first, _ = launcher.started(2)
+        assert not first.finish(deadline_s=0.01)
+        assert launcher.store.get("interrupt/0") == b"the last commit took longer than 0.01 s"
+
+
+def test_a_newcomer_waits_for_ranks_that_train() -> None:
+    """However long their step takes: it would begin a second run."""
+    with seats(2) as launcher:
+        launcher.started(2)
+        launcher.roll.bury(1)
+        launcher.store.delete_key("interrupt/0")  # as if it had ended before it was a member
+        newcomer = launcher.asks(launcher.member(1))
+        with pytest.raises(TimeoutError):
+            newcomer.result(timeout=2 * DEADLINE_S)
+        launcher.store.set("ended", "")
+        with pytest.raises(EndedError):
+            newcomer.result()
+
+
+def test_a_newcomer_begins_if_the_only_member_hangs() -> None:
+    """One member died, the other one doesn't answer: nobody can hand over the state."""
+    with seats(2) as launcher:
+        launcher.started(2)
+        launcher.roll.bury(0)
+        assert launcher.asks(launcher.member(0)).result().members == ((0, 2),)
+        assert launcher.roll.excludes(1)
 
 
 @pytest.mark.parametrize("done", [lambda: False])

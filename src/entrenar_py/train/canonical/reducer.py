@@ -36,6 +36,8 @@ class Counter:
 
     def push(self, node: Gradients) -> None:
         """Add the next micro-batch's gradients. The counter owns `node` and changes it in place."""
+        if self._nodes and not self._nodes[-1][1]:  # all were completed: another step begins
+            self.clear()
         span = range(self._next, self._next + 1)
         self._next += 1
         while self._nodes and are_siblings(self._nodes[-1][0], span):

@@ -206,6 +206,8 @@ def require_parameters(model: torch.nn.Module) -> dict[Tensor, str]:
                 "make it contiguous"
             )
         parameters[parameter] = name
+    if not parameters:
+        raise UsageError("no parameter of the model requires a gradient: nothing would be trained")
     for name, module in model.named_modules():
         _require_module(name, module)
     return parameters

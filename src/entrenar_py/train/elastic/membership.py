@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -239,12 +240,16 @@ class Membership:
         key = f"pause/{number}"
         return self.roll.has(key) and int(self.roll.store.get(key)) <= step
 
-    def finish(self) -> bool:
-        """Wait until all members have committed the last step. Return False if they could not."""
+    def finish(self, *, deadline_s: float) -> bool:
+        """Wait until all members have committed the last step. Return False if they could not.
+
+        After `deadline_s` the generation ends.
+        """
         assert self._generation is not None
         number = self._generation.number
         self._set(f"done/{number}/{self.seat}", "")
         waiting = {seat for seat, _ in self._generation.members}
+        end = time.monotonic() + deadline_s
         while True:
             # In this order: a member that has seen all others ends, which interrupts.
             interrupted = self.interrupted
@@ -253,6 +258,8 @@ class Membership:
                 break
             if interrupted:
                 return False
+            if time.monotonic() > end:
+                self.interrupt(f"the last commit took longer than {deadline_s:g} s")
             time.sleep(_POLL_S)
         self._set("ended", "")
         return True
@@ -294,12 +301,14 @@ class Membership:
 
     def _next(self, number: int, deadline_s: float) -> Generation:
         """Wait for generation `number`. Write its record if it is this process's turn."""
-        began = time.monotonic()
+        end = None  # when the members of the last generation should have been here
         while not self.roll.has(f"record/{number}"):
             if self.roll.has("ended"):
                 raise EndedError
-            late = time.monotonic() - began - deadline_s
-            self._propose(number, late)
+            # A newcomer can't know how long a step takes. It waits for the ranks' next pause.
+            if end is None and (self._generation or self._is_interrupted(number - 1)):
+                end = time.monotonic() + deadline_s
+            self._propose(number, -math.inf if end is None else time.monotonic() - end)
             time.sleep(_POLL_S)
         return self.roll.generation(number)
 
@@ -314,7 +323,8 @@ class Membership:
         alive = [(seat, one) for seat, one in last if not self.roll.has(f"dead/{seat}.{one}")]
         if alive:
             missing = [(seat, one) for seat, one in alive if seat not in here]
-            writers = [seat for seat, _ in alive if seat in here]
+            # If none of the members is here, newcomers begin without their state, when it is late.
+            writers = [seat for seat, _ in alive if seat in here] or sorted(here)
         else:  # the run starts, or all have ended: wait for all seats
             missing = [(seat, 0) for seat in self.roll.left(self._num_seats) if seat not in here]
             writers = sorted(here)
@@ -339,6 +349,9 @@ class Membership:
             ],
         }
         self.roll.store.compare_set(f"record/{number}", "", json.dumps(record))
+
+    def _is_interrupted(self, number: int) -> bool:
+        return number < 0 or self.roll.has(f"interrupt/{number}")
 
     def _presence(self, number: int, seat: int) -> _Presence | None:
         """Return what the newest process at `seat` said, if it is here and has not ended."""

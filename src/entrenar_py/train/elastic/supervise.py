@@ -127,7 +127,8 @@ def _run(command: list[str], max_restarts: int) -> int:
         sys.exit(128 + number)
 
     first = start()
-    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
     # torch is imported while the rank imports it, too.
     from entrenar_py.train.elastic.launcher import seat_of_launcher
 

@@ -112,7 +112,7 @@ class ElasticTrainer:
         """
         while True:
             if self.step >= total:
-                if self._members.finish():
+                if self._members.finish(deadline_s=self._deadline_s):
                     return
                 self._regroup()
             elif self._members.pauses(self.step):

@@ -1,0 +1,76 @@
+"""The module for torchrun starts a rank again that was killed, and ends with the run's status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.train.elastic.supervise import main
+
+SCRIPT = """
+import hashlib, os, pathlib, signal
+import torch
+import entrenar_py
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+torch.manual_seed(0)
+layer = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+trainer = entrenar_py.elastic(layer, optimizer, micro_batches=4, deadline_s=20)
+killed = pathlib.Path(__file__).with_name("killed")
+for step in trainer.steps(6):
+    if step == 2 and os.environ.get("RANK") == "1" and not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    draws = torch.Generator().manual_seed(step)
+    for batch in trainer.fold(list(torch.randn(4, 5, 3, generator=draws))):
+        layer(batch).square().mean().backward()
+    trainer.commit()
+if trainer.rank == 0:
+    print("digest", hashlib.sha256(layer.weight.detach().numpy().tobytes()).hexdigest())
+"""
+
+
+def test_a_rank_is_killed_under_torchrun(tmp_path: Path) -> None:
+    """The other one goes on, and the digest is that of one process without a launcher."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ranks, alone = (
+        subprocess.run(
+            [sys.executable, *launcher, str(script)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        for launcher in ([*torchrun, "-m", "entrenar_py.supervise"], [])
+    )
+    assert (tmp_path / "killed").exists()
+    assert (ranks.returncode, alone.returncode) == (0, 0), ranks.stderr
+    assert "rank 1 ended with status -9: starts again, 9 more times" in ranks.stderr
+    assert alone.stdout.startswith("digest")
+    assert alone.stdout in ranks.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py"], "nowhere.py: no such file"),
+        (["--max-restarts", "-1", __file__], "--max-restarts -1: must be 0 or more"),
+        ([], "the following arguments are required: script"),
+    ],
+)
+def test_a_wrong_command_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2, before anything is started."""
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
