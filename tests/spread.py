@@ -41,6 +41,7 @@ TOGETHER = {
     "tests/train/model/": "small checkpoint, without processes",
     "tests/systems/finetuned/": "small checkpoint, without processes",
     "tests/check/clauses/test_local_sgd.py": "local SGD",
+    "tests/systems/probes/test_elastic.py": "elastic",
     "tests/check/clauses/test_wire.py": "wire",
     "tests/examples/test_own_trainer.py": "own trainer",
     "tests/systems/probes/test_memory.py::test_the_estimate_bounds_the_peak": "memory",

@@ -18,6 +18,7 @@ from entrenar_py.shared.errors import UsageError
 NAMES = [
     "distillation-v1.yaml",
     "distributed-training-v1.yaml",
+    "elastic-v1.yaml",
     "finetune-v1.yaml",
     "language-model-v1.yaml",
     "layer-pipeline-v1.yaml",

@@ -155,6 +155,9 @@ PIPELINE_PLACES = (
     *("Assign", "Activation", "ActivationGradient", "Summed", "TreeNode"),
     *("Weights", "Staged", "Commit", "Applied"),
 )
+# Elastic ranks have no messages of their own. These are moments of a step: in the first forward
+# pass, before the last gradient is sent, after that, in the optimizer's step, and after the commit.
+ELASTIC_PLACES = ("Forward", "Backward", "Exchange", "Stepping", "Committed")
 
 # The false messages that a worker can send, followed by the messages in which it can send them.
 LIES: dict[str, str] = {
@@ -220,7 +223,8 @@ class Fault:
         for name in ("tensor", "value", "backend", "at"):
             if not isinstance(getattr(self, name), str | None):
                 self._refuse(name, "use text, in quotes")
-        places = tuple(dict.fromkeys((*PLACES, *RING_PLACES, *SERVED_PLACES, *PIPELINE_PLACES)))
+        of_messages = (*PLACES, *RING_PLACES, *SERVED_PLACES, *PIPELINE_PLACES)
+        places = tuple(dict.fromkeys((*of_messages, *ELASTIC_PLACES)))
         if self.at not in (None, *places):
             self._refuse("at", f"use one of {', '.join(places)}")
         if self.seconds is not None and not _is_duration(self.seconds):

@@ -13,7 +13,7 @@ from typing import Any
 
 from entrenar_py.shared import faults, trace, workers
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.faults import PIPELINE_PLACES, PLACES, RING_PLACES, Fault
+from entrenar_py.shared.faults import ELASTIC_PLACES, PIPELINE_PLACES, PLACES, RING_PLACES, Fault
 from entrenar_py.shared.scenario import (
     BACKENDS,
     DEFAULTS,
@@ -60,7 +60,7 @@ class System:
 
     @property
     def is_probe(self) -> bool:
-        """True if the system tests one thing without training."""
+        """True if the system tests one thing, and trains no workload."""
         return self.room.startswith("systems.probes")
 
     @property
@@ -307,6 +307,20 @@ SYSTEMS: dict[str, System] = {
         room="systems.probes",
         what="each worker's share of the model in its own process, with its memory measured",
         options=("budget_bytes",),
+    ),
+    "elastic": System(
+        room="systems.probes",
+        what="`entrenar_py.elastic` on a small model: ranks are processes, which are killed, "
+        "frozen and replaced; micro-batches are shards",
+        only=("cpu",),
+        faults=("kill", "freeze", "join"),
+        places=ELASTIC_PLACES,
+        options=("deadline_s",),
+    ),
+    "elastic_oracle": System(
+        room="systems.probes",
+        what="the same training as `elastic`, as a plain loop in one process",
+        only=("cpu",),
     ),
 }
 

@@ -14,6 +14,7 @@ from entrenar_py.check.clauses import (
     coverage,
     devices,
     distillation,
+    elastic,
     fine_tuning,
     finiteness,
     language_model,
@@ -37,12 +38,12 @@ from entrenar_py.check.contract import CheckTerms, Invariant
 __all__ = ["CHECKS", "Check", "bind", "terms"]
 
 _FAMILIES = (
-    *(audits, backends, coverage, devices, distillation, fine_tuning, finiteness, language_model),
-    *(liveness, local_sgd, parity, preferences, randomness, reductions, replicas, resume),
-    *(same_bits, step_rule, tuned_samples, weighting, wire),
+    *(audits, backends, coverage, devices, distillation, elastic, fine_tuning, finiteness),
+    *(language_model, liveness, local_sgd, parity, preferences, randomness, reductions),
+    *(replicas, resume, same_bits, step_rule, tuned_samples, weighting, wire),
 )
 # The order of the table, and so of lists and pages: by family of clauses, then by number.
-_SOURCES = ("DP", "WGPU", "HET", "TI", "PAR", "WP", "RED", "LS", "FT", "LP", "KD", "LM")
+_SOURCES = ("DP", "WGPU", "HET", "TI", "PAR", "WP", "RED", "LS", "EL", "FT", "LP", "KD", "LM")
 
 
 def _place(check: Check) -> tuple[int, str]:

@@ -93,8 +93,13 @@ def _undropped(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario] | 
     return of(needs, scenario.with_(dropout=0.0)) if apart else None
 
 
+# System -> the independent trainer that makes the same training, if that isn't `textbook`.
+_ORACLES: Mapping[str, str] = {"elastic": "elastic_oracle"}
+
+
 def _oracle(scenario: Scenario) -> list[Scenario]:
-    single = {"system": "textbook", "world_size": 1, "accumulation": 1, "backends": ("cpu",)}
+    system = _ORACLES.get(scenario.system, "textbook")
+    single = {"system": system, "world_size": 1, "accumulation": 1, "backends": ("cpu",)}
     return [plain(scenario, **single, options={})]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from entrenar_py.shared.trace.averaging_events import Averaged, Heard
 from entrenar_py.shared.trace.device_events import Declined, Explained, Poisoned, Stepped
+from entrenar_py.shared.trace.elastic_events import Grouped
 from entrenar_py.shared.trace.events import (
     Admission,
     Attempt,
@@ -93,6 +94,7 @@ __all__ = [
     "Explained",
     "Frozen",
     "Gap",
+    "Grouped",
     "Halt",
     "Heard",
     "Held",

@@ -17,6 +17,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import (
     averaging_events,
     device_events,
+    elastic_events,
     events,
     script_events,
     service_events,
@@ -33,6 +34,7 @@ EVENTS: dict[str, type[Event]] = {
     for module in (
         *(events, device_events, script_events),
         *(averaging_events, service_events, token_events, tuning_events),
+        elastic_events,
     )
     for event in vars(module).values()
     if isinstance(event, type) and issubclass(event, Event) and event is not Event

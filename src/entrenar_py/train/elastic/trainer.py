@@ -36,8 +36,10 @@ class ElasticTrainer:
     """The result of `entrenar_py.elastic`; its docstring shows how to use it.
 
     `step` counts committed steps. `rank`, `world_size` and `shards`, the global indices of this
-    rank's micro-batches, change when ranks die or join.
+    rank's micro-batches, change when ranks die or join: then `generation` is another one.
     """
+
+    generation: Generation
 
     def __init__(
         self,
@@ -245,7 +247,7 @@ class ElasticTrainer:
                 print("entrenar_py.elastic: the run ended before this rank joined", file=sys.stderr)
                 raise SystemExit(0) from None
             break
-        self._trained = True
+        self._trained, self.generation = True, generation
         self._use(group, rank=self._rank_in(generation), world_size=len(generation.members))
 
     def _use(self, group: Group | None, *, rank: int, world_size: int) -> None:
