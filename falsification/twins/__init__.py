@@ -18,7 +18,7 @@ import yaml
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "user_trainers"
 # Tried by tests of their own, as they need libraries that not every machine has.
-APART = ("anatomy", "integrations", "zero")
+APART = ("anatomy", "integrations", "nondeterminism", "zero")
 
 
 @dataclass(frozen=True, kw_only=True)

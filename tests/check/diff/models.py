@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  (as everyone calls it)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from entrenar_py.check.observing.borders import Borders
 from entrenar_py.check.rank_files.border_file import Border, RankBorders, Settings
@@ -47,12 +48,19 @@ class RMSNorm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
-def rotated(x: Tensor, first: int = 0, *, base: float = 10000.0, adjacent: bool = False) -> Tensor:
+def rotated(
+    x: Tensor,
+    first: int = 0,
+    *,
+    base: float = 10000.0,
+    adjacent: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Return queries or keys, [batch, heads, length, size], with rotary positions."""
     half = x.shape[-1] // 2
-    rates = base ** (-torch.arange(half) / half)
+    rates = base ** (-torch.arange(half, dtype=dtype) / half)
     angles = torch.arange(first, first + x.shape[2])[:, None] * rates
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos().float(), angles.sin().float()
     if adjacent:
         one, other = x[..., ::2], x[..., 1::2]
         return torch.stack([one * cos - other * sin, other * cos + one * sin], -1).flatten(-2)
@@ -94,6 +102,8 @@ class Attention(nn.Module):
         base = 500000.0 if change == "rope base" else 10000.0
         if change == "rope once":
             q = rotated(q)
+        elif change == "rope in float64":
+            q, k = rotated(q, dtype=torch.float64), rotated(k, dtype=torch.float64)
         elif change == "adjacent rope":
             q, k = rotated(q, adjacent=True), rotated(k, adjacent=True)
         else:
@@ -114,8 +124,13 @@ class Attention(nn.Module):
         if change == "sdpa with a mask":
             mask = torch.ones(length, length, dtype=torch.bool).tril()
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        if change == "sdpa math":
-            with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        if change in ("sdpa math", "sdpa flash"):
+            kernel = change.removeprefix("sdpa ")
+            with nn.attention.sdpa_kernel(
+                nn.attention.SDPBackend.MATH
+                if kernel == "math"
+                else nn.attention.SDPBackend.FLASH_ATTENTION
+            ):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         scale = 1 / SIZE if change == "wrong scale" else 1 / math.sqrt(SIZE)
         if change == "float16 products":
@@ -163,6 +178,11 @@ class SwiGLU(nn.Module):
             return self.down(F.gelu(gate) * up)
         if self.change == "detached gate":
             return self.down(F.silu(gate).detach() * up)
+        if self.change == "transposed weights":
+            return (F.silu(gate) * up) @ self.down.weight.t().contiguous()
+        if self.change == "columns first":
+            hidden = (F.silu(gate) * up).flatten(0, 1)
+            return (self.down.weight @ hidden.t()).t().reshape(x.shape)
         if self.change == "sigmoid by hand":
             return self.down(gate * torch.sigmoid(gate) * up)
         if self.change == "chunked product":
@@ -216,11 +236,17 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        if self.change == "embedding as a product":
+            x = F.one_hot(tokens, VOCABULARY).float() @ self.embedding.weight
+        else:
+            x = self.embedding(tokens)
         if self.change == "scaled embedding":
             x = x * math.sqrt(WIDTH)
         for block in self.blocks:
-            x = block(x)
+            if self.change == "checkpointing":
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         if self.change == "final norm left out":
             return self.head(x)
         x = self.norm(x)
@@ -247,7 +273,17 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         change, (batch, length, _) = self.change, x.shape
-        qkv = self.qkv(self.norm1(x))
+        if change == "layer norm by hand":
+            variance = x.var(-1, keepdim=True, correction=0)
+            normed = (x - x.mean(-1, keepdim=True)) / (variance + self.norm1.eps).sqrt()
+            normed = normed * self.norm1.weight + self.norm1.bias
+        else:
+            normed = self.norm1(x)
+        if change == "three products":
+            parts_of = zip(self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
+            qkv = torch.cat([F.linear(normed, weight, bias) for weight, bias in parts_of], -1)
+        else:
+            qkv = self.qkv(normed)
         if change == "qkv by head":
             parts = qkv.view(batch, length, HEADS, 3, SIZE).permute(3, 0, 2, 1, 4)
         else:
@@ -260,7 +296,11 @@ class Encoder(nn.Module):
             mixed = mixed.transpose(1, 2).reshape(batch, length, WIDTH)
         out = self.dropout(self.out(mixed))
         x = x + (out if change == "layer scale left out" else out * self.scale)
-        hidden = self.act(self.up(self.norm2(x)))
+        hidden = self.up(self.norm2(x))
+        if change == "gelu by hand":
+            hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+        else:
+            hidden = self.act(hidden)
         if change == "dropout left out":
             return x + self.down(hidden)
         return x + self.dropout(self.down(hidden))
@@ -357,6 +397,8 @@ def loss_of(change: str, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(flat[1:], labels[1:])
     if change == "loss by hand":
         return (flat.logsumexp(-1) - flat.gather(-1, labels[:, None])[:, 0]).mean()
+    if change == "loss added up backwards":
+        return F.cross_entropy(flat, labels, reduction="none").flip(0).cumsum(0)[-1] / len(flat)
     if change == "loss in float64":
         return F.cross_entropy(flat.double(), labels).float()
     if change == "loss in chunks":
@@ -377,7 +419,17 @@ def train(
     parts: int = 1,
 ) -> list[RankBorders]:
     """Return the borders of a training run in this process."""
+    if change in _SETTINGS:
+        get, put, value = _SETTINGS[change]
+        before = get()
+        put(value)
+        try:
+            return train(model, noise=noise, operations=operations, steps=steps, parts=parts)
+        finally:
+            put(before)
     trained = build(model, change)
+    if change == "weights in channels last":
+        trained.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     borders: list[Border] = []
     failures: list[str] = []
     recorder = Borders(
@@ -441,6 +493,16 @@ def _step(
                 parameter.copy_(parameter.bfloat16())
 
 
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Any]] = {
+    "more threads": (torch.get_num_threads, torch.set_num_threads, 3),
+    "products of high precision": (
+        *(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    ),
+    "products without oneDNN": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "deterministic algorithms": (
+        *(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    ),
+}
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "weight decay": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1),
     "coupled weight decay": lambda p: torch.optim.Adam(p, 1e-2, weight_decay=0.01),

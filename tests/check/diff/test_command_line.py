@@ -122,6 +122,12 @@ def test_the_operation_of_a_command_that_is_not_deterministic_is_named(
         ([], "two sides are needed, and 0 were given"),
         ([f"{PYTHON} a.py"], "two sides are needed, and 1"),
         (["--save", "new"], "--save DIR needs one command"),
+        (["--again", "a", "b"], "--again needs one command, and 2"),
+        (
+            ["--again", "--save", "new", f"{PYTHON} a.py"],
+            "--again and --save DIR: give one of them",
+        ),
+        (["--again", "stored"], "a stored side can't be run again"),
         (["--"], "no command after --"),
         (["no-such-program a.py", f"{PYTHON} b.py"], "there is no such program"),
         ([f"{PYTHON} 'a.py", f"{PYTHON} b.py"], "close its quotes"),
@@ -142,8 +148,9 @@ def test_wrong_command_lines_run_nothing(
     """They have exit code 2, and the message says what to give."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here/file").touch()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / runs.FILE).write_text('{"version": 1}')
+    for name in ("broken", "stored"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / runs.FILE).write_text('{"version": 1}')
     monkeypatch.chdir(tmp_path)
     assert cli.main(["diff", *words]) == 2
     assert problem in capsys.readouterr().err
@@ -202,6 +209,9 @@ def test_ranks_of_torchrun_are_saved_and_compared(
     shown = capsys.readouterr().out
     assert "forward in the model: input of head" in shown
     assert f"{tmp_path}/train.py:14" in shown
+    buckets = TRAINS.replace("(Net())", "(Net(), bucket_cap_mb=0.0001)")
+    (tmp_path / "train.py").write_text(buckets)
+    assert cli.main(["diff", "good", *usual, "--", *command, "none"]) == 0
 
 
 @pytest.mark.by_hand

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.check.diff import judge, report
+from entrenar_py.check.diff import comparison, judge, report
 from entrenar_py.check.diff.alignment import align
 from entrenar_py.check.rank_files import border_file
 from entrenar_py.check.rank_files.border_file import Border, RankBorders
@@ -138,7 +138,7 @@ def test_infinite_values_at_the_same_places_agree() -> None:
 
 
 def test_an_element_that_is_turned_around_is_rounding() -> None:
-    """Adam steps by a sign: later steps follow from that, and are not judged."""
+    """Adam steps by a sign: later steps follow from that, and can't be judged."""
     steps = {"micro_batch": -1, "phase": "update"}
     numbers = np.full(100, 0.1, np.float32)
     few, many = numbers.copy(), -numbers
@@ -151,7 +151,11 @@ def test_an_element_that_is_turned_around_is_rounding() -> None:
     first = shown[0]
     judgement = judge.judge(first, shown[1], [first])
     assert judgement.real is None
-    assert "later steps are not judged" in " ".join(judgement.alignment.notes)
+    assert judgement.undecided.startswith("step 1 is not judged: rounding turns elements")
+    assert comparison.verdict_of(judgement, [first], [])[0] == comparison.UNKNOWN
+    one, other = (run(each[0].borders[0]) for each in shown[:2])
+    of_one_step = judge.judge(one, other, [one])
+    assert not of_one_step.undecided
     assert judge.judge(first, shown[2], [first]).real is not None
 
 

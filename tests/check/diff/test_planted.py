@@ -101,9 +101,15 @@ SAME_ON_DECODER = (
     *("scaled queries", "einsum", "float64 scores", "added mask", "softmax by hand"),
     *("products by head", "sigmoid by hand", "chunked product", "chunked head", "loss by hand"),
     *("loss in float64", "loss in chunks", "for each", "one by one", "fused"),
-    *("clipped one by one", BELOW_ROUNDING),
+    *("clipped one by one", "more threads", "transposed weights", "columns first", "sdpa flash"),
+    *("checkpointing", "loss added up backwards", "embedding as a product", "rope in float64"),
+    *("products of high precision", BELOW_ROUNDING),
 )
-SAME_ON_VIT = ("channels last", "patches unfolded", "for each", "one by one", "loss by hand")
+SAME_ON_VIT = (
+    *("channels last", "patches unfolded", "for each", "one by one", "loss by hand"),
+    *("weights in channels last", "layer norm by hand", "three products", "gelu by hand"),
+    *("products without oneDNN", "deterministic algorithms"),
+)
 
 
 @cache

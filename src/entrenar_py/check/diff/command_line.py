@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py.check.command import launch, warm
-from entrenar_py.check.diff import comparison, environment, report, runs
+from entrenar_py.check.diff import comparison, environment, repetition, report, runs
 from entrenar_py.check.diff.runs import CommandSide, Failure, Launching, Side
 from entrenar_py.check.project import commands
 from entrenar_py.check.project.command_line import PROG, Parser
@@ -30,6 +30,7 @@ examples:
   entrenar-check diff 'python old.py' 'python new.py'
   entrenar-check diff --save good -- torchrun --nproc_per_node=2 train.py
   entrenar-check diff good -- torchrun --nproc_per_node=2 train.py
+  entrenar-check diff --again -- python train.py
 """
 STEPS = 4
 _SIDE_HELP = "a command as one word, or the folder of a stored run"
@@ -41,7 +42,8 @@ def parser() -> argparse.ArgumentParser:
         prog=f"{PROG} diff",
         usage="%(prog)s [options] A B\n"
         "       %(prog)s [options] A -- COMMAND ...\n"
-        "       %(prog)s --save DIR [options] -- COMMAND ...",
+        "       %(prog)s --save DIR [options] -- COMMAND ...\n"
+        "       %(prog)s --again [options] -- COMMAND ...",
         description="Says why two training runs differ: by rounding, or by a bug, and where first. "
         "Scripts need no line for that. What rounding does is measured on A, which runs again with "
         "its last bits disturbed.",
@@ -51,6 +53,11 @@ def parser() -> argparse.ArgumentParser:
     )
     cli.add_argument("sides", nargs="*", metavar="A|B", help=_SIDE_HELP)
     cli.add_argument("--save", metavar="DIR", type=Path, help="store the runs of one side here")
+    cli.add_argument(
+        "--again",
+        action="store_true",
+        help="compare runs of one command: which statement or operation is not deterministic",
+    )
     number: dict[str, Any] = {
         "type": lambda text: arguments.natural(text, least=1),
         "metavar": "N",
@@ -64,7 +71,8 @@ def parser() -> argparse.ArgumentParser:
         "--seed",
         type=arguments.natural,
         metavar="N",
-        help="seeds what a script leaves unseeded (default 0, or that of a stored run)",
+        help="seeds what a script leaves unseeded (default 0, or that of a stored run; with "
+        "--again nothing)",
     )
     cli.add_argument(
         "--deadline",
@@ -93,6 +101,8 @@ def run(words: Sequence[str]) -> int:
     place = list(words).index("--") if "--" in words else len(words)
     options = parser().parse_args(words[:place])
     sides = _sides(options, tuple(words[place + 1 :]), has_command=place < len(words))
+    if sides[1:] == sides[:1] and not _is_stored(sides[0]):
+        options.again = True
     for option in ("json", "html"):
         if getattr(options, option) is not None:
             arguments.require_writable(getattr(options, option), option)
@@ -108,13 +118,18 @@ def run(words: Sequence[str]) -> int:
             options.seed = like.seed if options.seed is None else options.seed
         first, *others = (
             stored.get(name) or _launching(options, words, name, folder, opened)
-            for name, words in zip("AB", sides, strict=False)
+            for name, words in zip("AB", sides * 2 if options.again else sides, strict=False)
         )
         if options.save is not None:
             return _save(first, options.save)
         (second,) = others
-        _tell_surroundings(first, second)
-        outcome = comparison.compare(first, second)
+        if options.again:
+            assert isinstance(first, CommandSide), "a stored run was refused"
+            assert isinstance(second, CommandSide), "it is the same command"
+            outcome = repetition.repeat(first, second)
+        else:
+            _tell_surroundings(first, second)
+            outcome = comparison.compare(first, second)
     for line in report.lines(outcome):
         printing.say(line)
     if options.json is not None:
@@ -132,9 +147,11 @@ def _sides(options: argparse.Namespace, command: Words, *, has_command: bool) ->
     if has_command and not command:
         raise UsageError("no command after --; write the command that trains")
     sides = [_split(text) for text in options.sides] + ([command] if command else [])
-    needed = 1 if options.save is not None else 2
-    if len(sides) != needed:
-        what = "--save DIR needs one command" if needed == 1 else "two sides are needed"
+    if options.again and options.save is not None:
+        raise UsageError("--again and --save DIR: give one of them")
+    single = "--again" if options.again else "--save DIR" if options.save is not None else ""
+    if len(sides) != (1 if single else 2):
+        what = f"{single} needs one command" if single else "two sides are needed"
         raise UsageError(
             f"{what}, and {len(sides)} were given: write each as one word ('python train.py'), as "
             "the folder of a stored run, or one after --"
@@ -143,6 +160,10 @@ def _sides(options: argparse.Namespace, command: Words, *, has_command: bool) ->
         _require_new(options.save)
         if runs.is_stored(sides[0][0]):
             raise UsageError(f"--save {options.save}: {sides[0][0]} is stored already")
+    if options.again and _is_stored(sides[0]):
+        raise UsageError(
+            f"--again {sides[0][0]}: a stored side can't be run again; give its command"
+        )
     for words in sides:
         if not _is_stored(words):
             commands.require_one_machine(words)
@@ -184,10 +205,11 @@ def _launching(
     launching = Launching(
         folder=folder,
         steps=options.steps or STEPS,
-        seed=options.seed or 0,
+        seed=options.seed if options.again else options.seed or 0,
         num_disturbed=options.disturbed,
         deadline_s=options.deadline,
         in_place=options.in_place,
+        lines=options.again,
     )
     return CommandSide(name=name, command=words, launching=launching, parents=parents)
 

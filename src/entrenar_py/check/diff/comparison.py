@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from entrenar_py.check.diff import environment, judge, operations
 from entrenar_py.check.diff.judge import Difference, Judgement, Ranks
 from entrenar_py.check.diff.operations import Culprit
-from entrenar_py.check.diff.runs import Failure, Side
+from entrenar_py.check.diff.runs import Failure, Run, Side
+from entrenar_py.check.diff.sources import Source
 from entrenar_py.check.rank_files import border_file
 from entrenar_py.shared.errors import TraceError
 
@@ -27,6 +28,9 @@ class Outcome:
     - `surroundings`: what differs outside of the runs, by name, before anything ran.
     - `facts`: what differs between the processes, such as the number of threads.
     - `culprit`: the first operation that differs, if it is known.
+    - `source`: why runs of one command differ, as far as it is known.
+    - `step_ms`: milliseconds of a step, with the operations as they are and with deterministic
+      ones, if these take the difference away.
     - `only_first`, `only_second`: modules that only one run calls right before the difference.
     """
 
@@ -37,6 +41,8 @@ class Outcome:
     facts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     judgement: Judgement | None = None
     culprit: Culprit | None = None
+    source: Source | None = None
+    step_ms: tuple[float, float] | None = None
     only_first: Sequence[str] = ()
     only_second: Sequence[str] = ()
     losses: tuple[Mapping[int, float], Mapping[int, float]] = field(default=({}, {}))
@@ -68,10 +74,8 @@ def compare(first: Side, second: Side) -> Outcome:
         return Outcome(names=names, verdict=UNKNOWN, reason=str(error), surroundings=surroundings)
     own, far = (run.ranks for run in runs)
     judgement = judge.judge(own, far, disturbed)
-    problems = [
-        f"{name}: {run.problem}" for name, run in zip(names, runs, strict=True) if run.problem
-    ]
-    verdict, reason = _verdict(judgement, disturbed, problems)
+    problems = problems_of(names, runs)
+    verdict, reason = verdict_of(judgement, disturbed, problems)
     sought = judgement.real or (judgement.bits if _is_same(first, second) else None)
     only = _only(judgement, sought)
     return Outcome(
@@ -90,7 +94,12 @@ def compare(first: Side, second: Side) -> Outcome:
     )
 
 
-def _verdict(
+def problems_of(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    """Return how runs ended before their time, each with its name."""
+    return [f"{name}: {run.problem}" for name, run in zip(names, runs, strict=True) if run.problem]
+
+
+def verdict_of(
     judgement: Judgement, disturbed: Sequence[Ranks], problems: Sequence[str]
 ) -> tuple[str, str]:
     """Return the verdict, and why nothing can be told."""
@@ -103,6 +112,8 @@ def _verdict(
         return UNKNOWN, "; ".join(
             ["both runs have no value in common", *judgement.alignment.notes, *problems]
         )
+    if judgement.undecided:
+        return UNKNOWN, judgement.undecided
     if problems:
         return UNKNOWN, f"the runs agree as far as they came: {'; '.join(problems)}"
     return EQUAL if judgement.bits is None else ROUNDING, ""

@@ -80,6 +80,7 @@ class Judgement:
     - `differences`: one for each judged border, in order.
     - `alignment`: what was paired, and what can't be compared.
     - `explaining`: samples and generators that differ, up to the first real difference.
+    - `undecided`: why the values after a step are not judged, "" if all are.
     """
 
     real: Difference | None
@@ -87,6 +88,7 @@ class Judgement:
     differences: Sequence[Difference]
     alignment: Alignment
     explaining: Sequence[Pair] = field(default=())
+    undecided: str = ""
 
 
 def judge(first: Ranks, second: Ranks, disturbed: Sequence[Ranks]) -> Judgement:
@@ -105,12 +107,9 @@ def judge(first: Ranks, second: Ranks, disturbed: Sequence[Ranks]) -> Judgement:
     turned = next((each for each in differences if each.is_real and _is_turned(each)), None)
     judged = [each for each in differences if turned is None or _precedes(each, turned)]
     real = next((each for each in judged if each.is_real and not _is_turned(each)), None)
+    undecided = ""
     if turned is not None and real is None:
-        paired.notes[
-            f"step {turned.border.step}: rounding turns elements of the update of "
-            f"{turned.border.name} around, where the gradient is nearly zero; later steps are not "
-            "judged"
-        ] = None
+        undecided = _why_undecided(turned, differences[-1].border.step)
         differences = judged
     if real is not None:
         end = (real.border.step, real.order)
@@ -121,6 +120,23 @@ def judge(first: Ranks, second: Ranks, disturbed: Sequence[Ranks]) -> Judgement:
         differences=differences,
         alignment=paired,
         explaining=explaining,
+        undecided=undecided,
+    )
+
+
+def _why_undecided(turned: Difference, last: int) -> str:
+    """Return why the steps after an update that rounding has turned can't be judged.
+
+    Their values differ by the turned elements, and whether by more is not known.
+    """
+    step, name = turned.border.step, turned.border.name
+    if step == last:
+        return ""
+    later = f"step {last} is" if step + 1 == last else f"steps {step + 1} to {last} are"
+    return (
+        f"{later} not judged: rounding turns elements of the update of {name} around in step "
+        f"{step}, where the gradient is nearly zero; --steps {step + 1} judges what comes before, "
+        f"and runs that begin at a checkpoint of step {step + 1} what comes after"
     )
 
 

@@ -19,6 +19,11 @@ from entrenar_py.check.rank_files.border_file import Border
 
 Operation = list[Border]  # its outputs
 _WINDOW_MAX = 5000  # operations that are aligned
+# Parts of names of operations in which threads may add to the same element.
+_UNORDERED = (
+    *("index_put", "index_add", "scatter", "put_", "embedding_bag", "bincount", "histc"),
+    *("grid_sampler", "upsample", "max_pool3d", "adaptive_", "_pad", "ctc_loss", "nll_loss2d"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,14 @@ def culprit(
             if by_arguments is None and operation[0].text != other[0].text:
                 by_arguments = _between([operation], [other])
     return waiting or by_arguments
+
+
+def unordered(first: Ranks, second: Ranks, difference: Difference) -> Culprit | None:
+    """Return the first operation before a difference that may add in no fixed order."""
+    for operation in _window(first, second, difference)[0]:
+        if any(word in operation[0].name for word in _UNORDERED):
+            return _between([operation], [operation])
+    return None
 
 
 def _window(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import entrenar_py
-from entrenar_py.check.diff import judge
+from entrenar_py.check.diff import judge, sources
 from entrenar_py.check.diff.comparison import EQUAL, REAL, ROUNDING, UNKNOWN, Outcome
 from entrenar_py.check.diff.judge import Difference
 from entrenar_py.check.rank_files import border_file
@@ -41,7 +42,7 @@ def lines(outcome: Outcome) -> list[str]:
     if difference is not None:
         title = "first real difference" if outcome.verdict == REAL else "first bits that differ"
         text += [f"{title}: {place(difference)}", f"{size(difference)}"]
-        text += _operation(outcome)
+        text += _source(outcome) + _operation(outcome)
     for name, modules in zip(outcome.names, (outcome.only_first, outcome.only_second), strict=True):
         text += [f"only {name} calls {listed(modules, most=_SHOWN)}"] if modules else []
     text += _explained(outcome)
@@ -103,6 +104,23 @@ def size(difference: Difference) -> str:
     )
 
 
+def _source(outcome: Outcome) -> list[str]:
+    source = outcome.source
+    if source is None:
+        return []
+    what = sources.WORDS.get(source.kind, "of a kind that the record doesn't show")
+    of = f" ({source.detail})" if source.detail else ""
+    at = f"{source.file}:{source.line}" if source.line else "the library"
+    text = [f"source: {at}: {what}{of}"]
+    if outcome.step_ms is not None:
+        usual, ordered = outcome.step_ms
+        text.append(
+            "torch.use_deterministic_algorithms(True) makes the runs equal: a step takes "
+            f"{ordered:.3g} ms in place of {usual:.3g} ms ({ordered / usual:.2f} times)"
+        )
+    return text
+
+
 def _operation(outcome: Outcome) -> list[str]:
     culprit = outcome.culprit
     if culprit is None:
@@ -133,10 +151,12 @@ def _compared(outcome: Outcome) -> str:
     steps = len({one.border.step for one in differences})
     finite = [one.ratio for one in differences if one.first and one.second]
     most = max(finite, default=0.0)
+    compared = f"compared: {counted(len(differences), 'value')} of {counted(steps, 'step')}"
+    if not outcome.num_disturbed:
+        return compared
     return (
-        f"compared: {counted(len(differences), 'value')} of {counted(steps, 'step')}, with "
-        f"{counted(outcome.num_disturbed, 'disturbed run')} of {outcome.names[0]}; the largest "
-        f"distance is {most:.2g} of what rounding makes"
+        f"{compared}, with {counted(outcome.num_disturbed, 'disturbed run')} of "
+        f"{outcome.names[0]}; the largest distance is {most:.2g} of what rounding makes"
     )
 
 
@@ -164,6 +184,8 @@ def record(outcome: Outcome) -> dict[str, Any]:
             "first_site": culprit.first_site,
             "second_site": culprit.second_site,
         },
+        "source": None if outcome.source is None else asdict(outcome.source),
+        "step_ms": outcome.step_ms and [*outcome.step_ms],
         "only_first": [*outcome.only_first],
         "only_second": [*outcome.only_second],
         "surroundings": {name: [*both] for name, both in outcome.surroundings.items()},

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,8 @@ from entrenar_py.shared.untrusted import files, json_text, printing
 
 FILE = environment.STORED
 VERSION = 1
+TIMED_STEPS, WARM_UP = 40, 1
+TIMES = ".times.json"  # the same name is in observing/deterministic.py
 OPERATION_STEPS = 2  # the steps in which a stored side has operations
 OPERATIONS_BYTES_MAX = 2**28
 _FILE_BYTES_MAX = 2**22
@@ -38,10 +41,14 @@ class Failure(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The values that a run left, and "" or how it ended before its time."""
+    """The values that a run left, and "" or how it ended before its time.
+
+    `folder` has the files of a run that was just launched.
+    """
 
     ranks: Ranks
     problem: str = ""
+    folder: Path | None = None
 
 
 class Side(Protocol):
@@ -62,14 +69,18 @@ class Side(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Launching:
-    """How commands are run: `steps` of each, `num_disturbed` disturbed runs, below `folder`."""
+    """How commands are run: `steps` of each, `num_disturbed` disturbed runs, below `folder`.
+
+    With `lines` the script's statements are followed. Without a `seed` nothing is seeded.
+    """
 
     folder: Path
     steps: int
-    seed: int
+    seed: int | None
     num_disturbed: int
     deadline_s: float
     in_place: bool
+    lines: bool = False
 
 
 @dataclass(kw_only=True)
@@ -88,7 +99,28 @@ class CommandSide:
 
     def plain(self) -> Run:
         """Return the run itself. Raises Failure if it recorded nothing."""
-        return self._run(PLAIN, border_file.Settings())
+        return self._run(PLAIN, border_file.Settings(lines=self.launching.lines))
+
+    def again(self, number: int) -> Run:
+        """Return a repetition of the run, from 1. Raises Failure as `plain` does."""
+        settings = border_file.Settings(lines=self.launching.lines)
+        return self._run(f"{PLAIN}-{number}", settings)
+
+    def with_variables(self, **variables: str) -> Run:
+        """Return a run with environment variables. Raises Failure as `plain` does."""
+        return self._run("-".join(variables), border_file.Settings(), variables)
+
+    def deterministic(self) -> Run:
+        """Return a run with torch's deterministic algorithms. Raises Failure as `plain` does."""
+        return self._run("deterministic", border_file.Settings(deterministic=True))
+
+    def step_ms(self, *, deterministic: bool) -> list[float]:
+        """Return the milliseconds between the steps of a run in which nothing else is observed."""
+        folder = self.launching.folder / self.name / f"timed-{deterministic}"
+        settings = border_file.Settings(deterministic=deterministic, timed=True)
+        self._launch(folder, settings.variables(), TIMED_STEPS)
+        ends = [json_text.load(path.read_bytes()) for path in folder.glob(f"*{TIMES}")]
+        return [1e3 * (end - begin) for each in ends for begin, end in pairwise(each[WARM_UP:])]
 
     def disturbed(self) -> Sequence[Ranks]:
         """Return the runs with disturbed last bits. Raises Failure if one recorded nothing."""
@@ -102,41 +134,45 @@ class CommandSide:
         settings = border_file.Settings(noise=noise, operations=(step, step + steps - 1))
         return self._run(OPERATIONS if noise is None else OPERATIONS_DISTURBED, settings).ranks
 
-    def _run(self, kind: str, settings: border_file.Settings) -> Run:
+    def _run(
+        self, kind: str, settings: border_file.Settings, variables: Mapping[str, str] | None = None
+    ) -> Run:
         if kind not in self._runs:
             printing.warn(f"{self.name}: {kind} run of {self.environment['command']}")
             folder = self.launching.folder / self.name / kind
-            self._runs[kind] = _launched(self, folder, settings)
+            told = {**settings.variables(), **(variables or {})}
+            ended = self._launch(folder, told, self.launching.steps)
+            self._runs[kind] = self._recorded(folder, ended)
         return self._runs[kind]
 
+    def _recorded(self, folder: Path, ended: launch.Ended) -> Run:
+        ranks = border_file.load_folder(folder)
+        problems = notes.problems(folder)
+        if ended.code != 0:
+            problems = [ended.how, *problems, *ended.tail[-3:]]
+        if not any(rank.borders for rank in ranks):
+            reason = notes.why_nothing(folder) or "it recorded nothing"
+            raise Failure(f"{self.name}: {'; '.join([*problems, reason])}")
+        return Run(ranks=ranks, problem="; ".join(problems), folder=folder)
 
-def _launched(side: CommandSide, folder: Path, settings: border_file.Settings) -> Run:
-    launching, command = side.launching, side.command
-    folder.mkdir(parents=True)
-    (folder / notes.ASKED).touch()
-    here = Path.cwd().resolve()
-    is_shared = launching.in_place or folders.runs_elsewhere(command) or here == Path(here.anchor)
-    with folders.own_folder(None if is_shared else here, folder / folders.FOLDER) as own:
-        start = own.launched(launch.launch) if own else launch.launch
-        ended = start(
-            command,
-            folder=folder,
-            variables={
-                **Settings(steps=launching.steps, seed=launching.seed).variables(),
-                **settings.variables(),
-            },
-            usual=commands.usual_variables(command),
-            deadline_s=launching.deadline_s,
-            parents=side.parents,
+    def _launch(self, folder: Path, variables: Mapping[str, str], steps: int) -> launch.Ended:
+        launching, command = self.launching, self.command
+        folder.mkdir(parents=True)
+        (folder / notes.ASKED).touch()
+        here = Path.cwd().resolve()
+        is_shared = (
+            launching.in_place or folders.runs_elsewhere(command) or here == Path(here.anchor)
         )
-    ranks = border_file.load_folder(folder)
-    problems = notes.problems(folder)
-    if ended.code != 0:
-        problems = [ended.how, *problems, *ended.tail[-3:]]
-    if not any(rank.borders for rank in ranks):
-        reason = notes.why_nothing(folder) or "it recorded nothing"
-        raise Failure(f"{side.name}: {'; '.join([*problems, reason])}")
-    return Run(ranks=ranks, problem="; ".join(problems))
+        with folders.own_folder(None if is_shared else here, folder / folders.FOLDER) as own:
+            start = own.launched(launch.launch) if own else launch.launch
+            return start(
+                command,
+                folder=folder,
+                variables={**Settings(steps=steps, seed=launching.seed).variables(), **variables},
+                usual=commands.usual_variables(command),
+                deadline_s=launching.deadline_s,
+                parents=self.parents,
+            )
 
 
 def save(side: CommandSide, folder: Path) -> Run:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from entrenar_py.check.observing import FOLDER, generators, tensors
+from entrenar_py.check.observing import FOLDER, generators, script_lines, tensors
 from entrenar_py.check.observing.module_hooks import OwnHook
 from entrenar_py.check.observing.operations import Operations
 from entrenar_py.check.observing.sketches import DTYPES, Sketches
@@ -51,15 +51,16 @@ _SCHEDULE = 2**20  # operations of float64 that may give a learning rate, as a p
 
 def begin_if_planned(model: nn.Module, rank: int) -> Borders | None:
     """Return what records the borders of `model` if the harness asked for it, else None."""
-    text = os.environ.get(border_file.BORDERS)
-    if text is None:
+    settings = Settings.planned()
+    if settings is None:
         return None
     folder = Path(os.environ[FOLDER])
     file = BorderFile(folder, rank, facts(model))
     atexit.register(file.close)
-    return Borders(
-        model, file.append, Settings.of(text), failed=partial(notes.write_problem, folder)
-    )
+    failed = partial(notes.write_problem, folder)
+    borders = Borders(model, file.append, settings, failed=failed)
+    script_lines.clock = borders.num_written
+    return borders
 
 
 def facts(model: nn.Module) -> dict[str, str]:
@@ -142,6 +143,10 @@ class Borders:
             before, after = partial(self._enter, module, plain), partial(self._leave, module, plain)
             module.register_forward_pre_hook(OwnHook(module, before), with_kwargs=True)
             module.register_forward_hook(OwnHook(module, after), with_kwargs=True)
+
+    def num_written(self) -> int:
+        """Return the order of the last border."""
+        return self._order
 
     # --- called by the observer -------------------------------------------------------------------
 

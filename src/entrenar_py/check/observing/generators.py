@@ -66,7 +66,7 @@ class Generators:
                 name = device.type if len(devices) == 1 else str(device)
                 shown[name] = torch.cuda.get_rng_state(device).numpy().tobytes()
         for name, generator in self._own.items():
-            shown[name] = _state(generator)
+            shown[name] = state_of(generator)
         return global_states() | _digests(shown)
 
     def kept(self) -> list[tuple[Callable[[Any], object], Any]]:
@@ -173,7 +173,8 @@ def _kept(generator: Any) -> tuple[Callable[[Any], object], Any]:
     return lambda state: setattr(bits, "state", state), bits.state
 
 
-def _state(generator: Any) -> bytes:
+def state_of(generator: Any) -> bytes:
+    """Return the state of a generator of torch, numpy or Python."""
     if isinstance(generator, torch.Generator):
         return bytes(generator.get_state().numpy().tobytes())
     if isinstance(generator, random.Random):

@@ -82,7 +82,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             where, site = self._forward.get(number, ("", ""))
         else:
             sequence: Any = torch._C._autograd
-            self._forward[sequence._get_sequence_nr() - 1] = where, site
+            # Operations that follow without a number of their own leave that of the last one.
+            self._forward.setdefault(sequence._get_sequence_nr() - 1, (where, site))
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not outputs:  # in place, on a list
             changed = tree_leaves(args[0]) if args else []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import errno
 import json
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -50,21 +51,30 @@ class Settings:
     - `noise`: seeds the last bits of weights and activations, which are then changed; None for no
       change.
     - `operations`: the first and the last step in which operations are recorded; None for none.
+    - `lines`: whether the script's statements are followed (`line_file`).
+    - `deterministic`: whether torch is told to use deterministic algorithms.
+    - `timed`: whether steps are timed, and nothing is recorded.
     """
 
     noise: int | None = None
     operations: tuple[int, int] | None = None
+    lines: bool = False
+    deterministic: bool = False
+    timed: bool = False
 
     def variables(self) -> dict[str, str]:
         """Return the environment variable that makes ranks record with these settings."""
         return {BORDERS: json.dumps(asdict(self))}
 
     @classmethod
-    def of(cls, text: str) -> Settings:
-        """Return the settings in the `text` of the variable."""
+    def planned(cls) -> Settings | None:
+        """Return the settings in the environment of this process; None if nothing is recorded."""
+        text = os.environ.get(BORDERS)
+        if text is None:
+            return None
         fields = json_text.load(text)
         steps = fields["operations"]
-        return cls(noise=fields["noise"], operations=None if steps is None else tuple(steps))
+        return cls(**{**fields, "operations": None if steps is None else tuple(steps)})
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -144,7 +154,7 @@ class BorderFile:
     """A new file that a rank writes below `folder`; a rank may have several, as for two models."""
 
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, str]) -> None:
-        self._file = _new(folder, rank)
+        self._file = new_file(folder, f"{rank:05}", SUFFIX)
         self._written: dict[int, tuple[NDArray[Any], int]] = {}
         self._write({"version": VERSION, "rank": rank, "facts": dict(facts)})
 
@@ -181,10 +191,11 @@ class BorderFile:
             rest = rest[self._file.write(rest) :]
 
 
-def _new(folder: Path, rank: int) -> FileIO:
+def new_file(folder: Path, name: str, suffix: str) -> FileIO:
+    """Return a new file of a process; it gets a number, as a process may have several."""
     for number in count():
         with suppress(FileExistsError):
-            return FileIO(folder / f"{rank:05}-{number:03}{SUFFIX}", "x")
+            return FileIO(folder / f"{name}-{number:03}{suffix}", "x")
     raise AssertionError("there is always one more")
 
 

@@ -119,12 +119,20 @@ def begin(waiting: Waiting) -> None:
         return
     if settings.seed is not None:
         seed_process(settings.seed)
-    from entrenar_py.check.observing import planned_faults, torch_calls
+    from entrenar_py.check.observing import (
+        deterministic,
+        planned_faults,
+        script_lines,
+        torch_calls,
+    )
     from entrenar_py.check.observing.auto import follower
 
+    if deterministic.begin_if_planned(settings.steps):
+        return
     planned_faults.begin()
     if not settings.follows:
         torch_calls.install_for_line(waiting.awaited)
         return
     follower.CURRENT = follower.Follower(settings)
     torch_calls.install(follower.CURRENT, waiting.awaited)
+    script_lines.begin_if_planned(int(_own_place() or 0))
