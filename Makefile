@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Many processes load the same modules: what they compile is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: verify verify-reference verify-processes verify-wgpu verify-finetune test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs triton unconstrained bench bench-service lint docs site clean setup vulkan
+.PHONY: verify verify-reference verify-processes verify-wgpu verify-finetune test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs triton unconstrained bench bench-service lint docs site clean setup vulkan browser
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
 # (without the clauses that probe no trainer: the first run has those); and the wgpu backend against
@@ -202,6 +202,17 @@ TOLD_BY_PIP = \
   /^set-up failed/ { failed = 1 } END { exit failed }
 
 # wgpu needs a Vulkan driver. Mesa's software driver will do; only root may install it.
+# A browser, for the test that opens a page in one. Without it that test is skipped.
+browser:
+	@if command -v chromium-headless-shell chromium google-chrome >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing a browser (chromium-headless-shell)"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install chromium-headless-shell; } >/dev/null 2>&1 \
+	  || echo "chromium-headless-shell could not be installed: one test will be skipped"; \
+	else \
+	  echo "no browser found: one test will be skipped"; \
+	fi
+
 vulkan:
 	@if ls /usr/share/vulkan/icd.d/*.json /etc/vulkan/icd.d/*.json 2>/dev/null | grep -q .; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
