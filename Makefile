@@ -202,17 +202,6 @@ TOLD_BY_PIP = \
   /^set-up failed/ { failed = 1 } END { exit failed }
 
 # wgpu needs a Vulkan driver. Mesa's software driver will do; only root may install it.
-# A browser, for the test that opens a page in one. Without it that test is skipped.
-browser:
-	@if command -v chromium-headless-shell chromium google-chrome >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "installing a browser (chromium-headless-shell)"; \
-	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install chromium-headless-shell; } >/dev/null 2>&1 \
-	  || echo "chromium-headless-shell could not be installed: one test will be skipped"; \
-	else \
-	  echo "no browser found: one test will be skipped"; \
-	fi
-
 vulkan:
 	@if ls /usr/share/vulkan/icd.d/*.json /etc/vulkan/icd.d/*.json 2>/dev/null | grep -q .; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
@@ -223,4 +212,15 @@ vulkan:
 	else \
 	  echo "no Vulkan driver found: what needs a wgpu adapter will be inconclusive."; \
 	  echo "Install one (Debian, Ubuntu: sudo apt-get install mesa-vulkan-drivers) and run again."; \
+	fi
+
+# A browser, for the test that opens a page in one. Without it that test is skipped.
+browser:
+	@if command -v chromium-headless-shell chromium google-chrome >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing a browser (chromium-headless-shell)"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install chromium-headless-shell; } >/dev/null 2>&1 \
+	  || echo "chromium-headless-shell could not be installed: one test will be skipped"; \
+	else \
+	  echo "no browser found: one test will be skipped"; \
 	fi
