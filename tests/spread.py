@@ -35,6 +35,7 @@ NUM_SLOWEST = 100
 # forks others: by the beginning of their node id.
 TOGETHER = {
     "tests/train/canonical/test_canonical.py": "canonical",
+    "tests/train/elastic/test_elastic.py": "elastic",
     "tests/train/finetune/": "small checkpoint",
     "tests/train/stages/": "stages and students",
     "tests/train/distill/": "stages and students",

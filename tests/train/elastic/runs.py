@@ -37,7 +37,9 @@ from entrenar_py.train.elastic.supervise import end_with_parent, supervise
 
 Report = Callable[[str], None]
 
-MICRO_BATCHES, STEPS, DEADLINE_S = 8, 12, 1.5
+MICRO_BATCHES, STEPS = 8, 12
+DEADLINE_S = 1.5  # of random runs, in which many ranks freeze
+PATIENT_S, FREEZE_S = 30.0, 4.0  # of planned ones: a busy machine may be slow
 PAUSE_S = 0.002  # of each micro-batch: a fault finds the run still going
 
 
@@ -132,6 +134,7 @@ def train(
     passes: Callable[[int, str], None] = lambda step, moment: None,
     *,
     waits: bool = False,
+    deadline_s: float = DEADLINE_S,
 ) -> int:
     """Train as one rank of the environment, and report the digest in the end.
 
@@ -146,7 +149,7 @@ def train(
         optimizer,
         micro_batches=MICRO_BATCHES,
         schedulers=[schedule],
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
     )
     gather = Sum.gather
 
@@ -345,7 +348,9 @@ def fail(_: Report) -> int:
 MOMENTS = ("forward", "backward", "exchange", "optimizer", "committed")
 
 
-def dying(*deaths: Death, waits: bool = True) -> Callable[[Report], int]:
+def dying(
+    *deaths: Death, waits: bool = True, deadline_s: float = PATIENT_S
+) -> Callable[[Report], int]:
     """Return a rank's function that ends at each of `deaths`, and `waits` for newcomers."""
 
     def rank(report: Report) -> int:
@@ -353,14 +358,14 @@ def dying(*deaths: Death, waits: bool = True) -> Callable[[Report], int]:
             for death in deaths:
                 death(step, moment)
 
-        return train(report, passes, waits=waits)
+        return train(report, passes, waits=waits, deadline_s=deadline_s)
 
     return rank
 
 
 def planned() -> dict[str, Any]:
     """Make all runs of `test_elastic.py`, and return what came of them."""
-    outcomes = {f"undisturbed {n}": run(n) for n in (1, 2, 3, 4)}
+    outcomes = {f"undisturbed {n}": run(n, target=dying()) for n in (1, 2, 3, 4)}
     outcomes |= {
         f"dies in {moment}": run(3, target=dying(Death(1, 2, moment))) for moment in MOMENTS
     }
@@ -370,7 +375,8 @@ def planned() -> dict[str, Any]:
     outcomes["not again"] = run(
         2, target=dying(Death(1, 2, "backward"), waits=False), max_restarts=0
     )
-    outcomes["freezes"] = run(3, target=dying(Death(1, 2, "exchange", signal.SIGSTOP)))
+    frozen = [Death(1, 2, "exchange", signal.SIGSTOP)]
+    outcomes["freezes"] = run(3, target=dying(*frozen, deadline_s=FREEZE_S))
     outcomes["fails"] = run(2, target=fail, max_restarts=1)
     return {"one process": in_one_process(), **{name: asdict(o) for name, o in outcomes.items()}}
 

@@ -118,7 +118,7 @@ def test_a_seat_that_stays_empty(outcomes: dict[str, Any]) -> None:
 def test_a_frozen_rank_is_replaced(outcomes: dict[str, Any]) -> None:
     """It is given up after the deadline, killed by its supervisor, and started again."""
     outcome = outcomes["freezes"]
-    assert outcome["interrupts"][0] == "0: an exchange between ranks took longer than 1.5 s"
+    assert outcome["interrupts"][0] == "0: an exchange between ranks took longer than 4 s"
     assert len(outcome["reports"]) == 4
 
 

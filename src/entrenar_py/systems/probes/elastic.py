@@ -33,7 +33,7 @@ from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.untrusted import json_text
+from entrenar_py.shared.untrusted import json_text, printing
 from entrenar_py.systems import preload
 from entrenar_py.systems.probes.elastic_oracle import Script
 from entrenar_py.train.coordinator.recorder import Recorder
@@ -258,7 +258,7 @@ def _train(job: Mapping[str, Any]) -> int:
         except SystemExit as end:  # the run ended before this process joined
             return end.code if isinstance(end.code, int) else 1
         except BaseException as error:  # noqa: BLE001  (it has no caller)
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            printing.warn(f"{type(error).__name__}: {error}")
             return 1
     return 0
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.untrusted import printing
 
 if TYPE_CHECKING:
     from entrenar_py.train.elastic.launcher import Seat
@@ -136,11 +137,11 @@ def _run(command: list[str], max_restarts: int) -> int:
         seat = seat_of_launcher()
     except UsageError as error:
         first.kill()
-        print(f"entrenar_py.supervise: {error}", file=sys.stderr)
+        printing.warn(f"entrenar_py.supervise: {error}")
         return 2
 
     def say(text: str) -> None:
-        print(f"entrenar_py.supervise: {text}", file=sys.stderr, flush=True)
+        printing.warn(f"entrenar_py.supervise: {text}")
 
     status = supervise(first, seat, start=start, max_restarts=max_restarts, say=say)
     return 128 - status if status < 0 else status

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.canonical import requirements
 from entrenar_py.train.canonical.reducer import Counter, take
 from entrenar_py.train.elastic.buckets import Buckets, ConnectionLostError
@@ -244,7 +244,7 @@ class ElasticTrainer:
             except InterruptedGenerationError:
                 continue
             except EndedError:
-                print("entrenar_py.elastic: the run ended before this rank joined", file=sys.stderr)
+                printing.warn("entrenar_py.elastic: the run ended before this rank joined")
                 raise SystemExit(0) from None
             break
         self._trained, self.generation = True, generation
