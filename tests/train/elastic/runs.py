@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 import entrenar_py
 from entrenar_py.train.elastic.exchange import Sum, Wait
 from entrenar_py.train.elastic.launcher import seat_of_launcher
-from entrenar_py.train.elastic.membership import Roll
+from entrenar_py.train.elastic.membership import FINISHED, Roll
 from entrenar_py.train.elastic.supervise import end_with_parent, supervise
 
 Report = Callable[[str], None]
@@ -306,6 +306,7 @@ def run(
             for number in range(Roll(prefixed).newest() + 1)
             if Roll(prefixed).has(f"interrupt/{number}")
         ]
+        why = [reason for reason in why if not reason.endswith(FINISHED)]
         keeper.kill()
         return Outcome([one.poll() or 0 for one in supervisors], reports, why)
 

@@ -159,6 +159,52 @@ def test_fold_needs_the_whole_global_batch(layers: nn.Module) -> None:
         next(trainer.fold([torch.ones(1, 3)]))
 
 
+def test_fold_needs_a_sequence(layers: nn.Module) -> None:
+    """A generator can't be asked for one item."""
+    trainer = trainer_of(layers)
+    next(trainer.steps(1))
+    with pytest.raises(UsageError, match=r"fold\(\) got a generator: it needs a sequence"):
+        next(trainer.fold(one for one in range(2)))
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_second_backward_pass(layers: nn.Module, last: int) -> None:
+    """In a rank's last micro-batch its gradient would be lost."""
+    trainer = trainer_of(layers)
+    next(trainer.steps(1))
+    batches = trainer.fold([torch.ones(1, 3)] * 2)
+    for _ in range(last):
+        layers(next(batches)).sum().backward()
+    batch = next(batches)
+    layers(batch).sum().backward()
+    layers(batch).sum().backward()
+    with pytest.raises(UsageError, match=f"a second backward pass in micro-batch {last}"):
+        next(batches)
+
+
+def test_the_run_ends_once(layers: nn.Module) -> None:
+    """Another loop would begin when others have left."""
+    trainer = trainer_of(layers)
+    assert list(trainer.steps(0)) == []
+    with pytest.raises(UsageError, match="has ended the run: make one loop, over all epochs"):
+        next(trainer.steps(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deadline_s": 0}, "deadline_s=0: give more than 0 seconds"),
+        ({"deadline_s": float("nan")}, "deadline_s=nan: give more than 0 seconds"),
+        ({"first_step": -1}, "first_step=-1: give the number of committed steps"),
+    ],
+)
+def test_numbers_out_of_range(layers: nn.Module, options: dict[str, Any], message: str) -> None:
+    """They are refused before ranks meet."""
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=message):
+        entrenar_py.elastic(layers, optimizer, micro_batches=2, **options)
+
+
 def test_calls_outside_of_their_loops(layers: nn.Module) -> None:
     """The message says which loop is missing."""
     trainer = trainer_of(layers)
@@ -214,8 +260,10 @@ def test_a_launcher_that_sets_half_of_its_variables() -> None:
     with pytest.raises(UsageError, match="the environment has no MASTER_ADDR"):
         seat_of_launcher({"RANK": "0", "WORLD_SIZE": "2"})
     names = {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(UsageError, match="elastic training needs the store of torchrun's agent"):
+        seat_of_launcher({**names, "RANK": "1"})
     with pytest.raises(UsageError, match="RANK='x' in the environment is not a number"):
-        seat_of_launcher(names)
+        seat_of_launcher({**names, "TORCHELASTIC_USE_AGENT_STORE": "True"})
 
 
 def test_more_ranks_than_micro_batches(layers: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
-"""What a launcher says about a rank, and the store in which elastic ranks agree.
+"""What torchrun says about a rank, and the store in which elastic ranks agree.
 
-torchrun's agent keeps a store, which outlives the ranks. Other launchers (srun, mpirun with
-torch's environment variables) have none: the supervisor of rank 0 keeps one.
+torchrun's agent keeps the store, which outlives the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.elastic.supervise import SUPERVISED
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -40,7 +38,8 @@ class Seat:
 def seat_of_launcher(environment: Mapping[str, str] = os.environ) -> Seat:
     """Return this process's seat: the only one, if no launcher started it.
 
-    Raises UsageError if some of the variables that launchers set are missing or are no numbers.
+    Raises UsageError if another launcher than torchrun started it, or if some of its variables are
+    missing or are no numbers.
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return Seat(HashStore(), 0, 1)
@@ -55,11 +54,15 @@ def seat_of_launcher(environment: Mapping[str, str] = os.environ) -> Seat:
         if not environment[name].isdecimal():
             raise UsageError(f"{name}={environment[name]!r} in the environment is not a number")
         numbers[name] = int(environment[name])
-    agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UsageError(
+            "elastic training needs the store of torchrun's agent, which outlives the ranks, and "
+            "TORCHELASTIC_USE_AGENT_STORE=True is not in the environment: start ranks with torchrun"
+        )
     store = TCPStore(
         environment["MASTER_ADDR"],
         numbers["MASTER_PORT"],
-        is_master=numbers["RANK"] == 0 and not agents and SUPERVISED not in environment,
+        is_master=False,
         timeout=_TIMEOUT,
         wait_for_workers=False,
     )

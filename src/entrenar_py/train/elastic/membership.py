@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _POLL_S = 0.002
+FINISHED = "all ranks have committed the last step"
 _TURN_S = 1.0  # for a process to write a record that is due
 _FOREVER = timedelta(days=365)
 
@@ -251,21 +252,26 @@ class Membership:
         waiting = {seat for seat, _ in self._generation.members}
         end = time.monotonic() + deadline_s
         while True:
-            # In this order: a member that has seen all others ends, which interrupts.
-            interrupted = self.interrupted
             waiting -= {seat for seat in waiting if self.roll.has(f"done/{number}/{seat}")}
             if not waiting:
+                # Whether it ended well or was interrupted is decided once, for all.
+                self.interrupt(FINISHED)
+            if self.interrupted:
                 break
-            if interrupted:
-                return False
             if time.monotonic() > end:
                 self.interrupt(f"the last commit took longer than {deadline_s:g} s")
             time.sleep(_POLL_S)
+        if self.roll.store.get(f"interrupt/{number}") != FINISHED.encode():
+            return False
         self._set("ended", "")
         return True
 
     def _begin(self, generation: Generation) -> None:
         self.interrupt("the next generation began")  # also ends the watcher
+        if generation.number:
+            for member in self.roll.generation(generation.number - 1).members:
+                if member not in generation.members:
+                    self._set("excluded/{}.{}".format(*member), "")
         self._generation = generation
         self._interrupted = threading.Event()
         if len(generation.members) == 1:
@@ -322,20 +328,17 @@ class Membership:
         last = self.roll.generation(number - 1).members if number else ()
         alive = [(seat, one) for seat, one in last if not self.roll.has(f"dead/{seat}.{one}")]
         if alive:
-            missing = [(seat, one) for seat, one in alive if seat not in here]
-            # If none of the members is here, newcomers begin without their state, when it is late.
-            writers = [seat for seat, _ in alive if seat in here] or sorted(here)
+            missing = [seat for seat, _ in alive if seat not in here]
         else:  # the run starts, or all have ended: wait for all seats
-            missing = [(seat, 0) for seat in self.roll.left(self._num_seats) if seat not in here]
-            writers = sorted(here)
+            missing = [seat for seat in self.roll.left(self._num_seats) if seat not in here]
+        # Newcomers write if no member does. Then nobody may have the state.
+        first = [seat for seat, _ in alive if seat in here]
+        writers = first + [seat for seat in sorted(here) if seat not in first]
         if self.seat not in writers:
             return
         # One that was here and has stopped since can't write: then it is the next one's turn.
         if late < _TURN_S * writers.index(self.seat) and (missing or writers[0] != self.seat):
             return
-        for seat, incarnation in missing:
-            if incarnation:
-                self._set(f"excluded/{seat}.{incarnation}", "")
         members = sorted(here)
         advance = {seat: (here[seat].trained, here[seat].step) for seat in members}
         source = max(members, key=lambda seat: advance[seat])  # the first of the most advanced

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from entrenar_py.shared.errors import UsageError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.01
 _LOOK_S = 0.5  # between looks whether the rank was excluded, or the run has ended
-SUPERVISED = "ENTRENAR_SUPERVISED"  # set in processes that a supervisor starts
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -118,12 +118,11 @@ def _run(command: list[str], max_restarts: int) -> int:
     processes: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:
-        environment = {**os.environ, SUPERVISED: "1"}
-        processes.append(subprocess.Popen(command, env=environment, preexec_fn=end_with_parent))
+        processes.append(subprocess.Popen(command, preexec_fn=end_with_parent))
         return processes[-1]
 
     def end(number: int, _: object) -> None:
-        """End with the rank, as the launcher wants: it is not started again."""
+        """Let the rank end, as the launcher wants. It isn't started again."""
         processes[-1].send_signal(number)
         sys.exit(128 + number)
 
@@ -132,6 +131,7 @@ def _run(command: list[str], max_restarts: int) -> int:
         signal.signal(number, end)
     # torch is imported while the rank imports it, too.
     from entrenar_py.train.elastic.launcher import seat_of_launcher
+    from entrenar_py.train.elastic.membership import Roll
 
     try:
         seat = seat_of_launcher()
@@ -143,7 +143,13 @@ def _run(command: list[str], max_restarts: int) -> int:
     def say(text: str) -> None:
         printing.warn(f"entrenar_py.supervise: {text}")
 
-    status = supervise(first, seat, start=start, max_restarts=max_restarts, say=say)
+    try:
+        status = supervise(first, seat, start=start, max_restarts=max_restarts, say=say)
+    except SystemExit:  # a signal of the launcher, which may start all ranks anew
+        processes[-1].wait()
+        with suppress(RuntimeError):  # unless the store has ended, too
+            Roll(seat.store).bury(seat.seat)
+        raise
     return 128 - status if status < 0 else status
 
 
@@ -151,7 +157,3 @@ def end_with_parent() -> None:
     """Let Linux kill this process when its supervisor ends, however that is."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

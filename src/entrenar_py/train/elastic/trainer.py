@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.canonical import requirements
 from entrenar_py.train.canonical.reducer import Counter, take
@@ -31,6 +32,8 @@ from entrenar_py.train.elastic.transfer import broadcast
 
 Batch = TypeVar("Batch")
 
+_FAILURES_MAX = 5  # of the same ranks, one after another, without a death
+
 
 class ElasticTrainer:
     """The result of `entrenar_py.elastic`; its docstring shows how to use it.
@@ -40,6 +43,8 @@ class ElasticTrainer:
     """
 
     generation: Generation
+
+    _is_made = False  # in this process, which has one seat
 
     def __init__(
         self,
@@ -55,12 +60,17 @@ class ElasticTrainer:
     ) -> None:
         requirements.require_deterministic()
         self._parameters = requirements.require_parameters(model)
-        device = next(iter(self._parameters)).device
-        if device.type != "cpu":
-            raise UsageError(
-                f"the model is on {device}: elastic training works on the CPU; on GPUs use "
-                "canonical_all_reduce, and restart from a checkpoint"
-            )
+        self._model = model
+        for tensor in self._tensors():
+            if tensor.device.type != "cpu":
+                raise UsageError(
+                    f"the model is on {tensor.device}: elastic training works on the CPU; on GPUs "
+                    "use canonical_all_reduce, and restart from a checkpoint"
+                )
+        if not deadline_s > 0:
+            raise UsageError.of("deadline_s", deadline_s, "give more than 0 seconds")
+        if not isinstance(first_step, int) or first_step < 0:
+            raise UsageError.of("first_step", first_step, "give the number of committed steps")
         seat = seat_of_launcher()
         requirements.require_micro_batches(micro_batches)
         if seat.num_seats > micro_batches:
@@ -68,16 +78,19 @@ class ElasticTrainer:
                 f"micro_batches={micro_batches} with {seat.num_seats} ranks: every rank needs a "
                 "micro-batch; start fewer ranks, or cut the global batch into more micro-batches"
             )
-        self._model, self._optimizer = model, optimizer
+        if seat.num_seats > 1 and ElasticTrainer._is_made:
+            raise UsageError("elastic() was called twice in this process: make one trainer for all")
+        ElasticTrainer._is_made = True
+        self._optimizer = optimizer
         self._schedulers, self._state = list(schedulers), list(state)
         self._micro_batches, self._seed, self._deadline_s = micro_batches, seed, deadline_s
         self._switches = requirements.switches()
         facts = {
             "micro_batches": micro_batches,
             "seed": seed,
-            "the shapes of the model's parameters": _fingerprint(model),
+            "the shapes of the model's tensors": _fingerprint(model),
             **self._switches,
-            **requirements.surroundings(device),
+            **requirements.surroundings(torch.device("cpu")),
         }
         self._members = Membership(
             seat.store, seat=seat.seat, num_seats=seat.num_seats, facts=facts
@@ -86,6 +99,8 @@ class ElasticTrainer:
         self._shard: int | None = None  # the current micro-batch
         self._reduced = False  # whether `.grad` is the mean over all micro-batches
         self._open = False  # between `steps` and `commit`
+        self._num_made = 0  # gradients in the current micro-batch
+        self._ended = False  # whether all ranks have committed the last step
         self._trained = False  # whether this process has the state of the run
         self._abandoned: list[tuple[object, list[Sum]]] = []
         self._counter = Counter()
@@ -110,9 +125,12 @@ class ElasticTrainer:
         A step that nobody committed is yielded again. Raises LeftBehindError if the others have
         gone on without this process.
         """
+        if self._ended:
+            raise UsageError("steps() has ended the run: make one loop, over all epochs")
         while True:
             if self.step >= total:
                 if self._members.finish(deadline_s=self._deadline_s):
+                    self._ended = True
                     return
                 self._regroup()
             elif self._members.pauses(self.step):
@@ -136,6 +154,11 @@ class ElasticTrainer:
         a parameter, or if a setting in `requirements.switches` changed.
         """
         requirements.require_unchanged(self._switches)
+        if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
+            raise UsageError(
+                f"fold() got a {type(batches).__name__}: it needs a sequence of the step's "
+                f"{self._micro_batches} micro-batches, such as a list, and reads only this rank's"
+            )
         if len(batches) != self._micro_batches:
             raise UsageError(
                 f"fold() got {len(batches)} micro-batches: it needs all {self._micro_batches} of "
@@ -144,6 +167,7 @@ class ElasticTrainer:
         if not self._open:
             raise UsageError("fold() outside of the loop over steps()")
         take(self._parameters)
+        self._num_made = 0
         self._reduced = False
         self._counter = Counter(self.shards.start)
         self._buckets.clear()
@@ -192,6 +216,7 @@ class ElasticTrainer:
 
     def _made(self, parameter: Tensor) -> None:
         """Note that the backward pass has made the gradient of `parameter`."""
+        self._num_made += 1
         if self._shard is None or self._shard != self.shards[-1] or self._members.interrupted:
             return
         try:
@@ -204,7 +229,13 @@ class ElasticTrainer:
         if self._members.interrupted:
             raise InterruptedGenerationError
         last = shard == self.shards[-1]
-        node = {} if last else take(self._parameters)
+        node = take(self._parameters)  # the last one's are in buckets already
+        num_made, self._num_made = self._num_made, 0
+        if num_made > len(self._parameters):
+            raise UsageError(
+                f"a second backward pass in micro-batch {shard}: each micro-batch has one; add its "
+                "losses, and call backward() on the sum"
+            )
         missing = self._buckets.missing() if last else self._parameters.keys() - node.keys()
         if missing:
             names = sorted(self._parameters[one] for one in missing)
@@ -233,7 +264,9 @@ class ElasticTrainer:
     def _regroup(self) -> None:
         """Form a group of all ranks that are there. All get the state of the most advanced one."""
         self._abandon()
+        failures: Counts[tuple[tuple[int, int], ...]] = Counts()
         while True:
+            generation = group = None
             try:
                 generation = self._members.agree(
                     self.step, trained=self._trained, deadline_s=self._deadline_s
@@ -241,7 +274,15 @@ class ElasticTrainer:
                 group = self._connect(generation)
                 if generation.behind:
                     self._bring_up(generation, group)
-            except InterruptedGenerationError:
+            except InterruptedGenerationError as error:
+                self._abandoned.append((group, []))
+                if error.__cause__ is not None and generation is not None:
+                    failures[generation.members] += 1
+                    if failures[generation.members] == _FAILURES_MAX:
+                        raise SystemFailure(
+                            f"the same ranks failed {_FAILURES_MAX} times to connect, or to "
+                            f"exchange their state: {error.__cause__}"
+                        ) from error
                 continue
             except EndedError:
                 printing.warn("entrenar_py.elastic: the run ended before this rank joined")
@@ -318,7 +359,8 @@ class ElasticTrainer:
 
 
 def _fingerprint(model: nn.Module) -> str:
-    shapes = [(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [(name, tuple(one.shape), str(one.dtype)) for name, one in tensors]
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 
 

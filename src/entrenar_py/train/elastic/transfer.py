@@ -26,7 +26,8 @@ def broadcast(state: Any, group: Group, *, source: int, wait: Wait) -> Any:
     """
 
     def sent(tensor: Tensor) -> Tensor:
-        wait(group.broadcast(tensor, source=source))
+        if tensor.numel():  # as bytes: gloo doesn't know every dtype
+            wait(group.broadcast(tensor.view(-1).view(torch.uint8), source=source))
         return tensor
 
     if state is not None:
