@@ -39,7 +39,7 @@ Report = Callable[[str], None]
 
 MICRO_BATCHES, STEPS = 8, 12
 DEADLINE_S = 1.5  # of random runs, in which many ranks freeze
-PATIENT_S, FREEZE_S = 30.0, 4.0  # of planned ones: a busy machine may be slow
+PATIENT_S, FREEZE_S = 10.0, 4.0  # of planned ones: a busy machine may be slow
 PAUSE_S = 0.002  # of each micro-batch: a fault finds the run still going
 
 

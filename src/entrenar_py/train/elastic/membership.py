@@ -171,7 +171,7 @@ class Membership:
         self.incarnation = int(store.add(f"incarnation/{seat}", 1))
         self._generation: Generation | None = None
         self._interrupted = threading.Event()
-        self._watched = self.roll.clone()
+        self._watched: Store | None = None  # the watcher's client
         self._watcher: threading.Thread | None = None
         atexit.register(self._close)
 
@@ -290,6 +290,8 @@ class Membership:
     def _watch(self, number: int, interrupted: threading.Event) -> None:
         """Set `interrupted` as soon as generation `number` has ended."""
         with suppress(RuntimeError):  # if the store has ended, the next request raises it
+            # Here, since a connection sometimes takes seconds.
+            self._watched = self._watched or self.roll.clone()
             self._watched.wait([f"interrupt/{number}"], _FOREVER)
         interrupted.set()
 

@@ -311,12 +311,12 @@ class ElasticTrainer:
         world_size = len(generation.members)
         if world_size == 1:
             return None
-        store = PrefixStore(f"group/{generation.number}", self._members.roll.clone())
         rank, timeout_s = self._rank_in(generation), 2 * self._deadline_s
         ended: list[Group | RuntimeError] = []
 
         def connect() -> None:
             try:
+                store = PrefixStore(f"group/{generation.number}", self._members.roll.clone())
                 group = Group(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
                 ended.append(group)
             except RuntimeError as error:
