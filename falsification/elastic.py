@@ -32,7 +32,7 @@ _started: WeakKeyDictionary[ElasticTrainer, int] = WeakKeyDictionary()
 _before: list[list[Tensor]] = []  # the weights before this process's last commit
 
 
-def scenario(*faults: Fault, deadline_s: float = 8.0, **changes: Any) -> Scenario:
+def scenario(*faults: Fault, deadline_s: float = 16.0, **changes: Any) -> Scenario:
     """Return a run of three ranks, with eight micro-batches in a step."""
     usual: dict[str, Any] = {
         "system": "elastic",
