@@ -266,6 +266,15 @@ def test_a_launcher_that_sets_half_of_its_variables() -> None:
         seat_of_launcher({**names, "TORCHELASTIC_USE_AGENT_STORE": "True"})
 
 
+def test_a_second_trainer_of_a_rank(layers: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever, as a newcomer behind its own first one."""
+    trainer_of(layers)
+    seat = type("Seat", (), {"num_seats": 2, "seat": 0, "store": None})()
+    monkeypatch.setattr("entrenar_py.train.elastic.trainer.seat_of_launcher", lambda: seat)
+    with pytest.raises(UsageError, match=r"elastic\(\) was called twice in this process"):
+        trainer_of(layers)
+
+
 def test_more_ranks_than_micro_batches(layers: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank needs one."""
     seat = type("Seat", (), {"num_seats": 4, "seat": 0, "store": None})()
