@@ -1,4 +1,4 @@
-"""What torchrun says about a rank, and the store in which elastic ranks agree.
+"""A rank as torchrun describes it, and the store in which elastic ranks agree.
 
 torchrun's agent keeps the store, which outlives the ranks.
 """
@@ -46,8 +46,8 @@ def seat_of_launcher(environment: Mapping[str, str] = os.environ) -> Seat:
     missing = [name for name in _NAMES if name not in environment]
     if missing:
         raise UsageError(
-            f"the environment has no {missing[0]}: start ranks with torchrun, or set "
-            f"{', '.join(_NAMES)} in each, as torch's env:// needs them"
+            f"the environment has no {missing[0]}: start ranks with torchrun, which sets "
+            f"{', '.join(_NAMES)}; for a single rank set none of them"
         )
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):

@@ -1,4 +1,4 @@
-"""Which processes train together: generations of members, agreed on in a store.
+"""Generations of processes that train together, agreed on in a store.
 
 The launcher's ranks are *seats*. A process at a seat has an *incarnation*, a number that no other
 process at that seat has. A *generation* is a set of processes that train together until it is
@@ -60,7 +60,7 @@ class InterruptedGenerationError(EntrenarError):
 
 @dataclass(frozen=True)
 class _Presence:
-    """What a process says when it asks to be in the next generation.
+    """A process's request to be in the next generation.
 
     `step` counts committed steps. `trained` says whether the process has the state of the run: if
     any has, the state of all others is replaced.
