@@ -398,7 +398,9 @@ def soak(num_runs: int, seed: int) -> int:
             for lines in outcome.reports.values()
             if lines
         )
-        if not outcome.digests or set(outcome.digests) != {right} or any(outcome.statuses):
+        # A rank that is killed after the end, before it has exited, is reported as killed.
+        statuses = {*outcome.statuses} <= {0, -signal.SIGKILL % 256}
+        if set(outcome.digests) != {right} or not statuses:
             wrong += 1
             print(f"ended otherwise: {outcome.statuses}, {outcome.digests}, {outcome.interrupts}")
         print(
