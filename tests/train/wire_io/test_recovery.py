@@ -8,6 +8,7 @@ is applied within `bound_s` of the last fault's end.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,7 +136,7 @@ def run(worker: type[Worker], faults: list[Fault], seed: int) -> Trial:
         ends_s = max(ends_s, trial.simulation.now + trial.strike(fault))
 
     for fault in faults:
-        trial.simulation.later(fault.at_s, lambda fault=fault: strike(fault))
+        trial.simulation.later(fault.at_s, partial(strike, fault))
     last_s = max((fault.at_s + fault.seconds for fault in faults), default=0.0)
     finish = trial.simulation.run(until_s=last_s + bound_s(faults, worker) + 1.0)
     assert "of virtual time" in finish.reason, finish
