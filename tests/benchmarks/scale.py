@@ -345,6 +345,7 @@ def main() -> None:
     parser.add_argument("--message-us", type=float, default=100.0)
     parser.add_argument("--change", type=float, default=0.0, help="percent a minute")
     parser.add_argument("--silent", action="store_true")
+    parser.add_argument("--dead-after", type=float, default=Timing().dead_after_s, metavar="S")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     low_ms, high_ms = given.latency_ms
@@ -353,6 +354,7 @@ def main() -> None:
         bytes_s=given.mbit * 1e6 / 8,
         message_s=given.message_us / 1e6,
     )
+    timing = Timing(heartbeat_s=given.dead_after / 6, dead_after_s=given.dead_after)
     for workers in given.workers:
         cluster = Cluster(
             trainer=topology.BY_NAME[given.topology].trainer,
@@ -362,6 +364,7 @@ def main() -> None:
             network=network,
             change=given.change / 100,
             silent=given.silent,
+            timing=timing,
             seed=given.seed,
         )
         print(json.dumps(asdict(simulate(cluster))), flush=True)

@@ -32,7 +32,7 @@ STEP_S = 6.0
 KINDS = (  # each fault with the processes that it can hit
     *((kind, who) for kind in ("deaf", "mute", "ahead", "back") for who in (None, 0, 1, 2)),
     *((kind, who) for kind in ("kill", "vanish") for who in (0, 1, 2)),
-    ("restart", None),
+    *(("restart", None), ("move", None)),
 )
 
 
@@ -42,7 +42,8 @@ class Fault:
 
     A `deaf` process gets no bytes for `seconds`, a `mute` one sends none. A clock jumps by
     `seconds`. A killed process, or one whose machine vanishes, is replaced at once. The
-    coordinator is started again from a checkpoint `seconds` % 3 steps ago.
+    coordinator is started again from a checkpoint `seconds` % 3 steps ago; if it moves, its old
+    machine vanished.
     """
 
     kind: str
@@ -97,16 +98,16 @@ class Trial:
                 assert fault.who is not None
                 self.simulation.kill(node, silently=fault.kind == "vanish")
                 self.workers[fault.who] = self.simulation.start(None, "cpu")
-            case "restart":
-                self._restart(int(fault.seconds) % 3)
+            case "restart" | "move":
+                self._restart(int(fault.seconds) % 3, silently=fault.kind == "move")
         return 0.0
 
-    def _restart(self, lost_steps: int) -> None:
+    def _restart(self, lost_steps: int, *, silently: bool) -> None:
         """Start the coordinator again; the last checkpoints are lost."""
         step = max(0, self.step - lost_steps)
         self.hands = self._new_hands()
         self.hands.made = list(range(step))
-        self.simulation.restart(self._run(step), self.hands)
+        self.simulation.restart(self._run(step), self.hands, silently=silently)
 
     @property
     def step(self) -> int:

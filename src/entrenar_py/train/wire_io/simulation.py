@@ -280,13 +280,16 @@ class Simulation:
         """Schedule `action` for `seconds` from now."""
         self._time.later(seconds, action)
 
-    def restart(self, run: Run, hands: ServerHands) -> None:
-        """End the coordinator's process and its connections; start a new process for `run`."""
+    def restart(self, run: Run, hands: ServerHands, *, silently: bool = False) -> None:
+        """End the coordinator's process and its connections; start a new process for `run`.
+
+        If its machine failed `silently`, workers aren't told.
+        """
         for connection in self._connections.values():
             if connection.to is not None:
                 continue
             connection.dead = True  # bytes on their way to the coordinator are lost
-            if not connection.ended:
+            if not connection.ended and not silently:
                 connection.ended = True
                 self._end(connection, "the coordinator died", up=False)
         self._connections.clear()
