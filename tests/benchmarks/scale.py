@@ -89,12 +89,13 @@ class Cluster:
 class Outcome:
     """What came of a run. Bytes and messages are of a step in which nobody came or went.
 
-    `*_link` are those of the busiest link: the coordinator's, or a worker's. Seconds are virtual,
-    except `cpu_s` and `wall_s`.
+    `worker_bytes` are those of the worker with the most. Seconds are virtual, except `cpu_s` and
+    `wall_s`.
     """
 
     trainer: str
     workers: int
+    elements: int
     status: str
     digest: str
     messages: int
@@ -247,6 +248,7 @@ class Crowd:
         return Outcome(
             trainer=self._cluster.trainer,
             workers=self._cluster.workers,
+            elements=self._cluster.elements,
             status=status,
             digest="same" if same else "different",
             messages=after.messages - before.messages,
