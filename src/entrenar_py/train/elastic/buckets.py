@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from entrenar_py.train.canonical.reducer import Counter, take, views
@@ -63,8 +64,7 @@ class Buckets:
         rows = bucket[0].new_zeros(self._exchange.num_rows, length)
         last = list(take(bucket).values())
         for row, gradients in zip(rows, [*counter.complete(bucket, last), last], strict=True):
-            for view, gradient in zip(views(row, bucket), gradients, strict=True):
-                view.copy_(gradient)
+            torch._foreach_copy_(views(row, bucket), gradients)
         return rows
 
 
