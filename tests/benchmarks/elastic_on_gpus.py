@@ -1,14 +1,14 @@
 """Ranks on GPUs are killed in the middle of a run: how long until the others go on, and the bits.
 
-    python tests/benchmarks/elastic_on_gpus.py --gpus 2 --kills 50 --steps 450
+    python tests/benchmarks/elastic_on_gpus.py --gpus 2 --kills 50 --pace-s 1
 
 Trains a transformer of 0.6 billion parameters in bfloat16 with AdamW. Prints as JSON:
 
 - `speed`: a step without faults, of elastic training, of the canonical all-reduce and of stock
   DistributedDataParallel, by turns in the same processes;
-- `alone`: the digest of one undisturbed GPU;
 - `elastic`: the digest of a run in which a rank is killed again and again, each time when the last
   one has been replaced, and the seconds from a kill to the next commit and to the newcomer's first;
+- `alone`: the digest of one undisturbed GPU after as many steps;
 - `restart`: the same for torchrun, which starts all ranks again from a checkpoint.
 
 CI does not run it.
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -35,7 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-MICRO_BATCHES, ROWS, TOKENS, VOCAB = 4, 1, 512, 50304
+MICRO_BATCHES, VOCAB = 4, 50304
+SMALL, LARGE = (1, 512), (8, 1024)  # rows and tokens of a micro-batch
 MOMENTS = ("forward", "backward", "exchange", "optimizer")
 SAVED_EVERY, RESTARTS = 20, 3  # steps between checkpoints; kills of the run that restarts
 
@@ -86,10 +88,10 @@ def made(device: torch.device) -> tuple[Transformer, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
 
-def batches(step: int, device: torch.device) -> list[Tensor]:
-    """Return the micro-batches of a step, each [ROWS, TOKENS + 1]."""
+def batches(step: int, device: torch.device, size: tuple[int, int] = SMALL) -> list[Tensor]:
+    """Return the micro-batches of a step, each [rows, tokens + 1]."""
     draws = torch.Generator().manual_seed(step)
-    shape = (MICRO_BATCHES, ROWS, TOKENS + 1)
+    shape = (MICRO_BATCHES, size[0], size[1] + 1)
     return [*torch.randint(VOCAB, shape, generator=draws).to(device)]
 
 
@@ -104,7 +106,7 @@ def digest(model: nn.Module) -> str:
 class Log:
     """What happened when, in a file of this process. Kills the process when it is its turn.
 
-    A rank is killed when all ranks have been there for two steps: number n at the n-th moment.
+    A rank is killed when all ranks have made two steps together: number n at the n-th moment.
     """
 
     def __init__(self, folder: Path, kills: int, world_size: int) -> None:
@@ -126,6 +128,7 @@ class Log:
         if (
             number < self._kills
             and step >= self._since + 2
+            and not self._folder.joinpath("last").exists()
             and number % self._world_size == self._seat
         ):
             self._armed = MOMENTS[number // self._world_size % len(MOMENTS)]
@@ -166,8 +169,10 @@ def train(given: argparse.Namespace) -> None:
         lambda _: log.passes("backward")
     )
     optimizer.register_step_pre_hook(lambda *_: log.passes("optimizer"))
-    latest = -1
+    latest, last = -1, given.folder / "last"
     for step in trainer.steps(given.steps):
+        if last.exists() and step == int(last.read_text(encoding="utf-8")):
+            break  # all ranks at once, as nobody is killed any more
         if step != latest:
             time.sleep(given.pace_s)
         latest = step
@@ -182,7 +187,7 @@ def train(given: argparse.Namespace) -> None:
             log("commit", step=step, world_size=trainer.world_size)
         else:
             log("repeat", step=step, world_size=trainer.world_size)
-    log("end", digest=digest(model))
+    log("end", digest=digest(model), step=trainer.step)
 
 
 def restart(given: argparse.Namespace) -> None:
@@ -225,7 +230,7 @@ def restart(given: argparse.Namespace) -> None:
             torch.save({**parts, "step": step + 1}, given.folder / "new.pt")
             (given.folder / "new.pt").rename(file)
             log("saved", step=step)
-    log("end", digest=digest(model))
+    log("end", digest=digest(model), step=step + 1)
     dist.destroy_process_group()
 
 
@@ -244,23 +249,21 @@ def speed(given: argparse.Namespace) -> None:
     reducer = entrenar_py.canonical_all_reduce(wrapped, micro_batches=MICRO_BATCHES)
     stock = DistributedDataParallel(models[2][0])
     steps = trainer.steps(10**9)
-    rows = batches(0, device)
     share = MICRO_BATCHES // dist.get_world_size()
-    mine = rows[dist.get_rank() * share :][:share]
 
-    def elastic() -> None:
+    def elastic(rows: list[Tensor], _: list[Tensor]) -> None:
         next(steps)
         for batch in trainer.fold(rows):
             models[0][0](batch).backward()
         assert trainer.commit()
 
-    def canonical() -> None:
+    def canonical(_: list[Tensor], mine: list[Tensor]) -> None:
         for batch in reducer.fold(mine):
             wrapped(batch).backward()
         models[1][1].step()
         models[1][1].zero_grad()
 
-    def ddp() -> None:
+    def ddp(_: list[Tensor], mine: list[Tensor]) -> None:
         with stock.no_sync():
             for batch in mine[:-1]:
                 stock(batch).backward()
@@ -268,28 +271,33 @@ def speed(given: argparse.Namespace) -> None:
         models[2][1].step()
         models[2][1].zero_grad()
 
-    kinds: dict[str, Callable[[], None]] = {
+    kinds: dict[str, Callable[[list[Tensor], list[Tensor]], None]] = {
         "elastic": elastic,
         "canonical": canonical,
         "ddp": ddp,
     }
-    times: dict[str, list[float]] = {name: [] for name in kinds}
-    for turn in range(given.rounds + 1):
-        for name, kind in kinds.items():
-            dist.barrier()
-            began = time.perf_counter()
-            for _ in range(10):
-                kind()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if turn:
-                times[name].append((time.perf_counter() - began) / 10)
+    found: dict[str, Any] = {}
+    for size in (SMALL, LARGE) if device.type == "cuda" else (SMALL,):
+        rows = batches(0, device, size)
+        mine = rows[dist.get_rank() * share :][:share]
+        times: dict[str, list[float]] = {name: [] for name in kinds}
+        for turn in range(given.rounds + 1):
+            for name, kind in kinds.items():
+                dist.barrier()
+                began = time.perf_counter()
+                for _ in range(10):
+                    kind(rows, mine)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                if turn:
+                    times[name].append(1e2 * (time.perf_counter() - began))
+        found["{} x {}".format(*size)] = {
+            name: {"median_ms": round(median(one), 1), "fastest_ms": round(min(one), 1)}
+            for name, one in times.items()
+        }
+    found["same_bits"] = digest(models[0][0]) == digest(models[1][0])
     if dist.get_rank() == 0:
-        found = {name: round(1e3 * median(one), 2) for name, one in times.items()}
-        fastest = {name: round(1e3 * min(one), 2) for name, one in times.items()}
-        same = digest(models[0][0]) == digest(models[1][0])
-        seen = {"median_ms": found, "fastest_ms": fastest, "same_bits": same}
-        (given.folder / "speed.json").write_text(json.dumps(seen), encoding="utf-8")
+        (given.folder / "speed.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -309,11 +317,23 @@ def launched(given: argparse.Namespace, role: str, gpus: int, *launcher: str) ->
     if launcher and role == "train":
         options += [f"--kills={given.kills}", f"--pace-s={given.pace_s}", "--log-synchronised"]
     settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *options], env={**os.environ, **settings}, stdout=sys.stderr, check=False
+    running = subprocess.Popen(
+        [*command, *options], env={**os.environ, **settings}, stdout=sys.stderr
     )
-    if done.returncode:
-        print(json.dumps({"role": role, "failed": done.returncode}), flush=True)
+    end = time.time() + given.limit_s
+    while running.poll() is None:
+        time.sleep(0.2)
+        if "--log-synchronised" not in options or (folder / "last").exists():
+            continue
+        lines = events(folder)
+        kills = [line["time"] for line in lines if line["what"] == "kill"]
+        joins = [line["time"] for line in lines if line["what"] == "joined"]
+        if time.time() > end or (len(kills) == given.kills and joins[-1] > kills[-1]):
+            steps = [line["step"] for line in lines if line["what"] == "commit"]
+            (folder / "new").write_text(str(max(steps) + 5), encoding="utf-8")
+            (folder / "new").rename(folder / "last")
+    if running.returncode:
+        print(json.dumps({"role": role, "failed": running.returncode}), flush=True)
     return folder
 
 
@@ -327,8 +347,17 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["time"])
 
 
-def after_kills(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float, float]]:
-    """Yield for each kill its moment, and the seconds to the next commit and to the newcomer's."""
+@dataclass(frozen=True)
+class Kill:
+    """A kill, and the seconds to the next commit of a new step and to the newcomer's first."""
+
+    moment: str
+    next_commit_s: float
+    newcomer_s: float
+
+
+def kills_in(lines: Sequence[dict[str, Any]]) -> Iterator[Kill]:
+    """Yield what followed each kill."""
     for kill in [line for line in lines if line["what"] == "kill"]:
         later = [one for one in lines if one["time"] > kill["time"] and one["what"] == "commit"]
         before = {one["process"] for one in lines if one["time"] < kill["time"]}
@@ -344,28 +373,27 @@ def after_kills(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float, f
         )
         progress = [one["time"] for one in later if one["step"] > done]
         if progress and news:
-            yield kill["moment"], progress[0] - kill["time"], news[0] - kill["time"]
+            yield Kill(kill["moment"], progress[0] - kill["time"], news[0] - kill["time"])
 
 
 def told(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what is known of a run."""
-    waits = [*after_kills(lines)]
+    kills = [*kills_in(lines)]
     found: dict[str, Any] = {
-        "digests": sorted({line["digest"] for line in lines if line["what"] == "end"}),
+        "ends": sorted({(one["step"], one["digest"]) for one in lines if one["what"] == "end"}),
         "kills": len([line for line in lines if line["what"] == "kill"]),
         "repeats": len([line for line in lines if line["what"] == "repeat"]),
     }
-    for name, index in (("next_commit_s", 1), ("newcomer_s", 2)):
-        times = sorted(wait[index] for wait in waits)
+    for name in ("next_commit_s", "newcomer_s"):
+        times = sorted(getattr(kill, name) for kill in kills)
         if len(times) > 1:
             found[name] = {
                 "median": round(median(times), 3),
                 "p99": round(quantiles(times, n=100, method="inclusive")[98], 3),
                 "most": round(times[-1], 3),
             }
-    found["by_moment_s"] = {
-        moment: [round(wait[1], 2) for wait in waits if wait[0] == moment] for moment in MOMENTS
-    }
+    for moment in MOMENTS:
+        found[moment] = [round(one.next_commit_s, 2) for one in kills if one.moment == moment]
     return found
 
 
@@ -374,11 +402,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=450)
+    parser.add_argument("--steps", type=int, default=10**6, help="of `alone` without `elastic`")
+    parser.add_argument("--limit-s", type=float, default=1e6, help="no kill after that")
     parser.add_argument("--pace-s", type=float, default=0.0, help="a pause before each step")
     parser.add_argument("--deadline-s", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", default="speed,alone,elastic,restart")
+    parser.add_argument("--parts", default="speed,elastic,alone,restart")
     parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--log-synchronised", action="store_true", help=argparse.SUPPRESS)
@@ -400,7 +429,7 @@ def main() -> None:
         elif part == "elastic":
             folder = launched(given, "train", given.gpus, *supervised)
             found = told(events(folder))
-            shutil.copytree(folder, Path(os.environ.get("OUT", folder.parent)) / "elastic-logs")
+            given.steps = found["ends"][0][0]
         else:
             folder = launched(given, "restart", given.gpus, f"--max-restarts={RESTARTS}")
             found = told(events(folder))

@@ -56,7 +56,7 @@ class Group(ABC):
         return self._started(self._group.alltoall_base(out, sent, received_from, sent_to))
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Started:
-        """Gather all ranks' tensors in `out`, by ranks."""
+        """Gather all ranks' tensors in `out`, by ranks. This rank's may be its place in `out`."""
         return self._started(self._group._allgather_base(out, mine))
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Started:
