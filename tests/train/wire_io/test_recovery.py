@@ -91,8 +91,8 @@ class Trial:
                 self.simulation.block(node, out=fault.kind == "mute", seconds=fault.seconds)
                 return fault.seconds
             case "ahead" | "back":
-                ahead_s = fault.seconds if fault.kind == "ahead" else -fault.seconds
-                self.simulation.jump(node, ahead_s)
+                clock = self.simulation if node is None else node
+                clock.ahead_s += fault.seconds if fault.kind == "ahead" else -fault.seconds
             case "kill" | "vanish":
                 assert node is not None
                 assert fault.who is not None

@@ -337,10 +337,6 @@ class Simulation:
         """
         (self.card if node is None else node.card).block(out=out, until=self.now + seconds)
 
-    def jump(self, node: Node | None, seconds: float) -> None:
-        """Set the clock of a worker or the coordinator forward or back."""
-        (self if node is None else node).ahead_s += seconds
-
     # --- time -------------------------------------------------------------------------------------
 
     @property
