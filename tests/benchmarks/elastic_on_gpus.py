@@ -39,7 +39,7 @@ from torch.nn import functional as F  # noqa: N812
 MICRO_BATCHES, VOCAB = 4, 50304
 SMALL, LARGE = (1, 512), (8, 1024)  # rows and tokens of a micro-batch
 MOMENTS = ("forward", "backward", "exchange", "optimizer")
-SAVED_EVERY, RESTARTS = 20, 3  # steps between checkpoints; kills of the run that restarts
+SAVED_EVERY, RESTARTS = 20, 2  # steps between checkpoints; kills of the run that restarts
 
 
 class Block(nn.Module):
