@@ -123,21 +123,22 @@ def digest(layers: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -
 
 @dataclass(frozen=True)
 class Death:
-    """The rank at `seat` ends, or freezes, at a moment of `step`, the first time that it is there.
+    """The `incarnation`-th process at `seat` ends, or freezes, at a moment of `step`.
 
-    `moment` is one of `MOMENTS`.
+    `moment` is one of `MOMENTS`. Without a `step` it is the process's first one.
     """
 
     seat: int
-    step: int
+    step: int | None
     moment: str
     number: signal.Signals = signal.SIGKILL
+    incarnation: int = 1
 
     def __call__(self, step: int, moment: str) -> None:
         """Send this process the signal if it is the time."""
-        incarnation = int(os.environ["INCARNATION"])
-        here = (int(os.environ["RANK"]), step, moment) == (self.seat, self.step, self.moment)
-        if here and incarnation == 1:
+        process = (int(os.environ["RANK"]), int(os.environ["INCARNATION"]))
+        is_there = self.step in (step, None) and moment == self.moment
+        if is_there and process == (self.seat, self.incarnation):
             os.kill(os.getpid(), self.number)
 
 
@@ -400,8 +401,12 @@ def planned() -> dict[str, Any]:
     outcomes["not again"] = run(
         2, target=dying(Death(1, 2, "backward"), waits=False), max_restarts=0
     )
-    frozen = [Death(1, 2, "exchange", signal.SIGSTOP)]
-    outcomes["freezes"] = run(few, target=dying(*frozen, deadline_s=FREEZE_S))
+    outcomes["dies at once"] = run(few, target=dying(Death(1, 0, "forward")))
+    newcomer = Death(1, None, "forward", incarnation=2)
+    outcomes["newcomer dies"] = run(few, target=dying(Death(1, 2, "forward"), newcomer))
+    for name, step in (("freezes", 2), ("freezes at once", 0)):
+        frozen = Death(1, step, "exchange", signal.SIGSTOP)
+        outcomes[name] = run(few, target=dying(frozen, deadline_s=FREEZE_S))
     outcomes["fails"] = run(2, target=fail, max_restarts=1)
     return {"one process": in_one_process(), **{name: asdict(o) for name, o in outcomes.items()}}
 

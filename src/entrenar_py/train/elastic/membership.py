@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.002
 FINISHED = "all ranks have committed the last step"
+_SUCCEEDED = "the next generation began"
 _TURN_S = 1.0  # for a process to write a record that is due
 _FOREVER = timedelta(days=365)
 
@@ -266,8 +267,15 @@ class Membership:
         self._set("ended", "")
         return True
 
+    def why_ended(self, number: int) -> str | None:
+        """Return why generation `number` was interrupted, or None if it was not."""
+        if number < 0 or not self.roll.has(f"interrupt/{number}"):
+            return None
+        why = self.roll.store.get(f"interrupt/{number}").decode()
+        return None if why == _SUCCEEDED else why
+
     def _begin(self, generation: Generation) -> None:
-        self.interrupt("the next generation began")  # also ends the watcher
+        self.interrupt(_SUCCEEDED)  # also ends the watcher
         if generation.number:
             for member in self.roll.generation(generation.number - 1).members:
                 if member not in generation.members:
