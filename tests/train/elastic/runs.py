@@ -2,7 +2,8 @@
 
 `python -m tests.train.elastic.runs RUNS [SEED]` makes runs of 1 to 4 ranks with random faults, and
 exits with 1 unless every run ends with the digest of an undisturbed one. `... runs planned` makes
-the runs of `test_elastic.py`, and prints what came of them as JSON.
+the runs of `test_elastic.py`, and prints what came of them as JSON. With ELASTIC_DEVICE=cuda each
+rank trains on a GPU of its own.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from entrenar_py.train.elastic.supervise import end_with_parent, supervise
 
 Report = Callable[[str], None]
 
+ON_GPUS = os.environ.get("ELASTIC_DEVICE") == "cuda"
 MICRO_BATCHES, STEPS = 8, 12
 DEADLINE_S = 1.5  # of random runs, in which many ranks freeze
 PATIENT_S, FREEZE_S = 10.0, 4.0  # of planned ones: a busy machine may be slow
@@ -76,9 +78,18 @@ class Fork:
         os.kill(self.pid, signal.SIGKILL)
 
 
+def device() -> torch.device:
+    """Return where this process trains."""
+    return (
+        torch.device("cuda", int(os.environ.get("RANK", "0"))) if ON_GPUS else torch.device("cpu")
+    )
+
+
 def model() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Return a model with dropout and weights of two dtypes, its optimizer and its schedule."""
     torch.manual_seed(0)
+    if ON_GPUS:
+        torch.cuda.set_device(device())
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -90,14 +101,15 @@ def model() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
             out: Tensor = self.second(self.dropout(self.first(x).tanh()).bfloat16())
             return out
 
-    layers = Mixed()
+    layers = Mixed().to(device())
     optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
     return layers, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 
 
 def batches(step: int) -> Tensor:
     """Return the micro-batches of a step, [MICRO_BATCHES, samples, features]."""
-    return torch.randn(MICRO_BATCHES, 4, 5, generator=torch.Generator().manual_seed(step))
+    draws = torch.Generator().manual_seed(step)
+    return torch.randn(MICRO_BATCHES, 4, 5, generator=draws).to(device())
 
 
 def digest(layers: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> str:
@@ -105,7 +117,7 @@ def digest(layers: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -
     tensors = [*layers.state_dict().values()]
     for state in optimizer.state_dict()["state"].values():
         tensors += [one for one in state.values() if isinstance(one, Tensor)]
-    parts = [one.detach().float().numpy().tobytes() for one in tensors]
+    parts = [one.detach().float().cpu().numpy().tobytes() for one in tensors]
     return hashlib.sha256(b"".join(parts) + repr(schedule.get_last_lr()).encode()).hexdigest()[:16]
 
 
@@ -191,7 +203,16 @@ def _wait_for_newcomers(trainer: Any) -> None:
 
 def in_one_process() -> str:
     """Return the digest of plain torch in one process: it adds gradients along a tree of lists."""
+    reading, writing = os.pipe()
+    # A process that has used a GPU can't fork ranks that do.
+    Fork(lambda: 0 * os.write(writing, _in_this_process().encode()))
+    os.close(writing)
+    return os.read(reading, 99).decode()
+
+
+def _in_this_process() -> str:
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
     layers, optimizer, schedule = model()
     for step in range(STEPS):
         gradients = []
@@ -366,18 +387,21 @@ def dying(
 
 def planned() -> dict[str, Any]:
     """Make all runs of `test_elastic.py`, and return what came of them."""
-    outcomes = {f"undisturbed {n}": run(n, target=dying()) for n in (1, 2, 3, 4)}
+    few = 2 if ON_GPUS else 3
+    outcomes = {f"undisturbed {n}": run(n, target=dying()) for n in range(1, few + 1)}
     outcomes |= {
-        f"dies in {moment}": run(3, target=dying(Death(1, 2, moment))) for moment in MOMENTS
+        f"dies in {moment}": run(few, target=dying(Death(1, 2, moment))) for moment in MOMENTS
     }
-    outcomes["first rank dies"] = run(4, target=dying(Death(0, 3, "exchange")))
-    outcomes["two die"] = run(4, target=dying(Death(0, 3, "exchange"), Death(2, 3, "forward")))
+    if not ON_GPUS:
+        outcomes["undisturbed 4"] = run(4, target=dying())
+        outcomes["two die"] = run(4, target=dying(Death(0, 3, "exchange"), Death(2, 3, "forward")))
+    outcomes["first rank dies"] = run(2 if ON_GPUS else 4, target=dying(Death(0, 3, "exchange")))
     outcomes["all die"] = run(2, target=dying(Death(0, 3, "forward"), Death(1, 3, "forward")))
     outcomes["not again"] = run(
         2, target=dying(Death(1, 2, "backward"), waits=False), max_restarts=0
     )
     frozen = [Death(1, 2, "exchange", signal.SIGSTOP)]
-    outcomes["freezes"] = run(3, target=dying(*frozen, deadline_s=FREEZE_S))
+    outcomes["freezes"] = run(few, target=dying(*frozen, deadline_s=FREEZE_S))
     outcomes["fails"] = run(2, target=fail, max_restarts=1)
     return {"one process": in_one_process(), **{name: asdict(o) for name, o in outcomes.items()}}
 
@@ -388,7 +412,7 @@ def soak(num_runs: int, seed: int) -> int:
     wrong, faults, joins = 0, 0, 0
     for index in range(num_runs):
         draw = random.Random(f"{seed}.{index}")
-        num_ranks = draw.randint(1, 4)
+        num_ranks = draw.randint(1, torch.cuda.device_count() if ON_GPUS else 4)
         fault = RandomFaults(draw, draw.randint(0, 4))
         began = time.monotonic()
         outcome = run(num_ranks, fault=fault)

@@ -1,6 +1,6 @@
 """Real ranks die, freeze and join in the middle of a run, and the weights are the same bits.
 
-Not exercised: several machines, and GPUs, which elastic training refuses.
+Not exercised: several machines, and more than two GPUs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ Outcome = dict[str, Any]
 RANKS = {f"undisturbed {count}": count for count in (1, 2, 3, 4)}
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, Any]:
+def planned(**settings: str) -> dict[str, Any]:
     """Make all planned runs, on ranks forked from one process."""
     found = subprocess.run(
         [sys.executable, "-m", "tests.train.elastic.runs", "planned"],
@@ -36,6 +35,7 @@ def outcomes() -> dict[str, Any]:
             **os.environ,
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
             "OMP_NUM_THREADS": "1",
+            **settings,
         },
         capture_output=True,
         text=True,
@@ -43,6 +43,12 @@ def outcomes() -> dict[str, Any]:
     )
     assert found.returncode == 0, found.stderr
     return dict(json.loads(found.stdout))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    """Make the runs on the CPU."""
+    return planned()
 
 
 def said(outcome: Outcome, word: str) -> list[list[str]]:
@@ -68,6 +74,19 @@ def test_a_run_ends_with_the_bits_of_one_process(outcomes: dict[str, Any], name:
     outcome = outcomes[name]
     assert {digest for (digest,) in said(outcome, "digest")} == {outcomes["one process"]}
     assert set(outcome["statuses"]) == {0}
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_runs_on_gpus_end_with_the_bits_of_one_process() -> None:
+    """Over NCCL ranks die, freeze and join as over gloo."""
+    outcomes = planned(ELASTIC_DEVICE="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    right, fails = outcomes.pop("one process"), outcomes.pop("fails")
+    assert len(outcomes) >= 10
+    for name, outcome in outcomes.items():
+        assert {digest for (digest,) in said(outcome, "digest")} == {right}, name
+        assert set(outcome["statuses"]) == {0}, name
+    assert fails["statuses"] == [1, 1]
 
 
 @pytest.mark.parametrize("name", list(RANKS))

@@ -73,5 +73,5 @@ def test_a_single_rank_needs_no_group() -> None:
     started = exchange.start(torch.full((1, 32), 8.0))
     started.gather(lambda _: None)
     started.wait(lambda _: None)
-    assert started.over
+    assert started.is_over
     assert torch.equal(started.mean, torch.full((32,), 2.0))

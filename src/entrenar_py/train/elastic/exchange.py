@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
 from entrenar_py.train.canonical.exchange import ALIGNMENT
 from entrenar_py.train.canonical.reducer import are_siblings
-from entrenar_py.train.elastic.group import Group
+from entrenar_py.train.elastic.group import Group, Started
 
-Wait = Callable[[dist.Work], None]
+Wait = Callable[[Started], None]
 
 
 def share(micro_batches: int, *, rank: int, world_size: int) -> range:
@@ -64,6 +64,10 @@ class Exchange:
         self._nodes = [nodes(shards) for shards in shares]  # by rank
         self._group, self._rank, self._world_size = group, rank, world_size
         self._scale = 1 / micro_batches
+        self._stream: torch.cuda.Stream | None = None
+        if group is not None and group.device.type == "cuda":
+            # High priority, as that of the group.
+            self._stream = torch.cuda.Stream(group.device, priority=-1)  # type: ignore[no-untyped-call]
 
     @property
     def num_rows(self) -> int:
@@ -76,12 +80,22 @@ class Exchange:
         return -(-num_elements // unit) * unit
 
     def start(self, rows: Tensor) -> Sum:
-        """Start to sum all ranks' `rows` [num_rows, padded length]. All ranks call in one order."""
-        return Sum(self, rows)
+        """Start to sum all ranks' `rows` [num_rows, padded length]. All ranks call in one order.
+
+        The first row is overwritten with the mean. On GPUs all of it is queued on a stream, in
+        parallel with the backward pass. On CPUs the sums are gathered when `Sum.gather` is called.
+        """
+        if self._stream is None:
+            return Sum(self, rows)
+        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(self._stream):
+            started = Sum(self, rows)
+            started.gather(_in_order)
+        return started
 
     # --- the two halves ---------------------------------------------------------------------------
 
-    def scatter(self, rows: Tensor) -> tuple[Tensor, dist.Work | None]:
+    def scatter(self, rows: Tensor) -> tuple[Tensor, Started | None]:
         """Send each rank its chunk of `rows`. Returns this rank's chunk of all nodes, in order."""
         if self._group is None:
             return rows, None
@@ -89,22 +103,25 @@ class Exchange:
         sent = rows.view(self.num_rows, self._world_size, chunk).transpose(0, 1).contiguous()
         counts = [len(one) for one in self._nodes]
         received = rows.new_empty(sum(counts), chunk)
-        work = self._group.all_to_all(
+        started = self._group.all_to_all(
             received.view(-1),
             sent.view(-1),
             received_from=[count * chunk for count in counts],
             sent_to=[self.num_rows * chunk] * self._world_size,
         )
-        return received, work
+        return received, started
 
-    def gather(self, received: Tensor, out: Tensor) -> dist.Work | None:
+    def gather(self, received: Tensor, out: Tensor) -> Started | None:
         """Add the chunk of all nodes, and gather all ranks' chunks of the mean in `out`."""
+        mine = out.view(self._world_size, -1)[self._rank]
         spans = [span for of_rank in self._nodes for span in of_rank]
-        mean = add_nodes(received, spans).mul(self._scale)
-        if self._group is None:
-            out.copy_(mean)
-            return None
-        return self._group.all_gather(out, mean)
+        if received.is_cuda and len({len(span) for span in spans}) == 1:
+            from entrenar_py.train.canonical import kernels  # needs triton
+
+            kernels.add_tree(received, scale=self._scale, out=mine)
+        else:
+            torch.mul(add_nodes(received, spans), self._scale, out=mine)
+        return None if self._group is None else self._group.all_gather(out, mine)
 
 
 class Sum:
@@ -112,21 +129,29 @@ class Sum:
 
     def __init__(self, exchange: Exchange, rows: Tensor) -> None:
         self._exchange, self._rows = exchange, rows
-        self.mean = rows.new_empty(rows.shape[1])
-        self._received, self._work = exchange.scatter(rows)
+        self.mean = rows[0]
+        self._received, self._started = exchange.scatter(rows)
+        self._is_gathered = False
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether no collective of it can write to memory any more."""
-        return self._work is None or self._work.is_completed()
+        return self._started is None or self._started.is_over()
 
     def gather(self, wait: Wait) -> None:
-        """Wait for the chunks of this rank, add them, and start to gather the mean."""
-        if self._work is not None:
-            wait(self._work)
-        self._work = self._exchange.gather(self._received, self.mean)
+        """Wait for the chunks of this rank, add them, and start to gather the mean, once."""
+        if self._is_gathered:
+            return
+        self._is_gathered = True
+        if self._started is not None:
+            wait(self._started)
+        self._started = self._exchange.gather(self._received, self.mean)
 
     def wait(self, wait: Wait) -> None:
         """Wait for the mean."""
-        if self._work is not None:
-            wait(self._work)
+        if self._started is not None:
+            wait(self._started)
+
+
+def _in_order(_: Started) -> None:
+    """Wait for nothing: what follows on a GPU's stream comes after it anyway."""

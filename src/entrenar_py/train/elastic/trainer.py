@@ -6,10 +6,9 @@ import hashlib
 import threading
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
@@ -20,7 +19,7 @@ from entrenar_py.train.canonical import requirements
 from entrenar_py.train.canonical.reducer import Counter, take
 from entrenar_py.train.elastic.buckets import Buckets, ConnectionLostError
 from entrenar_py.train.elastic.exchange import Exchange, Sum
-from entrenar_py.train.elastic.group import Group
+from entrenar_py.train.elastic.group import Group, Started, connect, prepare
 from entrenar_py.train.elastic.launcher import seat_of_launcher
 from entrenar_py.train.elastic.membership import (
     EndedError,
@@ -29,6 +28,9 @@ from entrenar_py.train.elastic.membership import (
     Membership,
 )
 from entrenar_py.train.elastic.transfer import broadcast
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 Batch = TypeVar("Batch")
 
@@ -61,12 +63,7 @@ class ElasticTrainer:
         requirements.require_deterministic()
         self._parameters = requirements.require_parameters(model)
         self._model = model
-        for tensor in self._tensors():
-            if tensor.device.type != "cpu":
-                raise UsageError(
-                    f"the model is on {tensor.device}: elastic training works on the CPU; on GPUs "
-                    "use canonical_all_reduce, and restart from a checkpoint"
-                )
+        self._device = _device_of(self._tensors())
         if not deadline_s > 0:
             raise UsageError.of("deadline_s", deadline_s, "give more than 0 seconds")
         if not isinstance(first_step, int) or first_step < 0:
@@ -90,8 +87,9 @@ class ElasticTrainer:
             "seed": seed,
             "the shapes of the model's tensors": _fingerprint(model),
             **self._switches,
-            **requirements.surroundings(torch.device("cpu")),
+            **requirements.surroundings(self._device),
         }
+        prepare(self._device)
         self._members = Membership(
             seat.store, seat=seat.seat, num_seats=seat.num_seats, facts=facts
         )
@@ -103,6 +101,7 @@ class ElasticTrainer:
         self._ended = False  # whether all ranks have committed the last step
         self._trained = False  # whether this process has the state of the run
         self._abandoned: list[tuple[object, list[Sum]]] = []
+        self._client: Store | None = None  # of the store, for groups: a connection may take seconds
         self._counter = Counter()
         self._use(None, rank=0, world_size=1)  # until there is a generation
         for parameter in self._parameters:
@@ -131,6 +130,7 @@ class ElasticTrainer:
             if self.step >= total:
                 if self._members.finish(deadline_s=self._deadline_s):
                     self._ended = True
+                    self._abandon(self._group, [])
                     return
                 self._regroup()
             elif self._members.pauses(self.step):
@@ -248,13 +248,13 @@ class ElasticTrainer:
         if not last:
             self._counter.push(node)
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, started: Started) -> None:
         """Wait for a collective. Raises InterruptedGenerationError if it can't end."""
         self._members.wait(
-            work.is_completed, deadline_s=self._deadline_s, what="an exchange between ranks"
+            started.is_over, deadline_s=self._deadline_s, what="an exchange between ranks"
         )
         try:
-            work.wait()
+            started.check()
         except RuntimeError as error:
             self._members.interrupt(f"an exchange between ranks failed: {error}")
             raise InterruptedGenerationError from error
@@ -263,19 +263,24 @@ class ElasticTrainer:
 
     def _regroup(self) -> None:
         """Form a group of all ranks that are there. All get the state of the most advanced one."""
-        self._abandon()
+        take(self._parameters)
+        group, sums = self._group, self._buckets.sums
         failures: Counts[tuple[tuple[int, int], ...]] = Counts()
         while True:
-            generation = group = None
+            generation = None
             try:
-                generation = self._members.agree(
-                    self.step, trained=self._trained, deadline_s=self._deadline_s
-                )
+                try:
+                    generation = self._members.agree(
+                        self.step, trained=self._trained, deadline_s=self._deadline_s
+                    )
+                finally:
+                    # Not before: another rank may still receive what this one has sent.
+                    self._abandon(group, sums)
+                    group, sums = None, []
                 group = self._connect(generation)
                 if generation.behind:
                     self._bring_up(generation, group)
             except InterruptedGenerationError as error:
-                self._abandoned.append((group, []))
                 if error.__cause__ is not None and generation is not None:
                     failures[generation.members] += 1
                     if failures[generation.members] == _FAILURES_MAX:
@@ -312,29 +317,37 @@ class ElasticTrainer:
         if world_size == 1:
             return None
         rank, timeout_s = self._rank_in(generation), 2 * self._deadline_s
-        ended: list[Group | RuntimeError] = []
+        client, self._client = self._client, None  # whose thread may wait in it in vain
+        ended: list[tuple[Group, Store] | RuntimeError] = []
 
-        def connect() -> None:
+        def connect_all() -> None:
             try:
-                store = PrefixStore(f"group/{generation.number}", self._members.roll.clone())
-                group = Group(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
-                ended.append(group)
+                store = client or self._members.roll.clone()
+                group = connect(
+                    PrefixStore(f"group/{generation.number}", store),
+                    self._device,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout_s=timeout_s,
+                )
+                ended.append((group, store))
             except RuntimeError as error:
                 ended.append(error)
 
-        threading.Thread(target=connect, name="entrenar-elastic-connect", daemon=True).start()
+        threading.Thread(target=connect_all, name="entrenar-elastic-connect", daemon=True).start()
         self._members.wait(lambda: bool(ended), deadline_s=self._deadline_s, what="connecting")
-        group = ended[0]
-        if isinstance(group, RuntimeError):
-            self._members.interrupt(f"a rank could not connect: {group}")
-            raise InterruptedGenerationError from group
+        if isinstance(ended[0], RuntimeError):
+            self._members.interrupt(f"a rank could not connect: {ended[0]}")
+            raise InterruptedGenerationError from ended[0]
+        group, self._client = ended[0]
         return group
 
-    def _abandon(self) -> None:
-        """Keep the memory of exchanges that can't end until they time out: they may still write."""
-        self._abandoned = [one for one in self._abandoned if not all(s.over for s in one[1])]
-        self._abandoned.append((self._group, self._buckets.sums))
-        take(self._parameters)
+    def _abandon(self, group: Group | None, sums: list[Sum]) -> None:
+        """Abort the exchanges of `group`. Keep the memory of those that may still write to it."""
+        if group is not None:
+            group.abort(self._deadline_s)
+        self._abandoned.append((group, sums))
+        self._abandoned = [one for one in self._abandoned if not all(s.is_over for s in one[1])]
 
     def _bring_up(self, generation: Generation, group: Group | None) -> None:
         """Copy the state of rank `source` to the ranks that are behind."""
@@ -356,6 +369,17 @@ class ElasticTrainer:
 
     def _tensors(self) -> list[Tensor]:
         return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    """Return where all `tensors` are. Raises UsageError unless it is one GPU, or the CPU."""
+    devices = sorted({str(one.device) for one in tensors})
+    if len(devices) > 1 or tensors[0].device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"the model is on {', '.join(devices)}: elastic training needs all of it on one "
+            "CUDA device, or on the CPU"
+        )
+    return tensors[0].device
 
 
 def _fingerprint(model: nn.Module) -> str:
