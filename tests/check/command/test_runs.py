@@ -68,12 +68,17 @@ POISONED = Fault(kind="non_finite_gradient", step=1, rank=1, value="nan")
 
 @pytest.mark.parametrize(
     ("words", "fault", "store"),
-    [((), LEAVES, "1"), ((), POISONED, None), (("-m", "entrenar_py.supervise"), LEAVES, None)],
+    [
+        ((), LEAVES, "1"),
+        ((), POISONED, "1"),
+        ((), Fault(kind=COMMON, step=0), None),
+        (("-m", "entrenar_py.supervise"), LEAVES, None),
+    ],
 )
 def test_ranks_that_torchrun_starts_again_get_a_new_store(
     tmp_path: Path, words: tuple[str, ...], fault: Fault, store: str | None
 ) -> None:
-    """Only in the run in which a rank is killed; supervised ranks keep torchrun's store."""
+    """Only in runs in which ranks end early; supervised ranks keep torchrun's store."""
     given = list[str | None]()
 
     def launch(command: Any, *, folder: Path, variables: dict[str, str], **_: object) -> Ended:

@@ -263,7 +263,8 @@ def _restarting(command: Sequence[str], faults: Sequence[Fault]) -> dict[str, st
     They may otherwise find the addresses of the ranks before them there, and never connect
     (pytorch/pytorch#135712). Supervised ranks are no restarts of torchrun's, and meet in its store.
     """
-    is_needed = any(fault.kind == "leave" for fault in faults) and _SUPERVISOR not in command
+    ends_ranks = any(fault.kind.startswith(("leave", "non_finite_")) for fault in faults)
+    is_needed = ends_ranks and _SUPERVISOR not in command
     return {_NEW_STORE: os.environ.get(_NEW_STORE, "1")} if is_needed else {}
 
 
