@@ -40,6 +40,9 @@ os.environ.setdefault(
     "MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
 )
 
+# torch's store looks up the name of whoever connects. A query that the name server drops takes 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # What a shell starts in the background ignores interrupts, and so would all that is tested here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

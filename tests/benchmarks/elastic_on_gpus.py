@@ -39,7 +39,7 @@ from torch.nn import functional as F  # noqa: N812
 MICRO_BATCHES, VOCAB = 4, 50304
 SMALL, LARGE = (1, 512), (8, 1024)  # rows and tokens of a micro-batch
 MOMENTS = ("forward", "backward", "exchange", "optimizer")
-SAVED_EVERY, RESTARTS = 20, 3  # steps between checkpoints; kills of the run that restarts
+SAVED_EVERY, RESTARTS = 20, 2  # steps between checkpoints; kills of the run that restarts
 
 
 class Block(nn.Module):
@@ -59,7 +59,8 @@ class Block(nn.Module):
         q, k, v = (one.transpose(1, 2) for one in parts.unbind(2))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return out
 
 
 class Transformer(nn.Module):
@@ -77,7 +78,8 @@ class Transformer(nn.Module):
         x = self.embedding(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+        scores = self.head(self.norm(x)).flatten(0, 1)
+        return F.cross_entropy(scores, tokens[:, 1:].flatten())
 
 
 def made(device: torch.device) -> tuple[Transformer, torch.optim.Optimizer]:
@@ -164,10 +166,9 @@ def train(given: argparse.Namespace) -> None:
         model, optimizer, micro_batches=MICRO_BATCHES, deadline_s=given.deadline_s
     )
     log("joined", step=trainer.step, world_size=trainer.world_size)
-    model.embedding.weight.register_post_accumulate_grad_hook(lambda _: log.passes("exchange"))
-    model.blocks[3 if len(model.blocks) > 3 else 1].qkv.weight.register_hook(
-        lambda _: log.passes("backward")
-    )
+    hooked: list[Any] = [model.embedding.weight, next(model.blocks[1].parameters())]
+    hooked[0].register_post_accumulate_grad_hook(lambda _: log.passes("exchange"))
+    hooked[1].register_hook(lambda _: log.passes("backward"))
     optimizer.register_step_pre_hook(lambda *_: log.passes("optimizer"))
     latest, last = -1, given.folder / "last"
     for step in trainer.steps(given.steps):

@@ -55,7 +55,7 @@ def elastic(
         torchrun --nproc_per_node=4 -m entrenar_py.supervise train.py
 
     Raises UsageError if `micro_batches` is not a power of two or is smaller than the number of
-    ranks, if the model is not on the CPU or has parts that depend on the number of ranks, or if
+    ranks, if the model is on several devices or has parts that depend on the number of ranks, or if
     `require_deterministic` would raise.
     """
     from entrenar_py.train.elastic.trainer import ElasticTrainer

@@ -91,12 +91,13 @@ class Buckets:
                 raise ConnectionLostError(f"an exchange could not start: {error}") from error
 
     def finish(self, wait: Wait) -> None:
-        """Wait for all sums, and make each `.grad` the mean."""
+        """Make each `.grad` the mean, and wait for all sums."""
         for started in self.sums:
             started.gather(wait)
-        for started, bucket in zip(self.sums, self._buckets, strict=True):
-            started.wait(wait)
+        for bucket in self._buckets:  # before the wait: a GPU idles after it
             bucket.use_mean()
+        for started in self.sums:
+            started.wait(wait)
 
 
 def _cut(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

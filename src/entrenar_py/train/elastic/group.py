@@ -21,8 +21,13 @@ from entrenar_py.shared.errors import SystemFailure
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# torch's own watchdog would end the process, or the group, before the ranks have agreed.
-_WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+# torch's own watchdog would end the process, or the group, before the ranks have agreed. And a host
+# that waits in NCCL can't notice a death.
+_NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
 _FOREVER = timedelta(days=365)
 
 
@@ -88,7 +93,7 @@ def connect(
 def prepare(device: torch.device) -> None:
     """Set what groups on `device` need in this process, before the first one."""
     if device.type == "cuda":
-        os.environ.update(_WITHOUT_WATCHDOG)
+        os.environ.update(_NCCL_SETTINGS)
 
 
 class _OfHost(Started):

@@ -317,7 +317,7 @@ class ElasticTrainer:
         if world_size == 1:
             return None
         rank, timeout_s = self._rank_in(generation), 2 * self._deadline_s
-        client, self._client = self._client, None  # whose thread may wait in it in vain
+        client, self._client = self._client, None  # the thread below may never give it back
         ended: list[tuple[Group, Store] | RuntimeError] = []
 
         def connect_all() -> None:
