@@ -320,7 +320,11 @@ class Borders:
     # --- hooks of tensors -------------------------------------------------------------------------
 
     @_quiet
-    def _gradient(self, names: Sequence[Border], caller: str, gradient: Tensor) -> Tensor | None:
+    def _gradient(
+        self, names: Sequence[Border], caller: str, gradient: Tensor | None
+    ) -> Tensor | None:
+        if gradient is None:  # an output of a compiled function that the loss doesn't use
+            return None
         first = names[0]
         if self._noise is not None:
             gradient = gradient.clone()
