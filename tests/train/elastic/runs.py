@@ -177,7 +177,7 @@ def train(
     report(f"joined {trainer.step} {trainer.rank} {trainer.world_size}")
     for step in trainer.steps(STEPS):
         if waits and step == STEPS - 3 and trainer.world_size < int(os.environ["WORLD_SIZE"]):
-            _wait_for_newcomers(trainer)
+            wait_for_newcomers(trainer)
         for batch in trainer.fold([*batches(step)]):
             passes(step, "forward")
             loss = layers(batch).float().square().mean()
@@ -194,7 +194,7 @@ def train(
     return 0
 
 
-def _wait_for_newcomers(trainer: Any) -> None:
+def wait_for_newcomers(trainer: Any) -> None:
     """Wait until a newcomer asks to join, or the generation ends for another reason."""
     members = trainer._members
     key = f"joining/{members._generation.number}"
@@ -202,20 +202,20 @@ def _wait_for_newcomers(trainer: Any) -> None:
         time.sleep(0.01)
 
 
-def in_one_process() -> str:
+def in_one_process(num_steps: int = STEPS) -> str:
     """Return the digest of plain torch in one process: it adds gradients along a tree of lists."""
     reading, writing = os.pipe()
     # A process that has used a GPU can't fork ranks that do.
-    Fork(lambda: 0 * os.write(writing, _in_this_process().encode()))
+    Fork(lambda: 0 * os.write(writing, _in_this_process(num_steps).encode()))
     os.close(writing)
     return os.read(reading, 99).decode()
 
 
-def _in_this_process() -> str:
+def _in_this_process(num_steps: int) -> str:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     layers, optimizer, schedule = model()
-    for step in range(STEPS):
+    for step in range(num_steps):
         gradients = []
         for shard, batch in enumerate(batches(step)):
             seed = hashlib.sha256(f"0,{step},{shard}".encode()).digest()
@@ -242,6 +242,7 @@ class Outcome:
     statuses: list[int]
     reports: dict[str, list[str]]  # "seat.pid" -> lines
     interrupts: list[str]  # why each generation ended, if it was interrupted
+    convicted: dict[int, str]  # seat -> why an audit convicted it
 
     @property
     def digests(self) -> list[str]:
@@ -329,8 +330,10 @@ def run(
             if Roll(prefixed).has(f"interrupt/{number}")
         ]
         why = [reason for reason in why if not reason.endswith(FINISHED)]
+        reasons = {seat: Roll(prefixed).convicted(seat) for seat in range(num_ranks)}
         keeper.kill()
-        return Outcome([one.poll() or 0 for one in supervisors], reports, why)
+        convicted = {seat: reason for seat, reason in reasons.items() if reason}
+        return Outcome([one.poll() or 0 for one in supervisors], reports, why, convicted)
 
 
 class RandomFaults:

@@ -36,7 +36,7 @@ from entrenar_py.check.observing.operations import Operations
 from entrenar_py.check.observing.sketches import DTYPES, Sketches
 from entrenar_py.check.rank_files import border_file, notes
 from entrenar_py.check.rank_files.border_file import Border, BorderFile, Settings
-from entrenar_py.check.watch import digest
+from entrenar_py.compute import digest
 from entrenar_py.shared import hook_calls
 
 VALUES_MAX = 4096  # elements up to which a tensor is kept as values, and above as a sketch

@@ -18,6 +18,7 @@ from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.canonical import requirements
 from entrenar_py.train.canonical.reducer import Counter, take
+from entrenar_py.train.elastic.audit import Audit
 from entrenar_py.train.elastic.buckets import Buckets
 from entrenar_py.train.elastic.exchange import Exchange, Sum
 from entrenar_py.train.elastic.group import (
@@ -67,6 +68,7 @@ class ElasticTrainer:
         first_step: int,
         seed: int,
         deadline_s: float,
+        audit: float,
     ) -> None:
         requirements.require_deterministic()
         self._parameters = requirements.require_parameters(model)
@@ -74,6 +76,8 @@ class ElasticTrainer:
         self._device = _device_of(self._tensors())
         if not deadline_s > 0:
             raise UsageError.of("deadline_s", deadline_s, "give more than 0 seconds")
+        if not 0 <= audit <= 1:
+            raise UsageError.of("audit", audit, "give a share of all micro-batches, 0 to 1")
         if not isinstance(first_step, int) or first_step < 0:
             raise UsageError.of("first_step", first_step, "give the number of committed steps")
         seat = seat_of_launcher()
@@ -93,6 +97,7 @@ class ElasticTrainer:
         facts = {
             "micro_batches": micro_batches,
             "seed": seed,
+            "audit": audit,
             "the shapes of the model's tensors": _fingerprint(model),
             **self._switches,
             **requirements.surroundings(self._device),
@@ -101,6 +106,9 @@ class ElasticTrainer:
             prepare(self._device)
         self._members = Membership(
             seat.store, seat=seat.seat, num_seats=seat.num_seats, facts=facts
+        )
+        self._audit = Audit(
+            audit, micro_batches=micro_batches, seed=seed, parameters=self._parameters
         )
         self.step = first_step
         self._shard: int | None = None  # the current micro-batch
@@ -126,6 +134,11 @@ class ElasticTrainer:
         if self._shard is None:
             raise UsageError("trainer.shard outside of the loop over fold(): read it inside of it")
         return self._shard
+
+    @property
+    def audited(self) -> int:
+        """How many micro-batches two ranks computed, with the same bits, since this one joined."""
+        return self._audit.num_audited
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the index of the next step until `total` steps are committed by all ranks.
@@ -158,6 +171,7 @@ class ElasticTrainer:
     def fold(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Yield this rank's micro-batches of `batches`. Run forward and backward on each.
 
+        After them come those of other ranks that this rank audits. `shard` is then not in `shards`.
         Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
         of all ranks, or None if the step can't be committed. Raises UsageError if `batches` doesn't
         have an item for each micro-batch of the global batch, if a micro-batch made no gradient for
@@ -182,7 +196,7 @@ class ElasticTrainer:
         self._counter = Counter(self.shards.start)
         self._buckets.clear()
         try:
-            for shard in self.shards:
+            for shard in (*self.shards, *self._audit.begin(self.step)):
                 if self._members.interrupted:
                     return
                 self._shard = shard
@@ -191,6 +205,7 @@ class ElasticTrainer:
                 self._keep(shard)
             self._shard = None
             self._buckets.finish(self._wait)
+            self._audit.settle(self._wait)
             self._reduced = True
         except InterruptedGenerationError:
             take(self._parameters)
@@ -231,7 +246,12 @@ class ElasticTrainer:
     def _made(self, parameter: Tensor) -> None:
         """Note that the backward pass has made the gradient of `parameter`."""
         self._num_made += 1
-        if self._shard is None or self._shard != self.shards[-1] or self._members.interrupted:
+        # An audited one is sent when all of it is there: its sums would change it.
+        if self._shard == self.shards[-1] and self._shard not in self._audit:
+            self._send(parameter)
+
+    def _send(self, parameter: Tensor) -> None:
+        if parameter.grad is None or self._members.interrupted:
             return
         try:
             self._buckets.add(parameter, self._counter)
@@ -239,10 +259,14 @@ class ElasticTrainer:
             self._members.interrupt(str(error))
 
     def _keep(self, shard: int) -> None:
-        """Check that `shard` has every gradient, and keep them unless it is the last shard."""
+        """Check that `shard` has every gradient. Keep them, if it is not the last or an audit."""
         if self._members.interrupted:
             raise InterruptedGenerationError
         last = shard == self.shards[-1]
+        if shard in self._audit:
+            self._audit.keep(shard)
+            for parameter in self._parameters if last else ():
+                self._send(parameter)
         node = take(self._parameters)  # the last one's are in buckets already
         num_made, self._num_made = self._num_made, 0
         if num_made > len(self._parameters):
@@ -259,7 +283,7 @@ class ElasticTrainer:
                 f"{len(self._parameters)} parameters): run its backward pass inside the loop over "
                 "fold(), and let it use every parameter"
             )
-        if not last:
+        if not last and shard in self.shards:
             self._counter.push(node)
 
     def _wait(self, started: Started) -> None:
@@ -300,6 +324,7 @@ class ElasticTrainer:
                 raise SystemExit(0) from None
             break
         self._trained, self.generation = True, generation
+        self._audit.join(generation, self._group, self._members)
 
     def _tell(self, generation: Generation) -> None:
         """Warn of the last generation's end. Raises SystemFailure if that was in vain too often.
