@@ -18,7 +18,8 @@ from entrenar_py.train.wire.frames import FROM_COORDINATOR, Buffer, Decoder, Enc
 from entrenar_py.train.wire.messages import MESSAGES, Message
 from entrenar_py.train.wire.terms import PIECE_BYTES, Package, Part, Run, Timing
 from entrenar_py.train.wire_io.injections import Fate, Guest, Meddle, Meddling, unmeddled
-from entrenar_py.train.wire_io.simulation import LATENCY_S, Later, Simulation, Timeline
+from entrenar_py.train.wire_io.simulated_links import LATENCY_S
+from entrenar_py.train.wire_io.simulation import Later, Simulation, Timeline
 from tests.train.wire_io.fakes import COMPLETED, SECRET, FakeMember, FakeServer, run_of
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from entrenar_py.shared.errors import ProtocolError
@@ -266,6 +267,16 @@ class Attendance:
 
     def _members(self) -> dict[Peer, Member]:
         return self._peers_in(*MEMBERS)
+
+    def _phases(self) -> Iterator[Phase]:
+        """Yield the phase of each worker that takes part.
+
+        Workers answer about in the order in which they were told. From the end, the first one that
+        has not answered is found at once, so the messages of a step don't cost a look at all
+        workers each.
+        """
+        phases = (member.phase for member in reversed(self.peers.values()))
+        return (phase for phase in phases if phase in MEMBERS)
 
     def _peers_in(self, *phases: Phase) -> dict[Peer, Member]:
         return {peer: member for peer, member in self.peers.items() if member.phase in phases}

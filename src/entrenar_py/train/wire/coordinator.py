@@ -261,18 +261,16 @@ class Coordinator(Dealing):
 
     def _next(self, now: float) -> list[Effect] | None:
         """Return the effects of the run's next move; None if it has to wait."""
-        members = self._members()
         if self.stage is Stage.OVER:
             return None
-        if not members and self.stage is not Stage.GATHERING:
-            # All workers are lost. A step that one of them made counts; else it is computed again.
-            return self._gather(self.step + self._made, now)
-        phases = {member.phase for member in members.values()}
         if self.stage is Stage.GATHERING:
             return self._begin(now)
-        if self._is_staged() and phases == {Phase.STAGED}:
+        if next(self._phases(), None) is None:
+            # All workers are lost. A step that one of them made counts; else it is computed again.
+            return self._gather(self.step + self._made, now)
+        if self._is_staged() and all(phase is Phase.STAGED for phase in self._phases()):
             return self._commit()
-        if self.stage is Stage.APPLYING and Phase.APPLYING not in phases:
+        if self.stage is Stage.APPLYING and Phase.APPLYING not in self._phases():
             return self._gather(self.step + 1, now)
         return None
 

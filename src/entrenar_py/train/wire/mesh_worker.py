@@ -78,6 +78,7 @@ class Links:
     _links: dict[Peer, Link] = field(default_factory=dict)
     _dialing: set[do.Dial] = field(default_factory=set)
     _waiting: dict[int, list[Message]] = field(default_factory=dict)
+    _ready_peers: dict[int, list[Peer]] = field(default_factory=dict)  # rank -> its ready links
 
     def group(self, own: int, addresses: Mapping[int, str]) -> list[Effect]:
         """Return the connections to open for a new group, in which this worker has rank `own`."""
@@ -96,9 +97,8 @@ class Links:
 
     def say(self, rank: int, message: Message) -> list[Effect]:
         """Return the effects that send `message` to `rank`, now or when the link to it is ready."""
-        for peer, link in self._links.items():
-            if link.rank == rank and link.ready:
-                return [do.Send(peer, message)]
+        if peers := self._ready_peers.get(rank):
+            return [do.Send(peers[0], message)]
         self._waiting.setdefault(rank, []).append(message)
         return []
 
@@ -218,10 +218,13 @@ class Links:
     def _ready(self, peer: Peer, link: Link, now: float) -> list[Effect]:
         assert link.rank is not None, "known since the hello"
         link.ready, link.heard = True, now
+        self._ready_peers.setdefault(link.rank, []).append(peer)
         return [do.Send(peer, message) for message in self._waiting.pop(link.rank, [])]
 
     def _close(self, peer: Peer, reason: str) -> list[Effect]:
-        del self._links[peer]
+        link = self._links.pop(peer)
+        if link.ready and link.rank is not None:
+            self._ready_peers[link.rank].remove(peer)
         return [do.Close(peer, reason)]
 
 
@@ -419,7 +422,7 @@ class MeshWorker(Worker):
         if message.round < group.round and message.step == self.step:
             return []  # was sent before the round ended
         self._require_step(message.step)
-        if rank not in group.ranks or message.block >= self._num_blocks:
+        if rank not in self.links.addresses or message.block >= self._num_blocks:
             raise ProtocolError(f"{type(message).__name__} block={message.block} of rank {rank}")
         return self._part(peer, rank, message)
 

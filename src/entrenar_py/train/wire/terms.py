@@ -249,7 +249,8 @@ def admit(
     if hello.rank in barred:
         reason = f"rank={hello.rank}: it was caught with wrong results too often"
         return Refuse(reason=reason, retry=False)
-    free = [rank for rank in range(world_size) if rank not in (*taken, *barred)]
+    gone = {*taken, *barred}
+    free = [rank for rank in range(world_size) if rank not in gone]
     if not free:
         return Refuse(reason=f"all {world_size} ranks are taken by live workers", retry=True)
     if hello.rank not in (None, *free):

@@ -45,6 +45,7 @@ from entrenar_py.train.wire_io.injections import (
     truthfully,
 )
 from entrenar_py.train.wire_io.peer_ends import MeshEnd, MeshHands, PipelineEnd, PipelineHands
+from entrenar_py.train.wire_io.simulated_links import LATENCY_S, Card, Network
 
 Action = Callable[[], None]
 Outcome = TypeVar("Outcome")
@@ -120,8 +121,12 @@ class Later:
 
 @dataclass(slots=True)
 class Direction:
-    """One direction of a connection: when its last bytes arrive, and bytes `held` to reorder."""
+    """One direction of a connection, and the bytes `held` to reorder.
 
+    Its last bytes reach the link of the receiver at `reaches`, and have passed it at `arrives`.
+    """
+
+    reaches: float = 0.0
     arrives: float = 0.0
     held: bytes = b""
 
@@ -131,7 +136,7 @@ class Node:
     """A worker's process.
 
     `connection` is its connection to the coordinator. The process does nothing until
-    `frozen_until`; if `calling`, it will connect soon.
+    `frozen_until`; if `calling`, it will connect soon. Its clock is `ahead_s` ahead.
     """
 
     number: int
@@ -140,6 +145,8 @@ class Node:
     alive: bool = True
     frozen_until: float = 0.0
     calling: bool = False
+    card: Card = field(default_factory=Card)
+    ahead_s: float = 0.0
 
     def lose(self, connection: Connection, reason: str) -> None:
         """Report to the worker that `connection` is lost."""
@@ -191,7 +198,6 @@ def feed(end: End, peer: Peer, data: bytes) -> None:
 
 
 HOST = "simulated"
-LATENCY_S = (0.0001, 0.002)
 COMPUTING_S = (0.001, 0.05)
 REDUCING_S = (0.0, 0.003)
 RECONNECT_S = 0.5
@@ -200,7 +206,10 @@ FAREWELL_S = 1.0  # how long the last messages may take
 
 
 class Simulation:
-    """One run. `start` starts a worker; `run` advances time until the coordinator is finished."""
+    """One run. `start` starts a worker; `run` advances time until the coordinator is finished.
+
+    `card` is the coordinator's link to the network, and its clock is `ahead_s` ahead.
+    """
 
     def __init__(
         self,
@@ -214,8 +223,11 @@ class Simulation:
         secret: bytes = b"",
         worker: type[Worker] = Worker,
         notify: Notify = unnoticed,
+        network: Network | None = None,
     ) -> None:
         self._time = Timeline()
+        self._network = network or Network()
+        self.card, self.ahead_s = Card(), 0.0
         self.nodes: list[Node] = []
         self._num_started = 0
         self._run, self._member, self._meddle = run, member, meddle
@@ -243,7 +255,7 @@ class Simulation:
     def _new_end(self, node: Node, rank: int | None, backend: str, speak: Speak) -> WorkerEnd:
         terms, member = self._run.terms, self._member()
         wire = SimulatedWire(partial(self._said, node), partial(self._closed, node))
-        compute, clock = partial(self._work, node), self._time.clock
+        compute, clock = partial(self._work, node), lambda: self.now + node.ahead_s
         kept: dict[str, Any] = {"secret": self._secret, "backend": backend, "timing": self._timing}
         kept["rank"] = rank
         if not issubclass(self._worker, MeshWorker):
@@ -268,13 +280,16 @@ class Simulation:
         """Schedule `action` for `seconds` from now."""
         self._time.later(seconds, action)
 
-    def restart(self, run: Run, hands: ServerHands) -> None:
-        """End the coordinator's process and its connections; start a new process for `run`."""
+    def restart(self, run: Run, hands: ServerHands, *, silently: bool = False) -> None:
+        """End the coordinator's process and its connections; start a new process for `run`.
+
+        If its machine failed `silently`, workers aren't told.
+        """
         for connection in self._connections.values():
             if connection.to is not None:
                 continue
             connection.dead = True  # bytes on their way to the coordinator are lost
-            if not connection.ended:
+            if not connection.ended and not silently:
                 connection.ended = True
                 self._end(connection, "the coordinator died", up=False)
         self._connections.clear()
@@ -283,14 +298,15 @@ class Simulation:
 
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
         machine = _coordinator_of(self._worker)(
-            run, secret=self._secret, timing=self._timing, now=self.now
+            run, secret=self._secret, timing=self._timing, now=self._clock()
         )
         for background in (self._reducing, self._reading):
             background.forget()  # the previous process's work
-        down, clock = SimulatedWire(self._tell, self._sent_away), self._time.clock
-        return CoordinatorEnd(
-            machine, hands, down, clock, self._reducing, self._reading, notify=self._notify
-        )
+        down, work = SimulatedWire(self._tell, self._sent_away), (self._reducing, self._reading)
+        return CoordinatorEnd(machine, hands, down, self._clock, *work, notify=self._notify)
+
+    def _clock(self) -> float:
+        return self.now + self.ahead_s
 
     def run(self, *, until_s: float) -> do.Finish:
         """Run until the coordinator finishes; return its Finish, or a `failed` one at `until_s`."""
@@ -301,6 +317,25 @@ class Simulation:
             self._time.next()
         late = f"not finished after {ended:.0f} s of virtual time"
         return self.coordinator.finished or do.Finish("failed", late)
+
+    # --- faults at any time -----------------------------------------------------------------------
+
+    def kill(self, node: Node, *, silently: bool = False) -> None:
+        """End a worker's process; if its machine fails `silently`, nobody notices."""
+        node.alive = False
+        for connection in self._connections.values():
+            if node in (connection.node, connection.to) and not connection.ended:
+                if silently:
+                    connection.dead = True
+                else:
+                    self._break(connection, "the process died")
+
+    def block(self, node: Node | None, *, out: bool, seconds: float) -> None:
+        """Let nothing pass for `seconds` in one direction of a worker's or the coordinator's link.
+
+        The other direction stays as it is: a one-way partition.
+        """
+        (self.card if node is None else node.card).block(out=out, until=self.now + seconds)
 
     # --- time -------------------------------------------------------------------------------------
 
@@ -367,6 +402,11 @@ class Simulation:
         node.calling = False
         if not node.alive or node.connection is not None:
             return
+        open_at = max(node.card.blocked_until, self.card.blocked_until)
+        if open_at > self.now:
+            node.calling = True
+            self._time.at(open_at, lambda: self._connect(node))
+            return
         connection = node.connection = self._new_connection(node, None)
         node.end.connected(connection.peer, self._nonce())
         self.coordinator.connected(connection.peer, self._nonce(), HOST)
@@ -380,6 +420,10 @@ class Simulation:
             assert isinstance(node.end, MeshEnd)
             if to is None or not to.alive:
                 node.end.undialable(dial, "connection refused")
+                return
+            if max(node.card.blocked_until, to.card.blocked_until) > self.now:
+                timed_out = partial(node.end.undialable, dial, "timed out")
+                self.later(self._timing.hello_s, lambda: self._to(node, timed_out))
                 return
             assert isinstance(to.end, MeshEnd)
             connection = self._new_connection(node, to)
@@ -430,12 +474,12 @@ class Simulation:
         is_of_worker = sender is not None
         befalls = self._meddle(node.end.machine.rank, is_of_worker, message) or Meddling(None)
         half = data[: len(data) // 2]
-        delay = self._random.uniform(*LATENCY_S)
+        delay = self._random.uniform(*self._network.latency_s)
         way = connection.up if up else connection.down
         match befalls.fate:
             case Fate.KILL:
                 self._deliver(connection, up, half if is_of_worker else b"", delay)
-                self._die(node)
+                self.kill(node)
                 return
             case Fate.CUT:
                 self._deliver(connection, up, half, delay)
@@ -454,15 +498,10 @@ class Simulation:
         data, way.held = bent(befalls, data, self._random) + way.held, b""
         self._deliver(connection, up, data, delay)
 
-    def _die(self, node: Node) -> None:
-        node.alive = False
-        for connection in self._connections.values():
-            if node in (connection.node, connection.to) and not connection.ended:
-                self._break(connection, "the process died")
-
     def _deliver(self, connection: Connection, up: bool, data: bytes, delay: float) -> None:
-        way = connection.up if up else connection.down
-        way.arrives = max(way.arrives, self.now + delay)
+        way, lane = connection.up if up else connection.down, self._card(connection, not up).out
+        begins = lane.occupy(self.now, len(data), self._network.seconds(len(data)))
+        way.reaches = max(way.reaches, begins + delay)
         peer, there, coordinator = connection.peer, connection.end(up), self.coordinator
 
         def arrive() -> None:
@@ -473,7 +512,29 @@ class Simulation:
             else:
                 self._to(there, lambda: feed(there.end, peer, data))
 
-        self._time.at(way.arrives, arrive)
+        self._reach(connection, up, way.reaches, len(data), arrive)
+
+    def _reach(
+        self, connection: Connection, up: bool, when: float, num_bytes: int, action: Action
+    ) -> None:
+        """Take `num_bytes` into the link of the receiver from `when` on; then run `action`."""
+        way, lane = connection.up if up else connection.down, self._card(connection, up).into
+        seconds = self._network.seconds(num_bytes)
+
+        def reach() -> None:
+            ends = lane.occupy(self.now, num_bytes, seconds) + seconds
+            way.arrives = max(way.arrives, ends)
+            if way.arrives <= self.now:
+                action()
+            else:
+                self._time.at(way.arrives, action)
+
+        self._time.at(when, reach)
+
+    def _card(self, connection: Connection, up: bool) -> Card:
+        """Return the link of the process that receives bytes sent `up` or down."""
+        node = connection.end(up)
+        return self.card if node is None else node.card
 
     def _break(self, connection: Connection, reason: str) -> None:
         """Break a connection; each end notices after all bytes sent to it have arrived."""
@@ -490,8 +551,9 @@ class Simulation:
             else:
                 self._to(there, lambda: there.lose(connection, reason))
 
-        way = connection.up if up else connection.down
-        self._time.at(max(way.arrives, self.now) + LATENCY_S[0], lose)
+        way, lane = connection.up if up else connection.down, self._card(connection, not up).out
+        sent = max(way.reaches, self.now, lane.blocked_until)
+        self._reach(connection, up, sent + LATENCY_S[0], 0, lose)
 
     def _sent_away(self, peer: Peer, reason: str) -> None:
         """Close a connection for the coordinator; the worker notices after the last message."""
