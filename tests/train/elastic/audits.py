@@ -137,7 +137,7 @@ def train(
             layers(batch).float().square().mean().backward()
             gradients = [one.grad for one in layers.parameters() if one.grad is not None]
             if records and len(gradients) == len(list(layers.parameters())):
-                raw = b"".join(one.float().numpy().tobytes() for one in gradients)
+                raw = b"".join(one.float().cpu().numpy().tobytes() for one in gradients)
                 found = hashlib.sha256(raw).hexdigest()[:16]
                 report(f"got {trainer.generation.number} {step} {trainer.shard} {found}")
         nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
