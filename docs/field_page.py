@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.field import recipes, run
+from tests.field import elastic, recipes, run
 from tests.field.recipe import Expected, Recipe, Trial, result_path
 
 PAGE = Path(__file__).parent / "field.md"
@@ -35,6 +35,24 @@ Each verdict that is not "held" is explained as one of these:
 - **not declared**: a declaration, or an option of the command, would settle it.
 - **limit of the tool**: no declaration could settle it.
 """
+ELASTIC = """\
+## Elastic scripts
+
+Scripts that are made to survive the death of a rank: what do they keep? Each was run undisturbed,
+and with one of two ranks killed (SIGKILL) in the middle of an epoch, on CPUs over gloo.
+`python -m tests.field.elastic` repeats it. The weights at the end of both runs are compared, and
+the steps and samples that they are made of. Each run had
+[`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`](your-trainer.md#a-restart-by-torchrun), without which most
+restarts by torchrun fail. [`entrenar_py.elastic`](elastic.md) keeps every step, sample and bit.
+
+Steps "made again" were made before the kill and had to be repeated. Steps "beyond" are those that
+the weights at the end contain, in addition to the undisturbed run's. The pause is the longest time
+without a step of the first rank (torch 2.13.0 on two cores that other work shared, 30 November
+2026).
+
+| script | steps | made again | beyond | samples lost | trained twice | by one rank alone \
+| weights at the end | pause | why |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def page() -> str:
@@ -48,6 +66,9 @@ def page() -> str:
             "| s |",
             "|---|---|---|---|---|---|---|---|---|---|",
             *(line for recipe in everything for line in _rows(recipe)),
+            "",
+            ELASTIC,
+            *_elastic_rows(),
             "",
             *(line for recipe in everything for line in _section(recipe)),
         ]
@@ -82,6 +103,25 @@ def _rows(recipe: Recipe) -> Iterator[str]:
             _kinds(trial, result, "inconclusive"),
             str(_exit_code(result)),
             str(result["seconds"]),
+        )
+
+
+_FIGURES = (
+    *("num_steps", "steps_back", "steps_beyond"),
+    *("samples_lost", "samples_again", "steps_alone"),
+)
+
+
+def _elastic_rows() -> Iterator[str]:
+    known = json.loads(elastic.RESULTS.read_text("utf-8"))
+    for name, found in known.items():
+        ends = "the same bits" if found["same_weights"] else "others, equal on both ranks"
+        yield _line(
+            f"{name}, [{found['commit'][:7]}]({found['address']})",
+            *(str(found[key]) for key in _FIGURES),
+            ends if found["ranks_agree"] else "others, different on the ranks",
+            f"{found['pause_s']} s",
+            elastic.WHY[name],
         )
 
 

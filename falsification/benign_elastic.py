@@ -43,6 +43,7 @@ def dies_at_the_door(self: Membership, number: int, deadline_s: float) -> Genera
 
 
 _TRIED = tuple(f"F-EL-{number:03}" for number in range(1, 7))
+_AUDITED = {"deadline_s": 16.0, "audit_share": 1.0}
 
 
 def _variant(name: str, summary: str, plants: dict[str, Any], **changes: Any) -> Variant:
@@ -51,7 +52,7 @@ def _variant(name: str, summary: str, plants: dict[str, Any], **changes: Any) ->
         summary=summary,
         plants=plants,
         scenario=scenario(*changes.pop("faults", REPLACED), **changes),
-        tried=_TRIED,
+        tried=(*_TRIED, "F-EL-007") if "options" in changes else _TRIED,
     )
 
 
@@ -73,4 +74,10 @@ VARIANTS = (
         {f"{MEMBERSHIP}.Membership._next": dies_at_the_door},
     ),
     _variant("elastic-nobody-joins", "a rank dies, and nobody comes for it", {}, faults=(KILLED,)),
+    _variant(
+        "elastic-audited-late",
+        "all micro-batches are audited, and all ranks but the first are slow",
+        {f"{EXCHANGE}.Exchange.start": is_slow},
+        options=_AUDITED,
+    ),
 )

@@ -1,4 +1,4 @@
-"""Bugs in elastic training: what is lost, repeated or torn when ranks die and join."""
+"""Bugs in elastic training: what is lost, repeated or torn when ranks die and join, or unseen."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from entrenar_py.shared.faults import Fault
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.train.elastic import exchange, trainer, transfer
+from entrenar_py.train.elastic.audit import Audit
 from entrenar_py.train.elastic.membership import Generation, Membership, Roll
 from entrenar_py.train.elastic.trainer import ElasticTrainer
 
+AUDIT = "entrenar_py.train.elastic.audit"
 TRAINER = "entrenar_py.train.elastic.trainer"
 EXCHANGE = "entrenar_py.train.elastic.exchange"
 MEMBERSHIP = "entrenar_py.train.elastic.membership"
@@ -25,6 +27,7 @@ MEMBERSHIP = "entrenar_py.train.elastic.membership"
 _agree, _share, _add_nodes = Membership.agree, exchange.share, exchange.add_nodes
 _commit, _fold = ElasticTrainer.commit, ElasticTrainer.fold
 _seed_of, _broadcast = trainer._seed_of, transfer.broadcast
+_exchange = Audit._exchange
 
 _NEVER_S = 5.0
 _own: list[range] = []  # this process's micro-batches
@@ -50,6 +53,7 @@ def scenario(*faults: Fault, deadline_s: float = 16.0, **changes: Any) -> Scenar
 
 KILLED = Fault(kind="kill", rank=1, step=1, at="Exchange")
 REPLACED = (KILLED, Fault(kind="join", rank=1, step=3))
+WRONG = Fault(kind="corrupt_gradient", rank=1, step=1, shard=3, value="0.5")
 _TOLD = scenario(KILLED)
 
 
@@ -113,6 +117,15 @@ def half_a_step(self: ElasticTrainer) -> bool:
     self._open = self._reduced = False
     self._regroup()
     return False
+
+
+# --- audits ---------------------------------------------------------------------------------------
+
+
+def with_itself(self: Audit, wait: Any) -> dict[int, dict[str, str]]:
+    """Compares a micro-batch's gradients with themselves, not with what another rank computed."""
+    found = _exchange(self, wait)
+    return {shard: dict.fromkeys(said, min(said.values())) for shard, said in found.items()}
 
 
 # --- the state that newcomers get -----------------------------------------------------------------
@@ -230,5 +243,14 @@ VARIANTS = (
         scenario=scenario(replace(KILLED, at="Stepping")),
         invariants=("F-EL-006",),
         place={"step": 0, "rank": 0, "tensor": "first.weight"},
+    ),
+    Variant(
+        name="elastic-audit-of-itself",
+        summary="an audit compares a rank's gradients with themselves",
+        source="classic (redundant execution on the same chip)",
+        plants={f"{AUDIT}.Audit._exchange": with_itself},
+        scenario=scenario(WRONG, options={"deadline_s": 16.0, "audit_share": 1.0}),
+        invariants=("F-EL-007",),
+        place={"step": 1, "rank": 1},
     ),
 )

@@ -82,7 +82,7 @@ class Transformer(nn.Module):
         return F.cross_entropy(scores, tokens[:, 1:].flatten())
 
 
-def made(device: torch.device) -> tuple[Transformer, torch.optim.Optimizer]:
+def build(device: torch.device) -> tuple[Transformer, torch.optim.Optimizer]:
     """Return the model and its optimizer, the same on all ranks."""
     torch.manual_seed(0)
     with device:
@@ -160,14 +160,20 @@ def train(given: argparse.Namespace) -> None:
     log = Log(given.folder, given.kills, int(os.environ.get("WORLD_SIZE", "1")))
     log("started")
     device = device_of_rank()
-    model, optimizer = made(device)
+    model, optimizer = build(device)
     log("model made")
     trainer = entrenar_py.elastic(
         model, optimizer, micro_batches=MICRO_BATCHES, deadline_s=given.deadline_s
     )
     log("joined", step=trainer.step, world_size=trainer.world_size)
+
+    def exchanging(_: Tensor) -> None:
+        """Pass the moment in which the last gradient of the step is there: all exchanges go on."""
+        if trainer.shard == trainer.shards[-1]:
+            log.passes("exchange")
+
     hooked: list[Any] = [model.embedding.weight, next(model.blocks[1].parameters())]
-    hooked[0].register_post_accumulate_grad_hook(lambda _: log.passes("exchange"))
+    hooked[0].register_post_accumulate_grad_hook(exchanging)
     hooked[1].register_hook(lambda _: log.passes("backward"))
     optimizer.register_step_pre_hook(lambda *_: log.passes("optimizer"))
     latest, last = -1, given.folder / "last"
@@ -202,7 +208,7 @@ def restart(given: argparse.Namespace) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank = dist.get_rank()
     log = Log(given.folder, RESTARTS, dist.get_world_size())
-    model, optimizer = made(device)
+    model, optimizer = build(device)
     first, file = 0, given.folder / "checkpoint.pt"
     if file.exists():
         state = torch.load(file, map_location=device, mmap=True)
@@ -243,7 +249,7 @@ def speed(given: argparse.Namespace) -> None:
     import entrenar_py
 
     device = device_of_rank()
-    models = [made(device) for _ in range(3)]
+    models = [build(device) for _ in range(3)]
     trainer = entrenar_py.elastic(*models[0], micro_batches=MICRO_BATCHES)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     wrapped = DistributedDataParallel(models[1][0])
@@ -306,7 +312,7 @@ def speed(given: argparse.Namespace) -> None:
 ROLES = {"train": train, "restart": restart, "speed": speed}
 
 
-def launched(given: argparse.Namespace, role: str, gpus: int, *launcher: str) -> Path:
+def launch(given: argparse.Namespace, role: str, gpus: int, *launcher: str) -> Path:
     """Run a role of this script, and return the folder of its logs."""
     folder = Path(tempfile.mkdtemp(prefix=f"elastic-{role}-"))
     command = [sys.executable]
@@ -329,8 +335,9 @@ def launched(given: argparse.Namespace, role: str, gpus: int, *launcher: str) ->
         lines = events(folder)
         kills = [line["time"] for line in lines if line["what"] == "kill"]
         joins = [line["time"] for line in lines if line["what"] == "joined"]
-        if time.time() > end or (len(kills) == given.kills and joins[-1] > kills[-1]):
-            steps = [line["step"] for line in lines if line["what"] == "commit"]
+        steps = [line["step"] for line in lines if line["what"] == "commit"]
+        done = len(kills) == given.kills and max(joins, default=0) > max(kills, default=0)
+        if steps and (time.time() > end or done):
             (folder / "new").write_text(str(max(steps) + 5), encoding="utf-8")
             (folder / "new").rename(folder / "last")
     if running.returncode:
@@ -377,7 +384,7 @@ def kills_in(lines: Sequence[dict[str, Any]]) -> Iterator[Kill]:
             yield Kill(kill["moment"], progress[0] - kill["time"], news[0] - kill["time"])
 
 
-def told(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what is known of a run."""
     kills = [*kills_in(lines)]
     found: dict[str, Any] = {
@@ -402,7 +409,7 @@ def main() -> None:
     """Measure all parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10**6, help="of `alone` without `elastic`")
     parser.add_argument("--limit-s", type=float, default=1e6, help="no kill after that")
     parser.add_argument("--pace-s", type=float, default=0.0, help="a pause before each step")
@@ -422,18 +429,18 @@ def main() -> None:
     for part in given.parts.split(","):
         began = time.time()
         if part == "speed":
-            folder = launched(given, "speed", given.gpus)
+            folder = launch(given, "speed", given.gpus)
             found = json.loads((folder / "speed.json").read_text(encoding="utf-8"))
         elif part == "alone":
-            folder = launched(given, "train", 1)
-            found = told(events(folder))
+            folder = launch(given, "train", 1)
+            found = summary(events(folder))
         elif part == "elastic":
-            folder = launched(given, "train", given.gpus, *supervised)
-            found = told(events(folder))
+            folder = launch(given, "train", given.gpus, *supervised)
+            found = summary(events(folder))
             given.steps = found["ends"][0][0]
         else:
-            folder = launched(given, "restart", given.gpus, f"--max-restarts={RESTARTS}")
-            found = told(events(folder))
+            folder = launch(given, "restart", given.gpus, f"--max-restarts={RESTARTS}")
+            found = summary(events(folder))
         print(
             json.dumps({"part": part, "took_s": round(time.time() - began, 1), **found}), flush=True
         )

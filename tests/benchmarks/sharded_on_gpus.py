@@ -1,5 +1,6 @@
 """A step of FSDP2 with the canonical reduce-scatter and with torch's own, by turns in one process.
 
+    export CUBLAS_WORKSPACE_CONFIG=:4096:8
     torchrun --standalone --nproc_per_node=2 -m tests.benchmarks.sharded_on_gpus
 
 The transformer of `elastic_on_gpus.py`, one `fully_shard` for each block. The first rank prints as
@@ -28,8 +29,8 @@ from tests.benchmarks.elastic_on_gpus import (
     MICRO_BATCHES,
     SMALL,
     batches,
+    build,
     device_of_rank,
-    made,
 )
 
 ROUNDS, STEPS = 3, 5
@@ -37,7 +38,7 @@ ROUNDS, STEPS = 3, 5
 
 def sharded(device: torch.device) -> tuple[Any, torch.optim.Optimizer]:
     """Return the sharded model and its optimizer."""
-    model, _ = made(device)
+    model, _ = build(device)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)

@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 import entrenar_py
-from entrenar_py.check.watch import digest
+from entrenar_py.compute import digest
 
 NUM_BYTES = 256 * 2**20
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
-from entrenar_py.check.watch import digest
-from entrenar_py.check.watch.digest import DigestTable
+from entrenar_py.compute import digest
+from entrenar_py.compute.digest import DigestTable
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 VOCABULARY, WIDTH, LAYERS, HEADS = 151_936, 1024, 36, 16

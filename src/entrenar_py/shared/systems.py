@@ -313,9 +313,9 @@ SYSTEMS: dict[str, System] = {
         what="`entrenar_py.elastic` on a small model: ranks are processes, which are killed, "
         "frozen and replaced; micro-batches are shards",
         only=("cpu",),
-        faults=("kill", "freeze", "join"),
+        faults=("kill", "freeze", "join", *faults.SILENT),
         places=ELASTIC_PLACES,
-        options=("deadline_s",),
+        options=("deadline_s", "audit_share"),
     ),
     "elastic_oracle": System(
         room="systems.probes",

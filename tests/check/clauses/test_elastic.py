@@ -15,7 +15,7 @@ from entrenar_py.check.clauses import CHECKS, elastic
 from entrenar_py.check.evidence.needs import ORACLE, Runs
 from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import Fault
-from entrenar_py.shared.trace import Event, Grouped, Injected, Shard, Start, Trace, Update
+from entrenar_py.shared.trace import Event, Grouped, Halt, Injected, Shard, Start, Trace, Update
 from tests import traces
 from tests.traces import falsified, held, left_open
 
@@ -134,6 +134,12 @@ def test_without_the_oracle(name: str) -> None:
     assert "no run of the plain loop" in left_open(name, Runs(runs().base))
 
 
+def struck(step: int, rank: int) -> Injected:
+    """Return the record of a gradient that a fault changed."""
+    fault = Fault(kind="corrupt_gradient", rank=rank, step=step, shard=2, value="0.5")
+    return Injected(fault=fault.to_dict(), step=step, rank=rank, shard=2, tensor="first.weight")
+
+
 def torn() -> dict[str, Any]:
     """Return a state of which only the weights are a step ahead."""
     return {"weights": of_step(0, "weights")}
@@ -230,6 +236,24 @@ def torn() -> dict[str, Any]:
             (0, 0, "first.weight"),
         ),
         ("elastic_waits", altered(Grouped, 0, 1, waited_s=4.5), "after 4.5 s", (1, 0, None)),
+        (
+            "elastic_audits",
+            lambda events: [*events, Halt(step=3, rank=0, reason="it computes wrong bits")],
+            "rank 0 computed right bits, and was blamed",
+            (3, 0, None),
+        ),
+        (
+            "elastic_audits",
+            lambda events: [*events, struck(4, 1), struck(3, 1)],
+            "rank 1 computed wrong bits, and was not found",
+            (4, 1, None),
+        ),
+        (
+            "elastic_audits",
+            lambda events: [*events, struck(3, 1), Halt(step=4, rank=1, reason="too late")],
+            "rank 1 computed wrong bits, and was found later",
+            (3, 1, None),
+        ),
     ],
 )
 def test_falsified(
@@ -287,6 +311,22 @@ def test_groups_that_train_apart() -> None:
     found = falsified("elastic_together", runs(later))
     assert found.message.startswith("rank 2 committed step 1 and went on, and so did rank 0")
     assert (found.step, found.rank) == (1, 2)
+
+
+def test_a_rank_that_an_audit_ends() -> None:
+    """It ends without the last steps, in another generation than it was struck in."""
+
+    def change(events: list[Event]) -> list[Event]:
+        kept = without(Update, 1, 4)([*events, struck(4, 1)])
+        return [*kept, grouped(3, 4, 1, process=2), Halt(step=4, rank=1, reason="wrong bits")]
+
+    held("elastic_audits", runs(change))
+    held("elastic_together", runs(change))
+
+
+def test_without_audits_nobody_can_be_found() -> None:
+    found = left_open("elastic_audits", runs(list, SUBJECT.with_(options={"audit_share": 0.5})))
+    assert "not all micro-batches of any run were audited" in found
 
 
 def test_a_silent_rank_is_waited_for() -> None:

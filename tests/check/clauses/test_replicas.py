@@ -421,6 +421,14 @@ def test_an_optimizer_without_state() -> None:
     )
 
 
+def test_state_of_a_script_on_one_worker() -> None:
+    """It has state, so no other optimizer is advised: nothing else has state to compare it with."""
+    reason = left_open(
+        "optimizer_state", traces.observed(scenario(world_size=1, optimizer="momentum"))
+    )
+    assert reason.startswith("no optimizer state of two workers, and no run continued from a")
+
+
 @pytest.mark.parametrize(
     ("optimizer", "rule", "why"),
     [

@@ -160,6 +160,11 @@ ERRORS = {
         "file.write('whole')\n"
         "atexit.register(print, 'at exit')"
     ),
+    "a finalizer that uses a global": (
+        "import os\n"
+        "class Last:\n    def __del__(self): print(os.path.basename('of/a global'))\n"
+        "last = Last()"
+    ),
     "a thread": "import threading as t; t.Timer(0.1, print, ['of a thread']).start()",
 }
 
@@ -180,6 +185,20 @@ def test_a_forked_rank_ends_like_a_new_interpreter(folder: Folder) -> None:
         for ended in (new, forked):
             if name == "files that are open":
                 assert (ended.output.parent / "1").read_text() == "whole"
+
+
+def test_many_modules_are_taken_down_with_few_collections(folder: Folder) -> None:
+    """A rank's end takes no longer with each module that its script has imported."""
+    script = folder.has(
+        "many.py",
+        "import atexit, gc, os, sys, types\n"
+        "sys.modules.update((f'of_mine_{n}', types.ModuleType('of_mine')) for n in range(200))\n"
+        "def seen(phase, info, write=os.write):\n"
+        "    if phase == 'start' and info['generation'] == 2: write(1, b'collected\\n')\n"
+        "atexit.register(gc.callbacks.append, seen)\n",
+    )
+    collections = folder.run(script.name, forked=True).tail.count("collected")
+    assert 0 < collections <= 2 * 3  # three for each rank
 
 
 def test_forked_ranks_draw_numbers_of_their_own(folder: Folder) -> None:

@@ -62,6 +62,34 @@ def test_a_run_is_beside_the_next_one_but_the_first(tmp_path: Path) -> None:
     assert sorted(names) == ["first", "second", "third"]
 
 
+LEAVES = Fault(kind="leave", step=1, rank=1)
+POISONED = Fault(kind="non_finite_gradient", step=1, rank=1, value="nan")
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "store"),
+    [
+        ((), LEAVES, "1"),
+        ((), POISONED, "1"),
+        ((), Fault(kind=COMMON, step=0), None),
+        (("-m", "entrenar_py.supervise"), LEAVES, None),
+    ],
+)
+def test_ranks_that_torchrun_starts_again_get_a_new_store(
+    tmp_path: Path, words: tuple[str, ...], fault: Fault, store: str | None
+) -> None:
+    """Only in runs in which ranks end early; supervised ranks keep torchrun's store."""
+    given = list[str | None]()
+
+    def launch(command: Any, *, folder: Path, variables: dict[str, str], **_: object) -> Ended:
+        given.append(variables.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE"))
+        return ended(folder)
+
+    with runs._Ahead(plan(tmp_path, launch, *words)) as ahead:
+        ahead.launched("2-workers-killed", replace(FIRST, faults=(fault,)), {}, {})
+    assert given == [store]
+
+
 def test_a_run_waits_for_the_batches_that_it_is_given(tmp_path: Path) -> None:
     """It reads them as it begins, so it isn't begun beside the run that keeps them."""
     names = list[str]()

@@ -181,6 +181,28 @@ def test_a_gradient_of_only_one_run_is_real() -> None:
     assert renamed.real is None
 
 
+def test_a_gradient_within_a_compiled_graph_is_no_difference() -> None:
+    """That only one run has an output's gradient is a bug if those of parameters differ, too."""
+    output, weight = border(0, 1.0), border(4, 1.0, border_file.PARAMETER_GRADIENT, "weight")
+    other = border(2, 1.0, border_file.OUTPUT_GRADIENT, "last", phase="backward")
+    both = (output, border(1, 1.0, name="last"), other)
+    first = run(*both, border(3, 1.0, border_file.OUTPUT_GRADIENT, phase="backward"), weight)
+    assert judge.judge(first, run(*both, weight), [first]).real is None
+    wrong = border(4, 9.0, border_file.PARAMETER_GRADIENT, "weight")
+    real = judge.judge(first, run(*both, wrong), [first]).real
+    assert real is not None
+    assert "only A has a value there" in report.size(real)
+
+
+def test_different_weights_at_the_beginning_are_told() -> None:
+    """What follows from them can be compared from one checkpoint on."""
+    first, second = (run(border(1, v, border_file.PARAMETER, phase="start")) for v in (1.0, 2.0))
+    judgement = judge.judge(first, second, [first])
+    told = {"names": ("A", "B"), "verdict": comparison.REAL, "judgement": judgement}
+    text = report.lines(comparison.Outcome(**told))  # type: ignore[arg-type]
+    assert "to compare what comes after, let both begin from one checkpoint" in text
+
+
 def test_arguments_of_inner_modules_may_be_written_differently() -> None:
     """A mask of another dtype is no difference by itself."""
     mask = border(1, 1.0, border_file.INPUT, numbers=None, dtype="bool")

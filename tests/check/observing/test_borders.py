@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,35 @@ def test_operations_have_modules_and_lines() -> None:
     assert operations["tanh"].where == operations["tanh_backward"].where == ""
     assert operations["tanh"].site == operations["tanh_backward"].site
     assert "test_borders.py" in operations["tanh"].site
+
+
+def test_an_output_without_a_gradient_ends_no_record() -> None:
+    """Hooks of a function's output get None if the loss uses only another output."""
+
+    class Both(torch.autograd.Function):  # as what torch.compile makes of a model
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            ctx.set_materialize_grads(False)
+            return x.sum(), x * 2
+
+        @staticmethod
+        def backward(ctx: Any, loss: Tensor, _: Tensor | None) -> Tensor:
+            return loss.expand(2, 5)
+
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(3, 5)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return Both.apply(self.up(x))  # type: ignore[no-any-return, no-untyped-call]
+
+    net, borders, problems = Compiled(), list[Border](), list[str]()
+    recorder = Borders(net, borders.append, Settings(), failed=problems.append)
+    recorder.begin_pass(0, 0)
+    net(torch.ones(2, 3))[0].backward()
+    assert not problems
+    assert border_file.PARAMETER_GRADIENT in {border.kind for border in borders}
 
 
 def test_a_copy_of_the_model_records_nothing() -> None:

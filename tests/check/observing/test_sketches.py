@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from entrenar_py.check.observing.sketches import Sketches, sample_places, sketch
 from entrenar_py.check.rank_files.layout import Piece
-from entrenar_py.check.watch import digest
+from entrenar_py.compute import digest
 from entrenar_py.shared.trace import Sketch
 from entrenar_py.shared.trace.tensors import PROJECTIONS, SAMPLES
 

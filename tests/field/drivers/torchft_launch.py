@@ -19,9 +19,10 @@ def free_port() -> int:
 def main(groups: int, steps: int, script: str) -> int:
     """Run `script` in replica groups of one process; return the first exit code that isn't 0."""
     port = free_port()
+    fewest = os.environ.get("MIN_REPLICAS", str(groups))
     lighthouse = subprocess.Popen(
         [
-            *("torchft_lighthouse", "--bind", f"[::]:{port}", "--min_replicas", str(groups)),
+            *("torchft_lighthouse", "--bind", f"[::]:{port}", "--min_replicas", fewest),
             *("--quorum_tick_ms", "100", "--join_timeout_ms", "10000"),
         ]
     )

@@ -8,7 +8,7 @@ from entrenar_py import systems
 from entrenar_py.check.clauses import elastic
 from entrenar_py.shared.faults import ELASTIC_PLACES, Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import Grouped, Injected, Shard, Trace, Update
+from entrenar_py.shared.trace import Grouped, Halt, Injected, Shard, Trace, Update
 
 
 def run(scenario: Scenario) -> Trace:
@@ -47,6 +47,26 @@ def test_a_process_joins_and_dies_again() -> None:
     assert [one.fault["kind"] for one in processes[1, 2].injected] == ["kill"]
     assert processes[1, 2].grouped.received
     assert 7 in processes[0, 1].commits
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(kind="corrupt_gradient", rank=1, step=2, shard=4, value="0.5"),
+        Fault(kind="corrupt_worker", rank=1, step=2, value="1e-9", tensor="second.bias", element=1),
+    ],
+)
+def test_a_rank_computes_wrong_bits(fault: Fault) -> None:
+    """It halts in that step, also if it is wrong only once, and the others go on without it."""
+    found = run(elastic.plan_scenario(fault))
+    struck = found.of(Injected)
+    assert (struck[0].fault, struck[0].step) == (fault.to_dict(), 2)
+    assert len(struck) == 1 or fault.kind == "corrupt_worker"
+    (halt,) = found.of(Halt)
+    assert (halt.step, halt.rank) == (2, 1)
+    assert f"of step 2, first in {struck[0].tensor}" in halt.reason
+    commits = {rank: [one.step for one in found.of(Update) if one.rank == rank] for rank in (0, 1)}
+    assert commits == {0: [*range(8)], 1: [0, 1]}
 
 
 @pytest.mark.parametrize(

@@ -123,21 +123,22 @@ def digest(layers: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -
 
 @dataclass(frozen=True)
 class Death:
-    """The rank at `seat` ends, or freezes, at a moment of `step`, the first time that it is there.
+    """The `incarnation`-th process at `seat` ends, or freezes, at a moment of `step`.
 
-    `moment` is one of `MOMENTS`.
+    `moment` is one of `MOMENTS`. Without a `step` it is the process's first one.
     """
 
     seat: int
-    step: int
+    step: int | None
     moment: str
     number: signal.Signals = signal.SIGKILL
+    incarnation: int = 1
 
     def __call__(self, step: int, moment: str) -> None:
         """Send this process the signal if it is the time."""
-        incarnation = int(os.environ["INCARNATION"])
-        here = (int(os.environ["RANK"]), step, moment) == (self.seat, self.step, self.moment)
-        if here and incarnation == 1:
+        process = (int(os.environ["RANK"]), int(os.environ["INCARNATION"]))
+        is_there = self.step in (step, None) and moment == self.moment
+        if is_there and process == (self.seat, self.incarnation):
             os.kill(os.getpid(), self.number)
 
 
@@ -176,7 +177,7 @@ def train(
     report(f"joined {trainer.step} {trainer.rank} {trainer.world_size}")
     for step in trainer.steps(STEPS):
         if waits and step == STEPS - 3 and trainer.world_size < int(os.environ["WORLD_SIZE"]):
-            _wait_for_newcomers(trainer)
+            wait_for_newcomers(trainer)
         for batch in trainer.fold([*batches(step)]):
             passes(step, "forward")
             loss = layers(batch).float().square().mean()
@@ -193,7 +194,7 @@ def train(
     return 0
 
 
-def _wait_for_newcomers(trainer: Any) -> None:
+def wait_for_newcomers(trainer: Any) -> None:
     """Wait until a newcomer asks to join, or the generation ends for another reason."""
     members = trainer._members
     key = f"joining/{members._generation.number}"
@@ -201,20 +202,20 @@ def _wait_for_newcomers(trainer: Any) -> None:
         time.sleep(0.01)
 
 
-def in_one_process() -> str:
+def in_one_process(num_steps: int = STEPS) -> str:
     """Return the digest of plain torch in one process: it adds gradients along a tree of lists."""
     reading, writing = os.pipe()
     # A process that has used a GPU can't fork ranks that do.
-    Fork(lambda: 0 * os.write(writing, _in_this_process().encode()))
+    Fork(lambda: 0 * os.write(writing, _in_this_process(num_steps).encode()))
     os.close(writing)
     return os.read(reading, 99).decode()
 
 
-def _in_this_process() -> str:
+def _in_this_process(num_steps: int) -> str:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     layers, optimizer, schedule = model()
-    for step in range(STEPS):
+    for step in range(num_steps):
         gradients = []
         for shard, batch in enumerate(batches(step)):
             seed = hashlib.sha256(f"0,{step},{shard}".encode()).digest()
@@ -241,6 +242,7 @@ class Outcome:
     statuses: list[int]
     reports: dict[str, list[str]]  # "seat.pid" -> lines
     interrupts: list[str]  # why each generation ended, if it was interrupted
+    convicted: dict[int, str]  # seat -> why an audit convicted it
 
     @property
     def digests(self) -> list[str]:
@@ -328,8 +330,10 @@ def run(
             if Roll(prefixed).has(f"interrupt/{number}")
         ]
         why = [reason for reason in why if not reason.endswith(FINISHED)]
+        reasons = {seat: Roll(prefixed).convicted(seat) for seat in range(num_ranks)}
         keeper.kill()
-        return Outcome([one.poll() or 0 for one in supervisors], reports, why)
+        convicted = {seat: reason for seat, reason in reasons.items() if reason}
+        return Outcome([one.poll() or 0 for one in supervisors], reports, why, convicted)
 
 
 class RandomFaults:
@@ -400,8 +404,12 @@ def planned() -> dict[str, Any]:
     outcomes["not again"] = run(
         2, target=dying(Death(1, 2, "backward"), waits=False), max_restarts=0
     )
-    frozen = [Death(1, 2, "exchange", signal.SIGSTOP)]
-    outcomes["freezes"] = run(few, target=dying(*frozen, deadline_s=FREEZE_S))
+    outcomes["dies at once"] = run(few, target=dying(Death(1, 0, "forward")))
+    newcomer = Death(1, None, "forward", incarnation=2)
+    outcomes["newcomer dies"] = run(few, target=dying(Death(1, 2, "forward"), newcomer))
+    for name, step in (("freezes", 2), ("freezes at once", 0)):
+        frozen = Death(1, step, "exchange", signal.SIGSTOP)
+        outcomes[name] = run(few, target=dying(frozen, deadline_s=FREEZE_S))
     outcomes["fails"] = run(2, target=fail, max_restarts=1)
     return {"one process": in_one_process(), **{name: asdict(o) for name, o in outcomes.items()}}
 

@@ -12,6 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.elastic.membership import (
+    ConvictedError,
     EndedError,
     Generation,
     InterruptedGenerationError,
@@ -101,6 +102,49 @@ def test_a_silent_member_is_left_behind() -> None:
         assert not launcher.roll.excludes(0)
         with pytest.raises(LeftBehindError, match=r"formed without this process \(rank 1"):
             launcher.asks(second, 3, trained=True).result()
+
+
+def test_nobody_trains_at_a_convicted_seat() -> None:
+    """The others don't wait for it, it knows why it must end, and so does a newcomer there."""
+    with seats(3) as launcher:
+        first, second, third = launcher.started(3)
+        launcher.roll.convict(1, "it computes wrong bits")
+        launcher.roll.convict(1, "another reason")  # the first one stays
+        for member in (first, third):
+            member.interrupt("an audit")
+        asked = [launcher.asks(one, 3, trained=True) for one in (first, third)]
+        assert {one.result().members for one in asked} == {((0, 1), (2, 1))}
+        for member in (second, launcher.member(1)):
+            with pytest.raises(ConvictedError, match=r"^it computes wrong bits$"):
+                launcher.asks(member, 3).result()
+        assert launcher.roll.left(3) == [0, 2]
+
+
+def test_a_convicted_process_is_killed_when_the_run_has_ended() -> None:
+    """Until then it may say why it ends."""
+    with seats(2) as launcher:
+        first, _ = launcher.started(2)
+        launcher.roll.convict(1, "it computes wrong bits")
+        first.interrupt("an audit")
+        assert launcher.asks(first, 3, trained=True).result().members == ((0, 1),)
+        assert not launcher.roll.excludes(1)
+        launcher.store.set("ended", "")
+        assert launcher.roll.excludes(1)
+
+
+def test_a_dispute_is_in_the_next_records_until_it_is_settled() -> None:
+    """Also in that of a generation that follows one that ended too early to settle it."""
+    with seats(2) as launcher:
+        members, found = launcher.started(2), []
+        for written in ("a dispute", None, "", None):
+            generation = launcher.roll.newest()
+            if written is not None:
+                launcher.store.compare_set(f"dispute/{generation}", "", written)
+            for member in members:
+                member.interrupt("a test")
+            asked = [launcher.asks(member, 3, trained=True) for member in members]
+            found.append({one.result().dispute for one in asked})
+        assert found == [{"a dispute"}, {"a dispute"}, {""}, {""}]
 
 
 def test_one_that_comes_in_time_is_waited_for() -> None:

@@ -1,4 +1,4 @@
-"""F-EL-001 to F-EL-006: training while ranks die and join.
+"""F-EL-001 to F-EL-007: training while ranks die and join.
 
 All are judged on the system `elastic`. What it should have computed is known from `elastic_oracle`,
 which makes the same steps in one loop. A *stay* is the time of one process in one generation; a
@@ -18,9 +18,9 @@ from entrenar_py.check.clauses.check import Check, probe
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, missing
 from entrenar_py.check.evidence.needs import ORACLE, Traces
-from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.faults import SILENT, Fault
 from entrenar_py.shared.scenario import Scenario
-from entrenar_py.shared.trace import Grouped, Injected, Shard, Start, Trace, Update
+from entrenar_py.shared.trace import Grouped, Halt, Injected, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Tally
 from entrenar_py.shared.wording import listed
 
@@ -39,13 +39,15 @@ def plan_scenario(*faults: Fault, deadline_s: float = 8.0, **changes: Any) -> Sc
         "learning_rate": 0.01,
         **changes,
     }
-    return probe("elastic", faults=faults, options={"deadline_s": deadline_s}, **usual)
+    options = {"deadline_s": deadline_s, "audit_share": 1.0}
+    return probe("elastic", faults=faults, options=options, **usual)
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Plan a run in which a rank dies in an exchange, and another process takes its place."""
+    """Plan a run in which a rank dies and is replaced, and one in which it gets wrong gradients."""
     kill = Fault(kind="kill", rank=1, step=1, at="Exchange")
-    return [plan_scenario(kill, Fault(kind="join", rank=1, step=3))]
+    wrong = Fault(kind="corrupt_gradient", rank=1, step=2, shard=3, value="0.5")
+    return [plan_scenario(kill, Fault(kind="join", rank=1, step=3)), plan_scenario(wrong)]
 
 
 @dataclass
@@ -257,6 +259,8 @@ def _compare_end(tally: Tally, trace: Trace, stay: Stay) -> None:
     """
     if any(fault.kind == "freeze" for fault in trace.scenario.faults) or stay.injected:
         return
+    if any(halt.rank == stay.grouped.rank for halt in trace.of(Halt)):
+        return
     num_made = 1 + max([*stay.commits, stay.grouped.step - 1])
     what = f"rank {stay.grouped.rank} ended without step {num_made}, though nothing struck it"
     place = {"step": num_made, "rank": stay.grouped.rank, "scenario": trace.scenario}
@@ -319,6 +323,23 @@ def compare_waits(tally: Tally, trace: Trace, oracle: Trace, stays: Sequence[Sta
         tally.at_most(most, after.grouped.waited_s, what, form=".3g", **place)
 
 
+def compare_audits(tally: Tally, trace: Trace, oracle: Trace, stays: Sequence[Stay]) -> None:
+    """Check that a rank halts in the first step for which it computed wrong bits, and no other."""
+    struck = [one for one in trace.of(Injected) if one.fault.get("kind") in SILENT]
+    wrong = {one.rank: one.step for one in reversed(struck)}
+    died = {one.step for one in trace.of(Injected) if one not in struck}
+    halted = {halt.rank: halt.step for halt in trace.of(Halt)}
+    audited = trace.scenario.options.get("audit_share") == 1
+    for rank in range(trace.scenario.world_size) if audited else ():
+        due, got = wrong.get(rank), halted.get(rank)
+        if got is None and due in died:
+            continue  # what was wrong once was not used
+        late = "right bits, and was blamed" if due is None else "wrong bits, and was found later"
+        what = "wrong bits, and was not found" if got is None else late
+        place = {"step": due if due is not None else got, "rank": rank, "scenario": trace.scenario}
+        tally.equal(due, got, f"rank {rank} computed {what} in that step", **place)
+
+
 _NO_RUN = "no elastic training was run"
 _NO_OTHER = "no rank went on in another generation"
 # Name, comparison, what it decides, other words for that, and the reason if nothing was compared.
@@ -352,6 +373,11 @@ _CHECKS: tuple[tuple[str, Compare, str, str, str], ...] = (
         *("elastic_service", partial(compare_beginnings, False)),
         "a rank that goes on, and may serve its state, has that of the last committed step",
         *("half-stepped torn", _NO_OTHER),
+    ),
+    (
+        *("elastic_audits", compare_audits),
+        "a rank that computes wrong bits is found by others before the step is committed",
+        *("silent corruption SDC bit-flip stuck", "not all micro-batches of any run were audited"),
     ),
 )
 ROWS = tuple(

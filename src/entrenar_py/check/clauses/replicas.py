@@ -344,11 +344,17 @@ def judge_state(invariant: Invariant, traces: Traces) -> Finding:
             trace=f"{reason}, and no checkpoint was recorded: record, with an optimizer that has "
             "state, Update.optimizer on two ranks or more; or a Saved where a checkpoint is "
             "written, and a Start with resumed=True on every rank that loads it",
-            script=(
-                f"{reason}: try the script with an optimizer that keeps state, such as SGD with "
-                "momentum"
-            ),
+            script=_no_state_to_compare(traces, reason),
         )
+    )
+
+
+def _no_state_to_compare(traces: Traces, reason: str) -> str:
+    if not any(update.optimizer for trace in traces for update in trace.of(Update)):
+        return f"{reason}: try an optimizer that keeps some, such as SGD with momentum"
+    return (
+        f"{reason}, and no run continued from a checkpoint: put {{world_size}} where the command "
+        "takes the number of workers, or see F-TI-003"
     )
 
 

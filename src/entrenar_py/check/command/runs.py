@@ -26,13 +26,14 @@ from entrenar_py.check.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, ST
 from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.faults import JOINED, MIRRORED, REPEATED, steps_of
+from entrenar_py.shared.faults import JOINED, MIRRORED, REPEATED, Fault, steps_of
 from entrenar_py.shared.trace import Ruled, Trace, Update
 from entrenar_py.shared.untrusted import printing
 
 CHANGING = ("betas", "momentum", "weight_decay")  # constants that schedules change, like rates
 SHORT_S = 15.0  # a shorter run spends most of its time waiting
 _PATH = "PATH"  # ends an option that needs a path
+_NEW_STORE, _SUPERVISOR = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "entrenar_py.supervise"
 
 Likes = Mapping[RunSettings, Trace]  # completed runs that later runs resemble, the first run first
 # Called before each launch, with the settings of the run and the number of runs planned after it.
@@ -236,6 +237,7 @@ def _launched(
                     **_batches(settings, folder.parent),
                     **plan.observing(settings.faults),
                     **_rates(settings, folder, like),
+                    **_restarting(plan.command, settings.faults),
                     **stop,
                     **variables,
                 },
@@ -253,6 +255,17 @@ def _batches(settings: RunSettings, folder: Path) -> dict[str, str]:
     if source := witnesses.source_of(settings):
         return {BATCHES: str(folder / source)}
     return {BATCHES: BATCHES_KEPT} if witnesses.are_kept(settings) else {}
+
+
+def _restarting(command: Sequence[str], faults: Sequence[Fault]) -> dict[str, str]:
+    """Return a variable with which torchrun gives the ranks that it starts again a new store.
+
+    They may otherwise find the addresses of the ranks before them there, and never connect
+    (pytorch/pytorch#135712). Supervised ranks are no restarts of torchrun's, and meet in its store.
+    """
+    ends_ranks = any(fault.kind.startswith(("leave", "non_finite_")) for fault in faults)
+    is_needed = ends_ranks and _SUPERVISOR not in command
+    return {_NEW_STORE: os.environ.get(_NEW_STORE, "1")} if is_needed else {}
 
 
 def _resuming(option: str, folder: Path) -> tuple[list[str], dict[str, str]]:

@@ -102,7 +102,8 @@ def judge(first: Ranks, second: Ranks, disturbed: Sequence[Ranks]) -> Judgement:
             explaining += [pair] if differs and pair.first.name not in unseeded else []
         elif is_comparable(pair):
             differences.append(difference(pair, spreads.get((pair.rank, pair.first.order), 0.0)))
-    differences += _one_sided(paired)
+    lone = [*_one_sided(paired)]
+    differences += [each for each in lone if _reaches_parameters(each, [*differences, *lone])]
     differences.sort(key=lambda each: (each.border.step, each.order, each.rank))
     turned = next((each for each in differences if each.is_real and _is_turned(each)), None)
     judged = [each for each in differences if turned is None or _precedes(each, turned)]
@@ -275,6 +276,22 @@ def _one_sided(paired: Alignment) -> Iterator[Difference]:
                 limit=0.0,
                 order=order,
             )
+
+
+def _reaches_parameters(lone: Difference, differences: Sequence[Difference]) -> bool:
+    """Return whether a gradient that only one run has makes gradients of parameters differ.
+
+    That of an output doesn't if the loss is computed from it inside of the model, and only one of
+    the runs compiles the model: then autograd doesn't know the output within the other's graph.
+    """
+    of_parameters = [
+        each.is_real
+        for each in differences
+        if (each.rank, each.border.step) == (lone.rank, lone.border.step)
+        and each.border.kind in (border_file.PARAMETER_GRADIENT, border_file.APPLIED_GRADIENT)
+    ]
+    is_output = lone.border.kind == border_file.OUTPUT_GRADIENT
+    return not is_output or not of_parameters or any(of_parameters)
 
 
 def _place(rank: int, border: Border) -> tuple[object, ...]:

@@ -42,6 +42,7 @@ def lines(outcome: Outcome) -> list[str]:
     if difference is not None:
         title = "first real difference" if outcome.verdict == REAL else "first bits that differ"
         text += [f"{title}: {place(difference)}", f"{size(difference)}"]
+        text += _began(outcome)
         text += _source(outcome) + _operation(outcome)
     for name, modules in zip(outcome.names, (outcome.only_first, outcome.only_second), strict=True):
         text += [f"only {name} calls {listed(modules, most=_SHOWN)}"] if modules else []
@@ -102,6 +103,18 @@ def size(difference: Difference) -> str:
         f"distance {difference.distance:.2g} at norm {difference.border.scale:.2g}; rounding makes "
         f"{difference.limit:.2g} at most (spread {difference.spread:.2g})"
     )
+
+
+def _began(outcome: Outcome) -> list[str]:
+    """Return what differences before the first step mean: all later ones may follow from them."""
+    difference = outcome.difference
+    if outcome.verdict != REAL or difference is None or difference.border.phase != "start":
+        return []
+    return [
+        "they begin with different weights: an initialisation was changed, by the script or by a "
+        "library between its versions, or has drawn other numbers",
+        "to compare what comes after, let both begin from one checkpoint",
+    ]
 
 
 def _source(outcome: Outcome) -> list[str]:

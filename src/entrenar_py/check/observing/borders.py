@@ -36,7 +36,7 @@ from entrenar_py.check.observing.operations import Operations
 from entrenar_py.check.observing.sketches import DTYPES, Sketches
 from entrenar_py.check.rank_files import border_file, notes
 from entrenar_py.check.rank_files.border_file import Border, BorderFile, Settings
-from entrenar_py.check.watch import digest
+from entrenar_py.compute import digest
 from entrenar_py.shared import hook_calls
 
 VALUES_MAX = 4096  # elements up to which a tensor is kept as values, and above as a sketch
@@ -320,7 +320,11 @@ class Borders:
     # --- hooks of tensors -------------------------------------------------------------------------
 
     @_quiet
-    def _gradient(self, names: Sequence[Border], caller: str, gradient: Tensor) -> Tensor | None:
+    def _gradient(
+        self, names: Sequence[Border], caller: str, gradient: Tensor | None
+    ) -> Tensor | None:
+        if gradient is None:  # an output of a compiled function that the loss doesn't use
+            return None
         first = names[0]
         if self._noise is not None:
             gradient = gradient.clone()

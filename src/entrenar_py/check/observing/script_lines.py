@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from entrenar_py.check.observing import FOLDER, call_sites, generators, statements
 from entrenar_py.check.observing.statements import Statement
 from entrenar_py.check.rank_files import border_file, line_file, notes
-from entrenar_py.check.watch import digest
+from entrenar_py.compute import digest
 from entrenar_py.shared import hook_calls
 
 _HITS_MAX = 200  # times that one line of a process is recorded

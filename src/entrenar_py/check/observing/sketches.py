@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from entrenar_py.check.rank_files.layout import Piece
-from entrenar_py.check.watch import digest
-from entrenar_py.check.watch.digest import DigestTable
+from entrenar_py.compute import digest
+from entrenar_py.compute.digest import DigestTable
 from entrenar_py.shared.trace import Sketch, TensorRecord, record_sketch
 from entrenar_py.shared.trace.tensors import PROJECTIONS, SAMPLES
 

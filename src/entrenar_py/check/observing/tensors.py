@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py.check.observing import call_sites
 from entrenar_py.check.rank_files.layout import Piece
-from entrenar_py.check.watch import digest
+from entrenar_py.compute import digest
 from entrenar_py.shared import trace
 from entrenar_py.shared.trace.traits import CONSTANTS
 

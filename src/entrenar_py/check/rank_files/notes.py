@@ -52,7 +52,8 @@ def why_nothing(folder: Path) -> str:
         )
     return (
         "no process stepped a torch optimizer on a model that it trained: --auto sees nothing of "
-        "trainers that use other libraries"
+        "trainers that change weights by hand, or with another library; entrenar_py.trace records "
+        "them"
     )
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
-from entrenar_py.check.watch import digest
-from entrenar_py.check.watch.digest import ROW_WORDS, DigestTable, places
 from entrenar_py.check.watch.judge import Judge, Piece, Rows, Watched, select_clauses
+from entrenar_py.compute import digest
+from entrenar_py.compute.digest import ROW_WORDS, DigestTable, places
 from entrenar_py.shared import hook_calls
 from entrenar_py.shared.errors import UsageError, WatchFinding
 

@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import entrenar_py
 from entrenar_py.shared import mutants, trace
 from entrenar_py.shared.errors import SystemFailure, UsageError
-from entrenar_py.shared.faults import Fault
+from entrenar_py.shared.faults import SILENT, Fault
 from entrenar_py.shared.patience import Patience
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.untrusted import json_text, printing
@@ -38,7 +39,7 @@ from entrenar_py.systems import preload
 from entrenar_py.systems.probes.elastic_oracle import Script
 from entrenar_py.train.coordinator.recorder import Recorder
 from entrenar_py.train.elastic.launcher import seat_of_launcher
-from entrenar_py.train.elastic.membership import Roll
+from entrenar_py.train.elastic.membership import ConvictedError, Roll
 from entrenar_py.train.elastic.supervise import end_with_parent, supervise
 from entrenar_py.train.elastic.trainer import ElasticTrainer
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
@@ -72,7 +73,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 def _require_orderly(scenario: Scenario) -> None:
     for rank in range(scenario.world_size):
-        kinds = [one.kind for one in _faults_of(scenario, rank) if one.kind != "freeze"]
+        kinds = [one.kind for one in _faults_of(scenario, rank) if one.kind in ("kill", "join")]
         if kinds != (["kill", "join"] * len(kinds))[: len(kinds)]:
             raise UsageError(
                 f"faults {', '.join(kinds)} of rank {rank} on system elastic: let kill and join "
@@ -253,8 +254,11 @@ def _train(job: Mapping[str, Any]) -> int:
     os.environ.update(job["environment"])
     scenario = Scenario.from_dict(job["scenario"])
     with mutants.planted(scenario.mutant) as planting:
+        rank = _Rank(scenario, job, planting)
         try:
-            _Rank(scenario, job, planting).train()
+            rank.train()
+        except ConvictedError as error:
+            rank.emit(trace.Halt(step=rank.step, rank=job["rank"], reason=str(error)))
         except SystemExit as end:  # the run ended before this process joined
             return end.code if isinstance(end.code, int) else 1
         except BaseException as error:  # noqa: BLE001  (it has no caller)
@@ -277,7 +281,8 @@ class _Rank:
         self._said_planted = False
         self._progress_s: float | None = None
         self._generation = -1
-        self._step, self._last = 0, False  # whether the micro-batch is the last one of the step
+        self.step, self._shard = 0, 0
+        self._last = False  # whether the micro-batch is the last one of the step
 
     def train(self) -> None:
         """Train until all have committed the last step."""
@@ -292,14 +297,17 @@ class _Rank:
             state=[script.average],
             seed=self._scenario.seed,
             deadline_s=self._scenario.options.get("deadline_s", DEADLINE_S),
+            audit=self._scenario.options.get("audit_share", 0.0),
         )
         for step in trainer.steps(self._scenario.num_steps):
             self._note_generation(script, trainer)
-            self._step = step
+            self.step = step
             self._let_join(step)
             for batch in trainer.fold(script.batches(step)):
+                self._shard = trainer.shard
                 self._last = trainer.shard == trainer.shards[-1]
-                self._emit(script.shard(step, trainer.shard, rank=self._rank))
+                if trainer.shard in trainer.shards:  # not only audited
+                    self.emit(script.shard(step, trainer.shard, rank=self._rank))
                 script.loss(batch).backward()  # type: ignore[no-untyped-call]
                 if self._last:
                     self._strike("Exchange")
@@ -307,13 +315,14 @@ class _Rank:
             rate = script.rate
             if trainer.commit():
                 script.average.update()
-                self._emit(script.update(step, rank=self._rank, learning_rate=rate))
+                self.emit(script.update(step, rank=self._rank, learning_rate=rate))
                 self._strike("Committed")
         self._note_generation(script, trainer)
 
     # --- the record -------------------------------------------------------------------------------
 
-    def _emit(self, event: trace.Event) -> None:
+    def emit(self, event: trace.Event) -> None:
+        """Record an event."""
         events = [event]
         if self._planting.struck and self._scenario.mutant and not self._said_planted:
             self._said_planted = True
@@ -329,7 +338,7 @@ class _Rank:
         self._generation = generation.number
         if self._progress_s is not None:
             waited_s = time.monotonic() - self._progress_s
-        self._emit(
+        self.emit(
             trace.Grouped(
                 step=trainer.step,
                 rank=self._rank,
@@ -360,13 +369,28 @@ class _Rank:
         # The last gradient that is made. This hook runs before the trainer's, which sends it.
         first = next(script.model.parameters())
         first.register_post_accumulate_grad_hook(before_the_exchange)  # type: ignore[no-untyped-call]
+        for name, parameter in script.model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(partial(self._corrupt, name))  # type: ignore[no-untyped-call]
+
+    def _corrupt(self, name: str, parameter: Tensor) -> None:
+        """Let a silent fault strike this gradient, of its shard once or of all from a step on."""
+        now = {"step": self.step, "rank": self._rank, "shard": self._shard}
+        for fault in [one for one in self._faults if one.kind in SILENT]:
+            due = fault.shard is None and (fault.step or 0) <= self.step
+            once = (fault.step, fault.shard) == (self.step, self._shard)
+            if (due or once) and name == (fault.tensor or "first.weight"):
+                assert parameter.grad is not None
+                parameter.grad.view(-1)[fault.element or 0] = float(fault.value or 0)
+                self.emit(trace.Injected(fault=fault.to_dict(), tensor=name, **now))
+                if once:
+                    self._faults.remove(fault)
 
     def _strike(self, place: str) -> None:
         """Let a fault of this moment strike this process, by a signal."""
         for fault in self._faults:
-            if (fault.at, fault.step) == (place, self._step):
+            if (fault.at, fault.step) == (place, self.step):
                 self._faults.remove(fault)
-                self._emit(trace.Injected(fault=fault.to_dict(), step=self._step, rank=self._rank))
+                self.emit(trace.Injected(fault=fault.to_dict(), step=self.step, rank=self._rank))
                 pid, number = os.getpid(), signal.SIGKILL
                 if fault.kind == "freeze":
                     thaw, number = f"sleep {fault.seconds}; kill -CONT {pid}", signal.SIGSTOP

@@ -25,6 +25,7 @@ def elastic(
     first_step: int = 0,
     seed: int = 0,
     deadline_s: float = 60.0,
+    audit: float = 0.0,
 ) -> ElasticTrainer:
     """Train `model` with the same bits on any number of ranks, while ranks die and join.
 
@@ -54,6 +55,10 @@ def elastic(
 
         torchrun --nproc_per_node=4 -m entrenar_py.supervise train.py
 
+    With `audit`, this share of all micro-batches (0.01: one of a hundred) is computed by a second
+    rank, too, and a step is committed only if both got the same bits. A rank that computes wrong
+    bits ends with ConvictedError. `fold` yields what a rank audits after its own micro-batches.
+
     Raises UsageError if `micro_batches` is not a power of two or is smaller than the number of
     ranks, if the model is on several devices or has parts that depend on the number of ranks, or if
     `require_deterministic` would raise.
@@ -69,4 +74,5 @@ def elastic(
         first_step=first_step,
         seed=seed,
         deadline_s=deadline_s,
+        audit=audit,
     )

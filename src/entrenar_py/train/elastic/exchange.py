@@ -130,8 +130,8 @@ class Sum:
     def __init__(self, exchange: Exchange, rows: Tensor) -> None:
         self._exchange, self._rows = exchange, rows
         self.mean = rows[0]
+        self._received: Tensor | None
         self._received, self._started = exchange.scatter(rows)
-        self._is_gathered = False
 
     @property
     def is_over(self) -> bool:
@@ -140,12 +140,12 @@ class Sum:
 
     def gather(self, wait: Wait) -> None:
         """Wait for the chunks of this rank, add them, and start to gather the mean, once."""
-        if self._is_gathered:
+        if self._received is None:
             return
-        self._is_gathered = True
         if self._started is not None:
             wait(self._started)
         self._started = self._exchange.gather(self._received, self.mean)
+        self._received = None  # as large as the gradients
 
     def wait(self, wait: Wait) -> None:
         """Wait for the mean."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +23,21 @@ from entrenar_py.shared.errors import SystemFailure
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# torch's own watchdog would end the process, or the group, before the ranks have agreed. And a host
-# that waits in NCCL can't notice a death.
+# torch's watchdog would end the process, or the group, before the ranks have agreed. A host that
+# blocks in a collective can't notice a death: neither in torch's wait, nor in NCCL, which otherwise
+# connects ranks only when a collective needs it.
 _NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "NCCL_RUNTIME_CONNECT": "0",
 }
 _FOREVER = timedelta(days=365)
+_POLL_S = 0.001
+
+
+class ConnectionLostError(Exception):
+    """Raised when a collective could not be started, or has failed."""
 
 
 class Started(ABC):
@@ -40,15 +49,15 @@ class Started(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise RuntimeError if it has failed. Call it when it is over."""
+        """Raise ConnectionLostError if it has failed. Call it when it is over."""
 
 
 class Group(ABC):
     """Ranks that are connected with one another. All make the same calls in the same order.
 
-    A call returns at once. Its tensors are contiguous, on `device`, and belong to it until it is
-    over. On a GPU a call is queued on the current stream, as a kernel is: what follows on the
-    stream waits for it.
+    A call returns at once, and raises ConnectionLostError if it can't start. Its tensors are
+    contiguous, on `device`, and belong to it until it is over. On a GPU a call is queued on the
+    current stream, as a kernel is: what follows on the stream waits for it.
     """
 
     device: torch.device
@@ -58,24 +67,33 @@ class Group(ABC):
         self, out: Tensor, sent: Tensor, *, received_from: list[int], sent_to: list[int]
     ) -> Started:
         """Send each rank a part of `sent`, and receive a part of `out` from each, in elements."""
-        return self._started(self._group.alltoall_base(out, sent, received_from, sent_to))
+        return self._start(lambda: self._group.alltoall_base(out, sent, received_from, sent_to))
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Started:
         """Gather all ranks' tensors in `out`, by ranks. This rank's may be its place in `out`."""
-        return self._started(self._group._allgather_base(out, mine))
+        return self._start(lambda: self._group._allgather_base(out, mine))
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Started:
         """Copy the tensor of rank `source` to all others."""
         options = dist.BroadcastOptions()
         options.rootRank = source
-        return self._started(self._group.broadcast([tensor], options))
+        return self._start(lambda: self._group.broadcast([tensor], options))
 
     @abstractmethod
-    def abort(self, timeout_s: float) -> None:
+    def abort(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         """Let collectives end, as soon as they can, that wait for a rank in vain.
 
-        Raises SystemFailure if that takes longer than `timeout_s`. The group can't be used again.
+        `is_over` says whether they have ended. Raises SystemFailure if that takes longer than
+        `timeout_s`. The group can't be used again.
         """
+
+    def _start(self, call: Callable[[], dist.Work]) -> Started:
+        try:
+            return self._started(call())
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # errors of this rank, which would come again
+        except RuntimeError as error:
+            raise ConnectionLostError(f"an exchange could not start: {error}") from error
 
     @abstractmethod
     def _started(self, work: dist.Work) -> Started:
@@ -85,7 +103,10 @@ class Group(ABC):
 def connect(
     store: Store, device: torch.device, *, rank: int, world_size: int, timeout_s: float
 ) -> Group:
-    """Connect with the other ranks. Raises RuntimeError if one is not there in time."""
+    """Connect with the other ranks. Raises RuntimeError if one is not there in time.
+
+    Over NCCL it may wait for ever if one ends meanwhile.
+    """
     kind = _Nccl if device.type == "cuda" else _Gloo
     return kind(store, device, rank=rank, world_size=world_size, timeout_s=timeout_s)
 
@@ -104,7 +125,10 @@ class _OfHost(Started):
         return self._work.is_completed()
 
     def check(self) -> None:
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise ConnectionLostError(f"an exchange between ranks failed: {error}") from error
 
 
 class _Gloo(Group):
@@ -114,7 +138,7 @@ class _Gloo(Group):
         self.device = device
         self._group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
 
-    def abort(self, timeout_s: float) -> None:
+    def abort(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         """Do nothing: gloo's collectives end when they time out, and may write until then."""
 
     def _started(self, work: dist.Work) -> Started:
@@ -122,12 +146,12 @@ class _Gloo(Group):
 
 
 class _OnStream(Started):
-    """A place in a stream's queue."""
+    """A place in the queue of the current stream."""
 
-    def __init__(self, work: dist.Work) -> None:
-        work.wait()  # makes the current stream wait, not the host
+    def __init__(self, work: dist.Work, device: torch.device) -> None:
+        work.wait()  # makes the stream wait, not the host
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(device))
 
     def is_over(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
@@ -148,23 +172,36 @@ class _Nccl(Group):
         options._timeout = _FOREVER  # the members notice
         self._group = kind(store, rank, world_size, options)
         self._group.eager_connect_single_device(device)
+        # The first collective of a kind connects ranks, and blocks its caller until all are there.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            row, ones = torch.zeros(world_size, device=device), [1] * world_size
+            self.all_to_all(torch.empty_like(row), row, received_from=ones, sent_to=ones)
+            self.all_gather(row, row[rank : rank + 1])
+            self.broadcast(row, source=0)
+        stream.synchronize()
 
-    def abort(self, timeout_s: float) -> None:
-        """Abort in a thread, and wait for the kernels to end."""
+    def abort(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+        raised: list[Exception] = []
 
         def abort() -> None:
-            torch.cuda.set_device(self.device)
-            self._group.abort()
-            torch.cuda.synchronize()
+            try:
+                torch.cuda.set_device(self.device)
+                self._group.abort()
+                while not is_over():  # not all of the GPU: a group of the script's may wait, too
+                    time.sleep(_POLL_S)
+            except Exception as error:  # noqa: BLE001  # raised below, in the caller's thread
+                raised.append(error)
 
         thread = threading.Thread(target=abort, name="entrenar-elastic-abort", daemon=True)
         thread.start()
         thread.join(timeout_s)
-        if thread.is_alive():
+        if raised or thread.is_alive():
+            why = f": {raised[0]}" if raised else f" within {timeout_s:g} s"
             raise SystemFailure(
-                f"NCCL could not abort its collectives within {timeout_s:g} s: this rank ends, and "
-                "its supervisor starts another"
+                f"NCCL could not abort its collectives{why}; this rank ends, and its supervisor "
+                "starts another"
             )
 
     def _started(self, work: dist.Work) -> Started:
-        return _OnStream(work)
+        return _OnStream(work, self.device)

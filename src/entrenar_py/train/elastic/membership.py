@@ -9,7 +9,7 @@ All agreements are made in one key-value store, which answers requests one after
 TCPStore). It has to outlive the members. The keys, where N is a generation's number:
 
     incarnation/SEAT  how many processes have started at the seat
-    dead/SEAT.INC     the process has ended, its supervisor says
+    dead/SEAT.INC     the process has ended, its supervisor says, or was convicted
     excluded/SEAT.INC the process was not there in time, and must not go on
     gone/SEAT         no other process will start at the seat
     here/N/SEAT       the process asks to be in generation N (`_Presence`)
@@ -19,6 +19,9 @@ TCPStore). It has to outlive the members. The keys, where N is a generation's nu
     pause/N           the step after which generation N makes room
     done/N/SEAT       the process has committed the last step
     ended             all members of a generation have committed the last step
+    place/SEAT        the host and the device of the seat, if there are audits (`audit`)
+    dispute/N         what generation N found and the next has to settle; "": it has settled all
+    convicted/SEAT    the seat computes wrong bits: nobody trains there any more; why
 """
 
 from __future__ import annotations
@@ -42,12 +45,17 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.002
 FINISHED = "all ranks have committed the last step"
+_SUCCEEDED = "the next generation began"
 _TURN_S = 1.0  # for a process to write a record that is due
 _FOREVER = timedelta(days=365)
 
 
 class LeftBehindError(EntrenarError):
     """Raised in a process without which the others have gone on. It must end or start anew."""
+
+
+class ConvictedError(EntrenarError):
+    """Raised in a process at a seat that computes wrong bits, or may. It must end."""
 
 
 class EndedError(EntrenarError):
@@ -76,20 +84,23 @@ class _Presence:
 class Generation:
     """Processes that train together. `members[rank]` is (seat, incarnation), in order of seats.
 
-    The ranks `behind` get the state of rank `source`, which has committed the most steps.
+    The ranks `behind` get the state of rank `source`, which has committed the most steps. `dispute`
+    is what an earlier generation left open (`Roll.dispute`).
     """
 
     number: int
     members: tuple[tuple[int, int], ...]
     source: int
     behind: tuple[int, ...]
+    dispute: str = ""
 
     @classmethod
     def read(cls, number: int, text: bytes) -> Generation:
         """Return the generation of a record."""
         fields = json_text.load(text)
         members = tuple((seat, incarnation) for seat, incarnation in fields["members"])
-        return cls(number, members, fields["source"], tuple(fields["behind"]))
+        behind = tuple(fields["behind"])
+        return cls(number, members, fields["source"], behind, fields["dispute"])
 
 
 class Roll:
@@ -153,9 +164,30 @@ class Roll:
         """Return whether the others have gone on without the newest process at `seat`.
 
         One that has ended doesn't count: the next one may not have said yet that it has started.
+        One that was convicted ends in its own time, but not later than the run.
         """
         newest = f"{seat}.{self.incarnation(seat)}"
-        return self.has(f"excluded/{newest}") and not self.has(f"dead/{newest}")
+        ends = self.has(f"dead/{newest}") and not self.has("ended")
+        return self.has(f"excluded/{newest}") and not ends
+
+    def dispute(self, number: int) -> str:
+        """Return the dispute that generation `number` found, or has from an earlier one, or ""."""
+        if number < 0 or self.has(f"dispute/{number}"):
+            return self._text(f"dispute/{number}")
+        return self.generation(number).dispute
+
+    def convict(self, seat: int, reason: str) -> None:
+        """Say that `seat` computes wrong bits, and that nobody trains there any more."""
+        self.store.compare_set(f"convicted/{seat}", "", reason)
+        self.store.set(f"dead/{seat}.{self.incarnation(seat)}", "")
+        self.leave(seat)
+
+    def convicted(self, seat: int) -> str:
+        """Return why `seat` was convicted. "": it was not."""
+        return self._text(f"convicted/{seat}")
+
+    def _text(self, key: str) -> str:
+        return self.store.get(key).decode() if self.has(key) else ""
 
 
 class Membership:
@@ -186,14 +218,19 @@ class Membership:
             self.roll.interrupt(self._generation.number, reason)
         self._interrupted.set()
 
+    def require_innocent(self) -> None:
+        """Raise ConvictedError if this process's seat was convicted."""
+        if reason := self.roll.convicted(self.seat):
+            raise ConvictedError(reason)
+
     def agree(self, step: int, *, trained: bool, deadline_s: float) -> Generation:
         """Return the next generation, with this process in it.
 
         The process has committed `step` steps. `trained` says whether it has the run's state.
         Waits `deadline_s` for members of the last generation, and for the first processes of all
         seats. Raises LeftBehindError if the others have gone on without this process,
-        EndedError if the run has ended, and UsageError if this process has other facts than the
-        source.
+        ConvictedError if its seat was convicted, EndedError if the run has ended, and UsageError if
+        this process has other facts than the source.
         """
         while True:
             last = self._generation
@@ -207,6 +244,7 @@ class Membership:
                 self._require_same_facts(new)
                 self._begin(new)
                 return new
+            self.require_innocent()
             if last is not None:
                 raise LeftBehindError(
                     f"generation {number} was formed without this process (rank {self.seat} of the "
@@ -266,8 +304,15 @@ class Membership:
         self._set("ended", "")
         return True
 
+    def why_ended(self, number: int) -> str | None:
+        """Return why generation `number` was interrupted, or None if it was not."""
+        if number < 0 or not self.roll.has(f"interrupt/{number}"):
+            return None
+        why = self.roll.store.get(f"interrupt/{number}").decode()
+        return None if why == _SUCCEEDED else why
+
     def _begin(self, generation: Generation) -> None:
-        self.interrupt("the next generation began")  # also ends the watcher
+        self.interrupt(_SUCCEEDED)  # also ends the watcher
         if generation.number:
             for member in self.roll.generation(generation.number - 1).members:
                 if member not in generation.members:
@@ -311,6 +356,7 @@ class Membership:
         """Wait for generation `number`. Write its record if it is this process's turn."""
         end = None  # when the members of the last generation should have been here
         while not self.roll.has(f"record/{number}"):
+            self.require_innocent()
             if self.roll.has("ended"):
                 raise EndedError
             # A newcomer can't know how long a step takes. It waits for the ranks' next pause.
@@ -352,6 +398,7 @@ class Membership:
                 for rank, seat in enumerate(members)
                 if seat != source and not (here[seat].trained and advance[seat] == advance[source])
             ],
+            "dispute": self.roll.dispute(number - 1),
         }
         self.roll.store.compare_set(f"record/{number}", "", json.dumps(record))
 
@@ -359,9 +406,9 @@ class Membership:
         return number < 0 or self.roll.has(f"interrupt/{number}")
 
     def _presence(self, number: int, seat: int) -> _Presence | None:
-        """Return what the newest process at `seat` said, if it is here and has not ended."""
+        """Return what the newest process at `seat` said, if it is here and may train."""
         key = f"here/{number}/{seat}"
-        if not self.roll.has(key):
+        if not self.roll.has(key) or self.roll.convicted(seat):
             return None
         presence = _Presence(**json_text.load(self.roll.store.get(key)))
         newest = presence.incarnation == self.roll.incarnation(seat)

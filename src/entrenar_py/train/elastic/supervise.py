@@ -51,8 +51,8 @@ def supervise(
 ) -> int:
     """Keep a process at `seat` until the run ends: `process`, then those that `start` returns.
 
-    Returns the exit status for the launcher. After `max_restarts` the seat stays empty, and the
-    others go on without it. The status is then 0 if they end the run, and 1 if no seat is left.
+    Returns the exit status for the launcher. After `max_restarts`, or if it is convicted, the seat
+    stays empty. The status is then 0 if the others end the run, and 1 if no seat is left.
     """
     from entrenar_py.train.elastic.membership import Roll
 
@@ -65,10 +65,13 @@ def supervise(
         if status == 0:
             roll.leave(seat.seat)
             return 0
+        if roll.convicted(seat.seat):
+            break
         if left:
             say(f"{name} ended with status {status}: starts again, {left - 1} more times")
             process = start()
-    say(f"{name} ended with status {status} and does not start again: the others go on without it")
+    why = roll.convicted(seat.seat) or "the others go on without it"
+    say(f"{name} ended with status {status} and does not start again: {why}")
     roll.leave(seat.seat)
     while not roll.has("ended"):
         if not roll.left(seat.num_seats):

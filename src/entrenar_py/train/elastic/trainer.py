@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,9 +18,16 @@ from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.canonical import requirements
 from entrenar_py.train.canonical.reducer import Counter, take
-from entrenar_py.train.elastic.buckets import Buckets, ConnectionLostError
+from entrenar_py.train.elastic.audit import Audit
+from entrenar_py.train.elastic.buckets import Buckets
 from entrenar_py.train.elastic.exchange import Exchange, Sum
-from entrenar_py.train.elastic.group import Group, Started, connect, prepare
+from entrenar_py.train.elastic.group import (
+    ConnectionLostError,
+    Group,
+    Started,
+    connect,
+    prepare,
+)
 from entrenar_py.train.elastic.launcher import seat_of_launcher
 from entrenar_py.train.elastic.membership import (
     EndedError,
@@ -34,7 +42,8 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 
-_FAILURES_MAX = 5  # of the same ranks, one after another, without a death
+_FAILURES_MAX = 5  # of the same ranks to commit a step
+_OUTLIVING_S = 1.0
 
 
 class ElasticTrainer:
@@ -59,6 +68,7 @@ class ElasticTrainer:
         first_step: int,
         seed: int,
         deadline_s: float,
+        audit: float,
     ) -> None:
         requirements.require_deterministic()
         self._parameters = requirements.require_parameters(model)
@@ -66,6 +76,8 @@ class ElasticTrainer:
         self._device = _device_of(self._tensors())
         if not deadline_s > 0:
             raise UsageError.of("deadline_s", deadline_s, "give more than 0 seconds")
+        if not 0 <= audit <= 1:
+            raise UsageError.of("audit", audit, "give a share of all micro-batches, 0 to 1")
         if not isinstance(first_step, int) or first_step < 0:
             raise UsageError.of("first_step", first_step, "give the number of committed steps")
         seat = seat_of_launcher()
@@ -85,13 +97,18 @@ class ElasticTrainer:
         facts = {
             "micro_batches": micro_batches,
             "seed": seed,
+            "audit": audit,
             "the shapes of the model's tensors": _fingerprint(model),
             **self._switches,
             **requirements.surroundings(self._device),
         }
-        prepare(self._device)
+        if seat.num_seats > 1:
+            prepare(self._device)
         self._members = Membership(
             seat.store, seat=seat.seat, num_seats=seat.num_seats, facts=facts
+        )
+        self._audit = Audit(
+            audit, micro_batches=micro_batches, seed=seed, parameters=self._parameters
         )
         self.step = first_step
         self._shard: int | None = None  # the current micro-batch
@@ -100,10 +117,10 @@ class ElasticTrainer:
         self._num_made = 0  # gradients in the current micro-batch
         self._ended = False  # whether all ranks have committed the last step
         self._trained = False  # whether this process has the state of the run
-        self._abandoned: list[tuple[object, list[Sum]]] = []
+        self._failures: Counts[tuple[tuple[int, int], ...]] = Counts()  # by members, of this step
         self._client: Store | None = None  # of the store, for groups: a connection may take seconds
         self._counter = Counter()
-        self._use(None, rank=0, world_size=1)  # until there is a generation
+        self._use(None, None)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
         self._regroup()
@@ -118,6 +135,11 @@ class ElasticTrainer:
             raise UsageError("trainer.shard outside of the loop over fold(): read it inside of it")
         return self._shard
 
+    @property
+    def audited(self) -> int:
+        """How many micro-batches two ranks computed, with the same bits, since this one joined."""
+        return self._audit.num_audited
+
     def steps(self, total: int) -> Iterator[int]:
         """Yield the index of the next step until `total` steps are committed by all ranks.
 
@@ -130,7 +152,8 @@ class ElasticTrainer:
             if self.step >= total:
                 if self._members.finish(deadline_s=self._deadline_s):
                     self._ended = True
-                    self._abandon(self._group, [])
+                    if self._group is not None:
+                        self._group.abort(lambda: True, self._deadline_s)
                     return
                 self._regroup()
             elif self._members.pauses(self.step):
@@ -148,6 +171,7 @@ class ElasticTrainer:
     def fold(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Yield this rank's micro-batches of `batches`. Run forward and backward on each.
 
+        After them come those of other ranks that this rank audits. `shard` is then not in `shards`.
         Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
         of all ranks, or None if the step can't be committed. Raises UsageError if `batches` doesn't
         have an item for each micro-batch of the global batch, if a micro-batch made no gradient for
@@ -172,7 +196,7 @@ class ElasticTrainer:
         self._counter = Counter(self.shards.start)
         self._buckets.clear()
         try:
-            for shard in self.shards:
+            for shard in (*self.shards, *self._audit.begin(self.step)):
                 if self._members.interrupted:
                     return
                 self._shard = shard
@@ -181,8 +205,12 @@ class ElasticTrainer:
                 self._keep(shard)
             self._shard = None
             self._buckets.finish(self._wait)
+            self._audit.settle(self._wait)
             self._reduced = True
         except InterruptedGenerationError:
+            take(self._parameters)
+        except ConnectionLostError as error:
+            self._members.interrupt(str(error))
             take(self._parameters)
         finally:
             self._shard = None
@@ -210,6 +238,7 @@ class ElasticTrainer:
         for scheduler in self._schedulers:
             scheduler.step()
         self.step += 1
+        self._failures.clear()
         return True
 
     # --- the gradients of a step ------------------------------------------------------------------
@@ -217,7 +246,12 @@ class ElasticTrainer:
     def _made(self, parameter: Tensor) -> None:
         """Note that the backward pass has made the gradient of `parameter`."""
         self._num_made += 1
-        if self._shard is None or self._shard != self.shards[-1] or self._members.interrupted:
+        # An audited one is sent when all of it is there: its sums would change it.
+        if self._shard == self.shards[-1] and self._shard not in self._audit:
+            self._send(parameter)
+
+    def _send(self, parameter: Tensor) -> None:
+        if parameter.grad is None or self._members.interrupted:
             return
         try:
             self._buckets.add(parameter, self._counter)
@@ -225,10 +259,14 @@ class ElasticTrainer:
             self._members.interrupt(str(error))
 
     def _keep(self, shard: int) -> None:
-        """Check that `shard` has every gradient, and keep them unless it is the last shard."""
+        """Check that `shard` has every gradient. Keep them, if it is not the last or an audit."""
         if self._members.interrupted:
             raise InterruptedGenerationError
         last = shard == self.shards[-1]
+        if shard in self._audit:
+            self._audit.keep(shard)
+            for parameter in self._parameters if last else ():
+                self._send(parameter)
         node = take(self._parameters)  # the last one's are in buckets already
         num_made, self._num_made = self._num_made, 0
         if num_made > len(self._parameters):
@@ -245,29 +283,25 @@ class ElasticTrainer:
                 f"{len(self._parameters)} parameters): run its backward pass inside the loop over "
                 "fold(), and let it use every parameter"
             )
-        if not last:
+        if not last and shard in self.shards:
             self._counter.push(node)
 
     def _wait(self, started: Started) -> None:
-        """Wait for a collective. Raises InterruptedGenerationError if it can't end."""
+        """Wait for a collective.
+
+        Raises InterruptedGenerationError if it can't end, and ConnectionLostError if it has failed.
+        """
         self._members.wait(
             started.is_over, deadline_s=self._deadline_s, what="an exchange between ranks"
         )
-        try:
-            started.check()
-        except RuntimeError as error:
-            self._members.interrupt(f"an exchange between ranks failed: {error}")
-            raise InterruptedGenerationError from error
+        started.check()
 
     # --- another set of ranks ---------------------------------------------------------------------
 
     def _regroup(self) -> None:
         """Form a group of all ranks that are there. All get the state of the most advanced one."""
         take(self._parameters)
-        group, sums = self._group, self._buckets.sums
-        failures: Counts[tuple[tuple[int, int], ...]] = Counts()
         while True:
-            generation = None
             try:
                 try:
                     generation = self._members.agree(
@@ -275,38 +309,52 @@ class ElasticTrainer:
                     )
                 finally:
                     # Not before: another rank may still receive what this one has sent.
-                    self._abandon(group, sums)
-                    group, sums = None, []
-                group = self._connect(generation)
+                    self._abandon()
+                self._tell(generation)
+                self._use(self._connect(generation), generation)
                 if generation.behind:
-                    self._bring_up(generation, group)
-            except InterruptedGenerationError as error:
-                if error.__cause__ is not None and generation is not None:
-                    failures[generation.members] += 1
-                    if failures[generation.members] == _FAILURES_MAX:
-                        raise SystemFailure(
-                            f"the same ranks failed {_FAILURES_MAX} times to connect, or to "
-                            f"exchange their state: {error.__cause__}"
-                        ) from error
+                    self._bring_up(generation)
+            except InterruptedGenerationError:
+                continue
+            except ConnectionLostError as error:
+                self._members.interrupt(str(error))
                 continue
             except EndedError:
                 printing.warn("entrenar_py.elastic: the run ended before this rank joined")
                 raise SystemExit(0) from None
             break
         self._trained, self.generation = True, generation
-        self._use(group, rank=self._rank_in(generation), world_size=len(generation.members))
+        self._audit.join(generation, self._group, self._members)
 
-    def _use(self, group: Group | None, *, rank: int, world_size: int) -> None:
-        """Exchange gradients over `group` from now on."""
-        self._group, self.rank, self.world_size = group, rank, world_size
+    def _tell(self, generation: Generation) -> None:
+        """Warn of the last generation's end. Raises SystemFailure if that was in vain too often.
+
+        A death makes other members. The same ones again should get further.
+        """
+        reason = self._members.why_ended(generation.number - 1)
+        if reason is None:
+            return
+        self._failures[generation.members] += 1
+        me = (self._members.seat, self._members.incarnation)
+        if generation.members[generation.source] == me:
+            printing.warn(f"entrenar_py.elastic: repeats step {self.step}, since {reason}")
+        if self._failures[generation.members] > _FAILURES_MAX:
+            raise SystemFailure(
+                f"the same ranks began step {self.step} {_FAILURES_MAX} times, and did not commit "
+                f"it: {reason}"
+            )
+
+    def _use(self, group: Group | None, generation: Generation | None) -> None:
+        """Exchange gradients over `group` from now on. Without a generation this rank is alone."""
+        members = generation.members if generation else ()
+        self.world_size = max(len(members), 1)
+        self.rank = members.index((self._members.seat, self._members.incarnation)) if members else 0
+        self._group = group
         exchange = Exchange(
-            group, rank=rank, world_size=world_size, micro_batches=self._micro_batches
+            group, rank=self.rank, world_size=self.world_size, micro_batches=self._micro_batches
         )
         self.shards = exchange.shards
         self._buckets = Buckets(list(self._parameters), exchange)
-
-    def _rank_in(self, generation: Generation) -> int:
-        return generation.members.index((self._members.seat, self._members.incarnation))
 
     def _connect(self, generation: Generation) -> Group | None:
         """Return a new process group of the generation's members, or None for a single one.
@@ -316,9 +364,10 @@ class ElasticTrainer:
         world_size = len(generation.members)
         if world_size == 1:
             return None
-        rank, timeout_s = self._rank_in(generation), 2 * self._deadline_s
+        rank = generation.members.index((self._members.seat, self._members.incarnation))
         client, self._client = self._client, None  # the thread below may never give it back
-        ended: list[tuple[Group, Store] | RuntimeError] = []
+        ended: list[Group | Exception] = []
+        is_wanted, lock = True, threading.Lock()
 
         def connect_all() -> None:
             try:
@@ -328,37 +377,57 @@ class ElasticTrainer:
                     self._device,
                     rank=rank,
                     world_size=world_size,
-                    timeout_s=timeout_s,
+                    timeout_s=2 * self._deadline_s,
                 )
-                ended.append((group, store))
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001  # the other thread raises it
                 ended.append(error)
+                return
+            with lock:
+                if is_wanted:
+                    self._client = store
+                    ended.append(group)
+                    return
+            group.abort(lambda: True, self._deadline_s)
 
         threading.Thread(target=connect_all, name="entrenar-elastic-connect", daemon=True).start()
-        self._members.wait(lambda: bool(ended), deadline_s=self._deadline_s, what="connecting")
-        if isinstance(ended[0], RuntimeError):
-            self._members.interrupt(f"a rank could not connect: {ended[0]}")
-            raise InterruptedGenerationError from ended[0]
-        group, self._client = ended[0]
-        return group
+        try:
+            self._members.wait(lambda: bool(ended), deadline_s=self._deadline_s, what="connecting")
+        except InterruptedGenerationError:
+            with lock:
+                is_wanted = False
+            if not (ended and isinstance(ended[0], Group)):
+                raise
+        match ended[0]:
+            case RuntimeError() as error:
+                raise ConnectionLostError(f"a rank could not connect: {error}") from error
+            case Exception() as error:
+                raise error
+            case group:
+                return group
 
-    def _abandon(self, group: Group | None, sums: list[Sum]) -> None:
-        """Abort the exchanges of `group`. Keep the memory of those that may still write to it."""
-        if group is not None:
-            group.abort(self._deadline_s)
-        self._abandoned.append((group, sums))
-        self._abandoned = [one for one in self._abandoned if not all(s.is_over for s in one[1])]
+    def _abandon(self) -> None:
+        """Abort the exchanges of the group, or leave them to a thread: they may still write."""
+        group, sums = self._group, self._buckets.sums
+        self._use(None, None)
+        if group is None:
+            return
+        group.abort(lambda: all(one.is_over for one in sums), self._deadline_s)
+        threading.Thread(
+            target=_outlive, args=(group, sums), name="entrenar-elastic-end", daemon=True
+        ).start()
 
-    def _bring_up(self, generation: Generation, group: Group | None) -> None:
+    def _bring_up(self, generation: Generation) -> None:
         """Copy the state of rank `source` to the ranks that are behind."""
-        assert group is not None
-        rank = self._rank_in(generation)
+        assert self._group is not None
         states = [self._optimizer, *self._schedulers, *self._state]
         own = None
-        if rank == generation.source:
+        if self.rank == generation.source:
             own = (self.step, self._tensors(), [each.state_dict() for each in states])
-        sent = broadcast(own, group, source=generation.source, wait=self._wait)
-        if rank not in generation.behind:
+        is_behind = self.rank in generation.behind
+        sent = broadcast(
+            own, self._group, source=generation.source, wait=self._wait, keeps=is_behind
+        )
+        if not is_behind:
             return
         # All of it is here: nothing can interrupt the rest, and no rank has half of a state.
         self.step, tensors, dicts = sent
@@ -369,6 +438,16 @@ class ElasticTrainer:
 
     def _tensors(self) -> list[Tensor]:
         return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]
+
+
+def _outlive(group: Group, sums: list[Sum]) -> None:
+    """Keep a group and the memory of its exchanges until they are over. Both end in this thread.
+
+    The end of a group of gloo waits for its exchanges. The caller drops what it holds meanwhile.
+    """
+    time.sleep(_OUTLIVING_S)
+    while not all(one.is_over for one in sums):
+        time.sleep(_OUTLIVING_S)
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

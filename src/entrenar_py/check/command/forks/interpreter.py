@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -71,6 +72,7 @@ def run_as_main(words: Sequence[str]) -> NoReturn:
         code = _exit_code(left)
     except BaseException as error:  # noqa: BLE001  (printed as Python prints it)
         code = _told_uncaught(error)
+    del main  # its objects end with the last reference
     _leave(code, before)
 
 
@@ -116,21 +118,34 @@ def _leave(code: int, before: set[str]) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.last_value = sys.last_traceback = None
-    _take_down("__main__")
-    for name in reversed([*sys.modules]):
-        if name not in before:
-            _take_down(name)
+    sys.last_type = sys.last_value = sys.last_traceback = None
+    if sys.version_info >= (3, 12):
+        sys.last_exc = None
+    _take_down([name for name in sys.modules if name == "__main__" or name not in before])
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
     end_like(code)
 
 
-def _take_down(name: str) -> None:
-    module = sys.modules.get(name)
-    if isinstance(module, types.ModuleType):
-        for key in [*vars(module)]:
-            if key != "__builtins__":
-                vars(module)[key] = None
-        gc.collect()
+def _take_down(names: Sequence[str]) -> None:
+    """Drop all modules, then clear those that something still refers to, the last import first.
+
+    This is what Python's own `Py_FinalizeEx` and `finalize_modules` do. A collection after each
+    module would take minutes if the script has imported some thousand modules, such as those of
+    transformers.
+    """
+    gc.collect()  # also puts the layers of open files in an order in which their text is written
+    dropped: list[weakref.ref[types.ModuleType]] = []
+    for name in names:
+        if isinstance(module := sys.modules[name], types.ModuleType):
+            dropped.append(weakref.ref(module))
+        sys.modules[name] = None  # type: ignore[assignment]
+        del module
+    gc.collect()  # finalizers that run here find their globals
+    for reference in reversed(dropped):
+        if (left := reference()) is not None:
+            for key in [*vars(left)]:
+                if key != "__builtins__":
+                    vars(left)[key] = None
+    gc.collect()

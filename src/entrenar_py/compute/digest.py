@@ -6,8 +6,8 @@ recompute every intermediate result.
 
 On the CPU `root` computes the digest. On a GPU a `DigestTable` has the chunks of many tensors: it
 is created once, and run at every watched step. Each level of hashes takes one launch of
-`kernels.hash_chunks`: the first reads the tensors, the later ones read the lists of digests, which
-are small. Nothing here waits for the device.
+`digest_triton.hash_chunks`: the first reads the tensors, the later ones read the lists of digests,
+which are small. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ _ZEROS = bytes(CHUNK_BYTES)
 def digest(tensor: Tensor) -> str:
     """Return a tensor's digest as 32 hex digits. It does not depend on device or strides."""
     return text(root(header(tensor), memory(tensor)))
+
+
+def of_all(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the digests of `tensors`, which are on one device, as int64 [tensors, 2] on it."""
+    if tensors[0].device.type == "cpu":
+        return all_words(root(header(tensor), memory(tensor)) for tensor in tensors)
+    return DigestTable(tensors).run()[:, :2].clone()
 
 
 def text(number: bytes) -> str:
@@ -321,9 +328,9 @@ def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
 def kernels() -> Any:
     """Return the module of the kernels. Raises BackendUnavailable without Triton."""
     try:
-        from entrenar_py.check.watch import kernels
+        from entrenar_py.compute import digest_triton
     except ImportError as error:
         raise BackendUnavailable(
-            f"the watch of tensors on a GPU needs Triton ({error}); pip install triton"
+            f"the digest of a tensor on a GPU needs Triton ({error}); pip install triton"
         ) from error
-    return kernels
+    return digest_triton

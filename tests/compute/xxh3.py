@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from entrenar_py.check.watch.digest import CHUNK_BYTES
+from entrenar_py.compute.digest import CHUNK_BYTES
 
 Words = NDArray[np.uint64]
 

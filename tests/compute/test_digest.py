@@ -20,10 +20,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from entrenar_py.check.watch import digest
-from entrenar_py.check.watch.digest import DigestTable
+from entrenar_py.compute import digest
+from entrenar_py.compute.digest import DigestTable
 from entrenar_py.shared.errors import BackendUnavailable
-from tests.check.watch.xxh3 import Model, hash_chunks
+from tests.compute.xxh3 import Model, hash_chunks
 
 RAMP = torch.arange(5000, dtype=torch.float32)
 
@@ -176,7 +176,7 @@ def test_the_kernel_on_a_gpu() -> None:
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Triton the error says what to install."""
     monkeypatch.setitem(cast(dict[str, Any], sys.modules), "triton", None)
-    monkeypatch.delitem(sys.modules, "entrenar_py.check.watch.kernels", raising=False)
-    monkeypatch.delattr("entrenar_py.check.watch.kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "entrenar_py.compute.digest_triton", raising=False)
+    monkeypatch.delattr("entrenar_py.compute.digest_triton", raising=False)
     with pytest.raises(BackendUnavailable, match="pip install triton"):
         DigestTable([torch.zeros(1)])
