@@ -324,6 +324,8 @@ def launch(given: argparse.Namespace, role: str, gpus: int, *launcher: str) -> P
     if launcher and role == "train":
         options += [f"--kills={given.kills}", f"--pace-s={given.pace_s}", "--log-synchronised"]
     settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
+    if role == "restart":  # or new ranks find the addresses of the dead (pytorch#135712)
+        settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     running = subprocess.Popen(
         [*command, *options], env={**os.environ, **settings}, stdout=sys.stderr
     )
@@ -392,8 +394,11 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "kills": len([line for line in lines if line["what"] == "kill"]),
         "repeats": len([line for line in lines if line["what"] == "repeat"]),
     }
-    for name in ("next_commit_s", "newcomer_s"):
-        times = sorted(getattr(kill, name) for kill in kills)
+    for name, waits in (
+        ("next_commit_s", [kill.next_commit_s for kill in kills]),
+        ("newcomer_s", [kill.newcomer_s for kill in kills]),
+    ):
+        times = sorted(waits)
         if len(times) > 1:
             found[name] = {
                 "median": round(median(times), 3),
