@@ -135,17 +135,16 @@ def judged(model: str, change: str, parts: int = 1, steps: int = 2) -> Judgement
     return judge.judge(first, second, disturbed)
 
 
-def culprit(bug: Bug, judgement: Judgement) -> Culprit | None:
-    """Return the first operation that differs in a run with a bug."""
-    assert judgement.real is not None
-    first, disturbed = with_operations(bug.model, bug.parts, bug.step)
+def culprit(bug: Bug, judgement: Judgement, *, in_bits: bool = False) -> Culprit | None:
+    """Return the first operation that differs in a run with a change."""
+    difference = judgement.bits if in_bits else judgement.real
+    assert difference is not None
+    step = difference.border.step
+    first, disturbed = with_operations(bug.model, bug.parts, step)
     second = models.train(
-        *(bug.model, bug.change),
-        parts=bug.parts,
-        operations=(bug.step, bug.step),
-        steps=bug.step + 1,
+        *(bug.model, bug.change), parts=bug.parts, operations=(step, step), steps=step + 1
     )
-    return operations.culprit(first, second, [disturbed], judgement.real)
+    return operations.culprit(first, second, [disturbed], difference, in_bits=in_bits)
 
 
 @pytest.mark.parametrize("bug", [*DECODER, *VIT], ids=lambda bug: f"{bug.model}-{bug.change}")
@@ -174,6 +173,27 @@ def test_another_order_of_the_same_is_rounding(model: str, change: str, parts: i
     """No difference of a benign change comes near the limit of rounding."""
     judgement = judged(model, change, parts)
     assert max(each.ratio for each in judgement.differences) < 0.5
+    if judgement.bits is not None:
+        known = culprit(Bug(change, "", "", model=model, parts=parts), judgement, in_bits=True)
+        assert known is None or not known.other_factors
+
+
+@pytest.mark.parametrize("change", ["wrong scale", "weak mask", "rope base", "wrong eps"])
+def test_another_factor_is_a_bug_however_little_it_changes(change: str) -> None:
+    """The operation before had the same bits, so this one got the same inputs."""
+    (bug,) = (each for each in DECODER if each.change == change)
+    known = culprit(bug, judged("decoder", change), in_bits=True)
+    assert known is not None
+    assert known.other_factors
+
+
+@pytest.mark.parametrize("change", ["dropped mask", "gelu gate", "mask off by one"])
+def test_another_operation_is_no_other_factor(change: str) -> None:
+    """Only the size of the difference says that these are bugs."""
+    (bug,) = (each for each in DECODER if each.change == change)
+    known = culprit(bug, judged("decoder", change), in_bits=True)
+    assert known is not None
+    assert not known.other_factors
 
 
 def test_the_same_run_is_equal() -> None:

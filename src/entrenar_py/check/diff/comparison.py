@@ -55,7 +55,8 @@ class Outcome:
         judgement = self.judgement
         if judgement is None:
             return None
-        return judgement.real if self.verdict == REAL else judgement.bits
+        real = judgement.real if self.verdict == REAL else None
+        return real or judgement.bits
 
     @property
     def exit_code(self) -> int:
@@ -76,16 +77,21 @@ def compare(first: Side, second: Side) -> Outcome:
     judgement = judge.judge(own, far, disturbed)
     problems = problems_of(names, runs)
     verdict, reason = verdict_of(judgement, disturbed, problems)
-    sought = judgement.real or (judgement.bits if _is_same(first, second) else None)
+    facts = environment.differences(*({} if not one else one[0].facts for one in (own, far)))
+    # On other hardware, or with another version, the first operation of all differs in bits.
+    sought = judgement.real or (judgement.bits if not facts else None)
+    culprit = None if sought is None else _culprit(first, second, sought)
+    if verdict != REAL and culprit is not None and culprit.other_factors:
+        verdict, reason = REAL, "the same operation with another factor, which rounding hides"
     only = _only(judgement, sought)
     return Outcome(
         names=names,
         verdict=verdict,
         reason=reason,
         surroundings=surroundings,
-        facts=environment.differences(*({} if not one else one[0].facts for one in (own, far))),
+        facts=facts,
         judgement=judgement,
-        culprit=None if sought is None else _culprit(first, second, sought),
+        culprit=culprit,
         only_first=only[0],
         only_second=only[1],
         losses=(judge.losses(own), judge.losses(far)),
@@ -119,21 +125,18 @@ def verdict_of(
     return EQUAL if judgement.bits is None else ROUNDING, ""
 
 
-def _is_same(first: Side, second: Side) -> bool:
-    """Return whether both sides are one training that is not deterministic."""
-    return not environment.differences(first.environment, second.environment)
-
-
 def _culprit(first: Side, second: Side, difference: Difference) -> Culprit | None:
     try:
         step = difference.border.step
         own, far = (side.operations(step) for side in (first, second))
-        disturbed = first.operations(step, noise=1) if own and far else None
+        if not (own and far):
+            return None
+        if not difference.is_real:
+            return operations.culprit(own, far, [], difference, in_bits=True)
+        disturbed = first.operations(step, noise=1)
     except (Failure, TraceError):
         return None
-    if not (own and far and disturbed):
-        return None
-    return operations.culprit(own, far, [disturbed], difference, in_bits=not difference.is_real)
+    return operations.culprit(own, far, [disturbed], difference) if disturbed else None
 
 
 def _only(judgement: Judgement, difference: Difference | None) -> tuple[list[str], list[str]]:

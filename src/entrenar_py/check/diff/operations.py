@@ -7,8 +7,10 @@ was divided differently.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from entrenar_py.check.diff import judge
@@ -19,6 +21,8 @@ from entrenar_py.check.rank_files.border_file import Border
 
 Operation = list[Border]  # its outputs
 _WINDOW_MAX = 5000  # operations that are aligned
+_FRACTION = re.compile(r"(?<![\w.])-?(?:inf|\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+))(?![\w.])")
+_ROUNDED = 1e-5  # relative
 # Parts of names of operations in which threads may add to the same element.
 _UNORDERED = (
     *("index_put", "index_add", "scatter", "put_", "embedding_bag", "bincount", "histc"),
@@ -30,7 +34,8 @@ _UNORDERED = (
 class Culprit:
     """The first operation that differs, as each run has it; "" where a run has none.
 
-    `where` is the path of the module that calls it, "" for the script itself.
+    `where` is the path of the module that calls it, "" for the script itself. With `other_factors`
+    both runs call it, with inputs of the same bits, and with another scale, eps or the like.
     """
 
     where: str
@@ -38,6 +43,7 @@ class Culprit:
     second: str = ""
     first_site: str = ""
     second_site: str = ""
+    other_factors: bool = False
 
 
 def culprit(
@@ -71,7 +77,10 @@ def culprit(
             operation, other = own[low + at], far[other_low + at]
             differs = _differs(operation, other, spreads.get(low + at, 0.0), relative)
             if differs or (in_bits and operation[0].digest != other[0].digest):
-                return waiting or _between([operation], [other])
+                found = waiting or _between([operation], [other])
+                # Inputs with the same bits: no operation before it differs in any.
+                same = in_bits and waiting is None
+                return replace(found, other_factors=same and _other_factors(found))
             if operation[0].numbers is not None:
                 waiting = None
             if by_arguments is None and operation[0].text != other[0].text:
@@ -169,6 +178,14 @@ def _differs(one: Operation, other: Operation, spread: float, relative: float) -
         if away > limit:
             return True
     return False
+
+
+def _other_factors(culprit: Culprit) -> bool:
+    """Return whether the calls differ in nothing but fractions, and in more than their rounding."""
+    if _FRACTION.sub("", culprit.first) != _FRACTION.sub("", culprit.second):
+        return False
+    both = (map(float, _FRACTION.findall(text)) for text in (culprit.first, culprit.second))
+    return any(not math.isclose(a, b, rel_tol=_ROUNDED) for a, b in zip(*both, strict=True))
 
 
 def _between(own: Sequence[Operation], far: Sequence[Operation]) -> Culprit:
