@@ -77,10 +77,10 @@ def culprit(
             operation, other = own[low + at], far[other_low + at]
             differs = _differs(operation, other, spreads.get(low + at, 0.0), relative)
             if differs or (in_bits and operation[0].digest != other[0].digest):
-                found = waiting or _between([operation], [other])
+                named = waiting or _between([operation], [other])
                 # Inputs with the same bits: no operation before it differs in any.
                 same = in_bits and waiting is None
-                return replace(found, other_factors=same and _other_factors(found))
+                return replace(named, other_factors=same and _other_factors(named))
             if operation[0].numbers is not None:
                 waiting = None
             if by_arguments is None and operation[0].text != other[0].text:
