@@ -36,6 +36,7 @@ NUM_SLOWEST = 100
 TOGETHER = {
     "tests/train/canonical/test_canonical.py": "canonical",
     "tests/train/elastic/test_elastic.py": "elastic",
+    "tests/train/elastic/test_audit.py": "audits",
     "tests/train/finetune/": "small checkpoint",
     "tests/train/stages/": "stages and students",
     "tests/train/distill/": "stages and students",

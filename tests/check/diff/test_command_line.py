@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.check import cli
-from entrenar_py.check.diff import runs
+from entrenar_py.check.diff import judge, runs
 from entrenar_py.check.rank_files import border_file
 from entrenar_py.check.rank_files.border_file import BorderFile
 from tests.check.diff import models
@@ -103,6 +103,21 @@ def test_without_disturbed_runs_nothing_can_be_told(
     first = stored(tmp_path / "a", "", noise=())
     assert cli.main(["diff", first, stored(tmp_path / "b", "loss by hand")]) == 4
     assert "no run with disturbed last bits" in capsys.readouterr().out
+
+
+def test_another_factor_is_real_however_large_rounding_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operation got inputs with the same bits: no rounding explains another eps."""
+    for limit in ("MULTIPLE", "FLOOR"):
+        monkeypatch.setattr(judge, limit, 1e9)
+    first = stored(tmp_path / "a", "", command="same")
+    assert cli.main(["diff", first, stored(tmp_path / "b", "layer norm eps", command="same")]) == 1
+    shown = capsys.readouterr().out
+    assert "reason: the same operation with another factor, which rounding hides" in shown
+    assert "first real difference: step 0, rank 0, forward: output of block.norm1" in shown
+    assert "operation of B: native_layer_norm(_, [32], _, _, 1e-12) in block.norm1" in shown
+    assert cli.main(["diff", first, stored(tmp_path / "c", "gelu tanh", command="same")]) == 0
 
 
 def test_the_operation_of_a_command_that_is_not_deterministic_is_named(

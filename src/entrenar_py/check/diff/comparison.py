@@ -79,7 +79,8 @@ def compare(first: Side, second: Side) -> Outcome:
     verdict, reason = verdict_of(judgement, disturbed, problems)
     facts = environment.differences(*({} if not one else one[0].facts for one in (own, far)))
     # On other hardware, or with another version, the first operation of all differs in bits.
-    sought = judgement.real or (judgement.bits if not facts else None)
+    is_near = not facts or not surroundings
+    sought = judgement.real or (judgement.bits if is_near else None)
     culprit = None if sought is None else _culprit(first, second, sought)
     if verdict != REAL and culprit is not None and culprit.other_factors:
         verdict, reason = REAL, "the same operation with another factor, which rounding hides"
