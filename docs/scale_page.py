@@ -244,7 +244,7 @@ def _bytes(num_bytes: float) -> str:
 
 # --- the picture ----------------------------------------------------------------------------------
 
-WIDTH, HEIGHT, LEFT, BOTTOM, MARGIN = 720, 440, 70, 50, 20
+WIDTH, HEIGHT, LEFT, BOTTOM, MARGIN = 720, 440, 70, 50, 30
 X_RANGE, Y_RANGE = (1.0, 1e5), (1e-2, 1e2)
 COLORS = {"star": "#c0392b", "mesh": "#2471a3", f"aggregators of {FAN_IN}": "#1e8449"}
 
