@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -412,6 +413,27 @@ def planned() -> dict[str, Any]:
         outcomes[name] = run(few, target=dying(frozen, deadline_s=FREEZE_S))
     outcomes["fails"] = run(2, target=fail, max_restarts=1)
     return {"one process": in_one_process(), **{name: asdict(o) for name, o in outcomes.items()}}
+
+
+def in_a_process(module: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Make the planned runs of a module of this package, with torch loaded once for all ranks."""
+    root = Path(__file__).resolve().parents[3]
+    found = subprocess.run(
+        [sys.executable, "-m", f"tests.train.elastic.{module}", "planned"],
+        cwd=root,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}",
+            "OMP_NUM_THREADS": "1",
+            **settings,
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    return found
 
 
 def soak(num_runs: int, seed: int) -> int:

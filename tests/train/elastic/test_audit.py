@@ -6,10 +6,6 @@ Not exercised: chips that are really broken, and GPUs. Bits are changed by hooks
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +17,8 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.elastic.audit import Dispute, draw
 from entrenar_py.train.elastic.exchange import share
 from tests.train.elastic.audits import PLACES
-from tests.train.elastic.runs import MICRO_BATCHES, STEPS
+from tests.train.elastic.runs import MICRO_BATCHES, STEPS, in_a_process
 
-ROOT = Path(__file__).resolve().parents[3]
 FAULTS = [f"{place} {kind}" for place in PLACES for kind in ("flips", "sticks")]
 SETTLED = [*FAULTS, "two ranks, flips", "another dies", "the culprit dies"]
 
@@ -31,19 +26,7 @@ SETTLED = [*FAULTS, "two ranks, flips", "another dies", "the culprit dies"]
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
     """Make all planned runs, on ranks forked from one process."""
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.train.elastic.audits", "planned"],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert found.returncode == 0, found.stderr
+    found = in_a_process("audits")
     return {"stderr": found.stderr, **json.loads(found.stdout)}
 
 

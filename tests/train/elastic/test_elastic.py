@@ -6,10 +6,6 @@ Not exercised: several machines, and more than two GPUs.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,30 +15,15 @@ from torch import nn
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.elastic.launcher import seat_of_launcher
-from tests.train.elastic.runs import MOMENTS, STEPS
+from tests.train.elastic.runs import MOMENTS, STEPS, in_a_process
 
-ROOT = Path(__file__).resolve().parents[3]
 Outcome = dict[str, Any]
 RANKS = {f"undisturbed {count}": count for count in (1, 2, 3, 4)}
 
 
 def planned(**settings: str) -> dict[str, Any]:
     """Make all planned runs, on ranks forked from one process."""
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.train.elastic.runs", "planned"],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
-            "OMP_NUM_THREADS": "1",
-            **settings,
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert found.returncode == 0, found.stderr
-    return dict(json.loads(found.stdout))
+    return dict(json.loads(in_a_process("runs", **settings).stdout))
 
 
 @pytest.fixture(scope="module")
