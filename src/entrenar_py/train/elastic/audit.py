@@ -180,9 +180,9 @@ class Audit:
 
         first = int(torch.ne(*of_both(self._digests.get(shard))).any(1).nonzero()[0])
         gradients = of_both(self._kept[shard][first] if shard in self._kept else None)
-        one, other = (int.from_bytes(digest.memory(gradient), "big") for gradient in gradients)
+        bits = [int.from_bytes(digest.memory(gradient), "big") for gradient in gradients]
         claims, name = {seat: digests[seat] for seat in seats}, [*self._parameters.values()][first]
-        dispute = Dispute(self._step, shard, claims, name, (one ^ other).bit_count())
+        dispute = Dispute(self._step, shard, claims, name, (bits[0] ^ bits[1]).bit_count())
         self._store.compare_set(self._key, "", json.dumps(asdict(dispute)))
         self._end(f"an audit: {self._named(seats)} differ in {dispute}, which all repeat")
 
