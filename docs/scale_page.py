@@ -55,7 +55,7 @@ def num_blocks(vector_bytes: float, owners: int = 1) -> int:
 def star(workers: int, vector_bytes: float, links: Links) -> float:
     """Return the seconds of an exchange through one process.
 
-    Its link takes all sums in, and then all averages out, of which the first follow the last sums
+    Its link takes all sums in, and then all averages out. The first averages follow the last sums
     block by block. `Commit` goes out to all. Heartbeats take a part of the time.
     """
     blocks = num_blocks(vector_bytes)
