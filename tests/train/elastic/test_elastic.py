@@ -70,6 +70,7 @@ def test_runs_on_gpus_end_with_the_bits_of_one_process() -> None:
     for name, outcome in outcomes.items():
         assert {digest for (digest,) in said(outcome, "digest")} == {right}, name
         assert set(outcome["statuses"]) == {0}, name
+    assert len(outcomes["newcomer dies"]["reports"]) == 4
     assert fails["statuses"] == [1, 1]
 
 
@@ -103,6 +104,16 @@ def test_survivors_repeat_the_step_and_a_newcomer_joins(
         True,
         True,
     ]
+
+
+@pytest.mark.parametrize(("name", "deaths"), [("dies at once", 1), ("newcomer dies", 2)])
+def test_deaths_in_the_first_step_of_a_generation(
+    outcomes: dict[str, Any], name: str, deaths: int
+) -> None:
+    """Each death happened: another process took the seat."""
+    outcome = outcomes[name]
+    assert len(outcome["reports"]) == 3 + deaths
+    assert len(said(outcome, "digest")) == 3
 
 
 def test_all_ranks_die(outcomes: dict[str, Any]) -> None:
