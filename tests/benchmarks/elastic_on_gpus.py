@@ -321,8 +321,10 @@ def launch(given: argparse.Namespace, role: str, gpus: int, *launcher: str) -> P
         command += launcher
     options = [__file__, f"--role={role}", f"--folder={folder}", f"--steps={given.steps}"]
     options += [f"--rounds={given.rounds}", f"--deadline-s={given.deadline_s}"]
-    if launcher and role == "train":
-        options += [f"--kills={given.kills}", f"--pace-s={given.pace_s}", "--log-synchronised"]
+    supervised = bool(launcher) and role == "train"
+    options += [f"--kills={given.kills if supervised else 0}"]
+    if supervised:
+        options += [f"--pace-s={given.pace_s}", "--log-synchronised"]
     settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
     if role == "restart":  # or new ranks find the addresses of the dead (pytorch#135712)
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -332,7 +334,7 @@ def launch(given: argparse.Namespace, role: str, gpus: int, *launcher: str) -> P
     end = time.time() + given.limit_s
     while running.poll() is None:
         time.sleep(0.2)
-        if "--log-synchronised" not in options or (folder / "last").exists():
+        if not supervised or (folder / "last").exists():
             continue
         lines = events(folder)
         kills = [line["time"] for line in lines if line["what"] == "kill"]
