@@ -19,6 +19,7 @@ from torch import nn
 
 from entrenar_py.check.observing import FOLDER, checkpoints, script_text, torch_calls
 from entrenar_py.check.rank_files import notes
+from entrenar_py.shared import mutants
 
 MODEL = nn.Linear(16, 4)
 STATE = MODEL.state_dict()
@@ -221,6 +222,22 @@ def test_modules_that_a_machine_adds_are_not_the_scripts(
     (tmp_path / "here").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "here")
     assert (str(file) in script_text.texts()[0]) is is_own
+
+
+def test_planted_bugs_are_no_part_of_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that may plant one has loaded them all, in the folder of a checkout."""
+    monkeypatch.chdir(tmp_path)
+    names = "script_loaded", f"{mutants.PACKAGE}.loss"
+    files = [tmp_path / f"{name}.py" for name in names]
+    for name, file in zip(names, files, strict=True):
+        file.write_text("resume = False\n", "utf-8")
+        module = types.ModuleType(name)
+        module.__file__ = str(file)
+        monkeypatch.setitem(sys.modules, name, module)
+    own, _ = script_text.texts()
+    assert [str(file) in own for file in files] == [True, False]
 
 
 STEPPED = {"model": STATE, "optimizer": torch.ones(90)}

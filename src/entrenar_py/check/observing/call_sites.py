@@ -6,6 +6,7 @@ step would cost more than the hooks. A report points to these lines.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -89,6 +90,7 @@ def in_place(file: Path) -> str:
     return f"{os.sep}{file.relative_to(copied)}" if file.is_relative_to(copied) else str(file)
 
 
+@functools.cache
 def _is_library(file: str) -> bool:
     is_installed = any(f"{os.sep}{folder}{os.sep}" in file for folder in _INSTALLED)
     return is_installed or file.startswith(_STANDARD)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from entrenar_py.check.observing import call_sites
+from entrenar_py.shared import mutants
 
 _TEXT_BYTES_MAX = 2**22
 # Calls that select rows by random numbers, so that a row may be repeated before all rows were drawn
@@ -53,9 +54,14 @@ def texts() -> tuple[dict[str, str], dict[str, str]]:
     """Return file -> text, for the script's modules, and for libraries that call the step.
 
     A machine may import additional modules whenever Python starts. So a module belongs to the
-    script only if it is in the folder of the script or in the working directory.
+    script only if it is in the folder of the script or in the working directory. The catalogue of
+    planted bugs is in the working directory of our own trainers, and is no part of them.
     """
-    loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    loaded = [
+        getattr(module, "__file__", None)
+        for name, module in [*sys.modules.items()]
+        if name.partition(".")[0] != mutants.PACKAGE
+    ]
     calling = {*_calling()}
     files = filter(call_sites.is_own, {*filter(None, loaded), *calling})
     own = {file for file in files if file in calling or _is_near(file)}
@@ -152,8 +158,9 @@ _Within = tuple[str, ast.AST, _Loop]  # the file and the function that contain a
 
 def come_later(pattern: re.Pattern[str], texts: Mapping[str, str]) -> bool:
     """Return whether there are matching lines, and all of them run only after what runs now."""
-    order, lines = _Order.of(texts), [*_fitting(pattern, texts)]
-    return order is not None and bool(lines) and all(order.is_later(*line) for line in lines)
+    lines = [*_fitting(pattern, texts)]
+    order = _Order.of(texts) if lines else None  # parsing is what takes long
+    return order is not None and all(order.is_later(*line) for line in lines)
 
 
 def line_again(pattern: re.Pattern[str], texts: Mapping[str, str]) -> str:
