@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
+from multiprocessing.context import BaseContext, ForkServerContext
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from entrenar_py.shared import mutants, systems
 from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.shared.mutants import Variant
 from entrenar_py.shared.verdict import Finding
+from entrenar_py.systems import preload
 from tests import pile
 from tests.command_line import contract_file
 
@@ -49,6 +51,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 HANDLERS = {
     number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 }
+
+_set_preload = ForkServerContext.set_forkserver_preload
+
+
+def _set_preload_of_all(context: BaseContext, names: list[str]) -> None:
+    """Set what the fork server loads to `names`, and what torch ranks need.
+
+    A process has one fork server, which loads what its first crew says. If that trains a
+    checkpoint, each rank of a later crew would import a second's worth of modules itself.
+    """
+    _set_preload(context, list(dict.fromkeys([*names, *preload.of_ranks()])))
+
+
+ForkServerContext.set_forkserver_preload = _set_preload_of_all  # type: ignore[assignment, method-assign]
 
 
 @pytest.fixture(autouse=True, scope="module")
