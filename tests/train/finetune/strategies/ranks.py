@@ -158,7 +158,8 @@ def _compile_for_cpu() -> None:
     """Compile on the CPU, with the kernels that an earlier run has compiled if they are the same.
 
     torch's settings are part of their key, so all strategies have those of `ddp_canonical`. And no
-    process takes a second to try out the vector instructions that the kernel reports.
+    process takes a second to try out the vector instructions that the kernel reports, or starts
+    others that load torch in order to compile.
     """
     import torch
     from torch._inductor import config
@@ -169,3 +170,4 @@ def _compile_for_cpu() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     config.cpp.vec_isa_ok = True
+    config.compile_threads = 1
