@@ -126,7 +126,14 @@ def by_hash(first: Processes, second: Processes) -> Source | None:
 
 def of_operation(culprit: Culprit) -> Source:
     """Return an operation as the source, if the script's values before it are the same."""
-    file, _, line = (culprit.first_site or culprit.second_site).rpartition(":")
+    first, second = (
+        caller or site  # the script's line
+        for caller, site in (
+            (culprit.first_caller, culprit.first_site),
+            (culprit.second_caller, culprit.second_site),
+        )
+    )
+    file, _, line = (first or second).rpartition(":")
     return Source(OPERATION, file, int(line or 0))
 
 
