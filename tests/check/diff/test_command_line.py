@@ -114,7 +114,7 @@ def test_another_factor_is_real_however_large_rounding_is(
     first = stored(tmp_path / "a", "", command="same")
     assert cli.main(["diff", first, stored(tmp_path / "b", "layer norm eps", command="same")]) == 1
     shown = capsys.readouterr().out
-    assert "reason: the same operation with another factor, which rounding hides" in shown
+    assert "reason: the same operation with another argument, which rounding hides" in shown
     assert "first real difference: step 0, rank 0, forward: output of block.norm1" in shown
     assert "operation of B: native_layer_norm(_, [32], _, _, 1e-12) in block.norm1" in shown
     assert cli.main(["diff", first, stored(tmp_path / "c", "gelu tanh", command="same")]) == 0

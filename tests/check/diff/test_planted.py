@@ -179,11 +179,13 @@ def test_another_order_of_the_same_is_rounding(model: str, change: str, parts: i
         assert known is None or not known.other_factors
 
 
-@pytest.mark.parametrize("change", ["wrong scale", "weak mask", "rope base", "wrong eps"])
-def test_another_factor_is_a_bug_however_little_it_changes(change: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["wrong scale", "weak mask", "rope base", "wrong eps", "gelu tanh"]
+)
+def test_another_argument_is_a_bug_however_little_it_changes(change: str) -> None:
     """The operation before had the same bits, so this one got the same inputs."""
-    (bug,) = (each for each in DECODER if each.change == change)
-    known = culprit(bug, judged("decoder", change), in_bits=True)
+    (bug,) = (each for each in (*DECODER, *VIT) if each.change == change)
+    known = culprit(bug, judged(bug.model, change), in_bits=True)
     assert known is not None
     assert known.other_factors
 

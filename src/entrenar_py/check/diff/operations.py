@@ -22,6 +22,7 @@ from entrenar_py.check.rank_files.border_file import Border
 Operation = list[Border]  # its outputs
 _WINDOW_MAX = 5000  # operations that are aligned
 _FRACTION = re.compile(r"(?<![\w.])-?(?:inf|\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+))(?![\w.])")
+_WORD = re.compile(r"(?:, )?(?:\w+=)?'\w*'")  # as of another approximation; a default isn't shown
 _ROUNDED = 1e-5  # relative
 _ADDS = ("add(", "add_(")
 # Parts of names of operations in which threads may add to the same element.
@@ -38,7 +39,7 @@ class Culprit:
     `where` is the path of the module that calls it, "" for the script itself. A caller is the
     script's line from which a library's site was reached, "" if the site is the script's own. With
     `other_factors` both runs call it, with inputs of the same bits, and with another scale, eps or
-    the like.
+    the like, or another variant by its name.
     """
 
     where: str
@@ -242,11 +243,18 @@ def _differs(one: Operation, other: Operation, spread: float, relative: float) -
 
 
 def _other_factors(culprit: Culprit) -> bool:
-    """Return whether the calls differ in nothing but fractions, and in more than their rounding."""
-    if _FRACTION.sub("", culprit.first) != _FRACTION.sub("", culprit.second):
+    """Return whether the calls differ in words, or in fractions by more than their rounding.
+
+    No other argument may differ. A word in an operation of torch names what is computed, and never
+    a kernel.
+    """
+    texts = culprit.first, culprit.second
+    plain = [_WORD.sub("", text) for text in texts]
+    if _FRACTION.sub("", plain[0]) != _FRACTION.sub("", plain[1]):
         return False
-    both = (map(float, _FRACTION.findall(text)) for text in (culprit.first, culprit.second))
-    return any(not math.isclose(a, b, rel_tol=_ROUNDED) for a, b in zip(*both, strict=True))
+    both = (map(float, _FRACTION.findall(text)) for text in plain)
+    apart = any(not math.isclose(a, b, rel_tol=_ROUNDED) for a, b in zip(*both, strict=True))
+    return apart or _WORD.findall(texts[0]) != _WORD.findall(texts[1])
 
 
 def _between(own: Sequence[Operation], far: Sequence[Operation]) -> Culprit:

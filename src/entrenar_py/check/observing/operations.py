@@ -150,7 +150,7 @@ def _shown(value: Any) -> str:
         return "_"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value[:8]))}]"
-    return str(value)
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 def _fan_in(name: str, sizes: list[Tensor], output: Tensor) -> int:
