@@ -76,7 +76,7 @@ def test_a_stored_bug_is_located(tmp_path: Path, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert "A and B: a real difference" in shown
     assert "step 0, rank 0, forward: output of block.act" in shown
-    assert "operation of B: gelu(_, approximate=tanh) in block.act at" in shown
+    assert "operation of B: gelu(_, approximate='tanh') in block.act at" in shown
     assert "differs inside: threads (1 | gelu tanh)" in shown
     assert len(shown.splitlines()) <= 12
     record = json.loads(paths[0].read_text())

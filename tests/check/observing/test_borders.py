@@ -120,6 +120,19 @@ def test_an_operation_of_a_library_has_the_line_that_called_it() -> None:
     assert not operations["mean"].caller
 
 
+def test_memory_with_any_values_is_no_operation() -> None:
+    """A deep copy begins with such memory, which differs in each run."""
+    net, borders = Net(), list[Border]()
+    recorder = Borders(net, borders.append, Settings(operations=(0, 0)), failed=print)
+    recorder.begin_pass(0, 0)
+    copy.deepcopy(net(torch.ones(2, 3)).detach())
+    torch.ones(2).new_empty(3)
+    recorder.after_step()
+    names = {b.name for b in borders if b.kind == border_file.OPERATION}
+    assert "addmm" in names
+    assert not {"set_", "new_empty", "empty"} & names
+
+
 def test_infinite_elements_of_a_large_tensor_are_compared() -> None:
     """Masks that differ are infinitely apart; with the same mask, the finite elements count."""
     scores = torch.linspace(0, 1, 8192)

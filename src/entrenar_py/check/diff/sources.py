@@ -174,8 +174,8 @@ class _Stream:
         self._decided: Source | None = None  # where what the last statement decided comes from
         # Variables that a branch of only one run has set, until both runs show them.
         self._branched: set[Key] = set()
-        # The event after each branch of only one run that uses the model or a tensor, and why only
-        # that run takes it.
+        # The event after each branch of only one run that uses the model, and why only that run
+        # takes it: gradients are no values of the script.
         self._branches: list[tuple[int, Source]] = []
         # By event, the names with values that differ, and where these come from.
         self._differing: list[dict[str, Source]] = []
@@ -255,7 +255,7 @@ class _Stream:
                         self._from[key] = origin
                         self._branched.add(key)
         values = (digest for event in (*ours, *theirs) for digest in event.values.values())
-        if any(digest[:1] in (line_file.MODEL, line_file.TENSOR) for digest in values):
+        if any(digest.startswith(line_file.MODEL) for digest in values):
             self._branches.append((len(self._differing), origin))
 
     def _forget_equal(self, event: Event, other: Event) -> None:

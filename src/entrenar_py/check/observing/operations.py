@@ -26,10 +26,11 @@ _TORCH = torch.__path__[0]
 _WRAPPERS = ("torch_calls.py", "hook_calls.py")
 _TEXT_MAX = 160
 _PRODUCTS = ("mm", "linear", "matmul", "bmm", "einsum", "attention", "conv")
-# They compute nothing: the same elements in another order or shape.
+# They compute nothing: the same elements in another order or shape, or memory with any values.
 _VIEWS = (
-    *("detach", "alias", "lift_fresh", "_unsafe_view", "view", "t", "empty", "expand"),
-    *("unsqueeze", "squeeze", "empty_like", "_reshape_alias"),
+    *("detach", "alias", "lift_fresh", "_unsafe_view", "view", "t", "empty", "expand", "set_"),
+    *("unsqueeze", "squeeze", "empty_like", "_reshape_alias", "resize_", "new_empty"),
+    *("empty_strided", "empty_permuted", "new_empty_strided"),
 )
 
 
