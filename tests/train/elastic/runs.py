@@ -393,26 +393,36 @@ def dying(
 def planned() -> dict[str, Any]:
     """Make all runs of `test_elastic.py`, and return what came of them."""
     few = 2 if ON_GPUS else 3
-    outcomes = {f"undisturbed {n}": run(n, target=dying()) for n in range(1, few + 1)}
-    outcomes |= {
-        f"dies in {moment}": run(few, target=dying(Death(1, 2, moment))) for moment in MOMENTS
+    plans: dict[str, Callable[[], Outcome]] = {
+        f"undisturbed {n}": partial(run, n, target=dying()) for n in range(1, few + 1)
     }
+    for moment in MOMENTS:
+        plans[f"dies in {moment}"] = partial(run, few, target=dying(Death(1, 2, moment)))
     if not ON_GPUS:
-        outcomes["undisturbed 4"] = run(4, target=dying())
-        outcomes["two die"] = run(4, target=dying(Death(0, 3, "exchange"), Death(2, 3, "forward")))
-    outcomes["first rank dies"] = run(2 if ON_GPUS else 4, target=dying(Death(0, 3, "exchange")))
-    outcomes["all die"] = run(2, target=dying(Death(0, 3, "forward"), Death(1, 3, "forward")))
-    outcomes["not again"] = run(
-        2, target=dying(Death(1, 2, "backward"), waits=False), max_restarts=0
-    )
-    outcomes["dies at once"] = run(few, target=dying(Death(1, 0, "forward")))
+        two = dying(Death(0, 3, "exchange"), Death(2, 3, "forward"))
+        plans |= {
+            "undisturbed 4": partial(run, 4, target=dying()),
+            "two die": partial(run, 4, target=two),
+        }
+    first = dying(Death(0, 3, "exchange"))
+    plans["first rank dies"] = partial(run, 2 if ON_GPUS else 4, target=first)
+    all_die = dying(Death(0, 3, "forward"), Death(1, 3, "forward"))
+    plans["all die"] = partial(run, 2, target=all_die)
+    alone = dying(Death(1, 2, "backward"), waits=False)
+    plans["not again"] = partial(run, 2, target=alone, max_restarts=0)
+    plans["dies at once"] = partial(run, few, target=dying(Death(1, 0, "forward")))
     newcomer = Death(1, None, "forward", incarnation=2)
-    outcomes["newcomer dies"] = run(few, target=dying(Death(1, 2, "forward"), newcomer))
+    plans["newcomer dies"] = partial(run, few, target=dying(Death(1, 2, "forward"), newcomer))
     for name, step in (("freezes", 2), ("freezes at once", 0)):
         frozen = Death(1, step, "exchange", signal.SIGSTOP)
-        outcomes[name] = run(few, target=dying(frozen, deadline_s=FREEZE_S))
-    outcomes["fails"] = run(2, target=fail, max_restarts=1)
-    return {"one process": in_one_process(), **{name: asdict(o) for name, o in outcomes.items()}}
+        plans[name] = partial(run, few, target=dying(frozen, deadline_s=FREEZE_S))
+    plans["fails"] = partial(run, 2, target=fail, max_restarts=1)
+    outcomes = dict[str, Any]()
+    for name, plan in plans.items():
+        began = time.monotonic()
+        outcomes[name] = asdict(plan())
+        print(f"planned: {name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return {"one process": in_one_process(), **outcomes}
 
 
 def in_a_process(module: str, **settings: str) -> subprocess.CompletedProcess[str]:
