@@ -1,8 +1,8 @@
 """Trains a small model elastically on forked ranks, of which some are killed, frozen and replaced.
 
 `python -m tests.train.elastic.runs RUNS [SEED]` makes runs of 1 to 4 ranks with random faults, and
-exits with 1 unless every run ends with the digest of an undisturbed one. `... runs planned` makes
-the runs of `test_elastic.py`, and prints what came of them as JSON. With ELASTIC_DEVICE=cuda each
+exits with 1 unless every run ends with the digest of an undisturbed one. `... runs planned [NAME
+...]` makes the runs of `test_elastic.py`, and prints what came of them as JSON. With ELASTIC_DEVICE=cuda each
 rank trains on a GPU of its own.
 """
 
@@ -390,8 +390,8 @@ def dying(
     return rank
 
 
-def planned() -> dict[str, Any]:
-    """Make all runs of `test_elastic.py`, and return what came of them."""
+def planned(*names: str) -> dict[str, Any]:
+    """Make the named runs of `test_elastic.py`, or all, and return what came of them."""
     few = 2 if ON_GPUS else 3
     plans: dict[str, Callable[[], Outcome]] = {
         f"undisturbed {n}": partial(run, n, target=dying()) for n in range(1, few + 1)
@@ -411,6 +411,7 @@ def planned() -> dict[str, Any]:
     alone = dying(Death(1, 2, "backward"), waits=False)
     plans["not again"] = partial(run, 2, target=alone, max_restarts=0)
     plans["dies at once"] = partial(run, few, target=dying(Death(1, 0, "forward")))
+    plans["dies in first exchange"] = partial(run, few, target=dying(Death(1, 0, "exchange")))
     newcomer = Death(1, None, "forward", incarnation=2)
     plans["newcomer dies"] = partial(run, few, target=dying(Death(1, 2, "forward"), newcomer))
     for name, step in (("freezes", 2), ("freezes at once", 0)):
@@ -418,7 +419,8 @@ def planned() -> dict[str, Any]:
         plans[name] = partial(run, few, target=dying(frozen, deadline_s=FREEZE_S))
     plans["fails"] = partial(run, 2, target=fail, max_restarts=1)
     outcomes = dict[str, Any]()
-    for name, plan in plans.items():
+    for name in names or plans:
+        plan = plans[name]
         began = time.monotonic()
         outcomes[name] = asdict(plan())
         print(f"planned: {name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
@@ -477,6 +479,6 @@ def soak(num_runs: int, seed: int) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "planned":
-        print(json.dumps(planned()))
+        print(json.dumps(planned(*sys.argv[2:])))
     else:
         sys.exit(soak(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
