@@ -2,8 +2,8 @@
 
 `python -m tests.train.elastic.runs RUNS [SEED]` makes runs of 1 to 4 ranks with random faults, and
 exits with 1 unless every run ends with the digest of an undisturbed one. `... runs planned [NAME
-...]` makes the runs of `test_elastic.py`, and prints what came of them as JSON. With ELASTIC_DEVICE=cuda each
-rank trains on a GPU of its own.
+...]` makes the runs of `test_elastic.py`, and prints what came of them as JSON. With
+ELASTIC_DEVICE=cuda each rank trains on a GPU of its own.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ def test_an_exchange_takes_long_and_the_main_thread_does_nothing(
     watching(group)
     wait_for(group)
     assert group.cuts == 1
-    assert members.reasons == ["an exchange between ranks took longer than 0.15 s"]
+    (reason,) = members.reasons
+    assert reason.startswith("an exchange between ranks took longer than 0.15 s")
 
 
 def test_nothing_is_cut_while_the_main_thread_goes_on(members: FakeMembers, watching: Any) -> None:

@@ -46,7 +46,8 @@ class Guard:
                 self.see()  # the script computes something that takes long
             elif not self._closed.is_set():
                 self._members.interrupt(
-                    f"an exchange between ranks took longer than {self._deadline_s:g} s"
+                    f"an exchange between ranks took longer than {self._deadline_s:g} s, and a "
+                    "rank waits for its GPU"
                 )
 
     def _is_idle(self) -> bool:
