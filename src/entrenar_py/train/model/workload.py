@@ -411,7 +411,8 @@ class Finetuning(Tuned):
         """
         self.objective.to(device)
         self._device = device
-        attention.use(device)
+        if not self.drops:  # a step that is not recorded would wait for the host, at each layer
+            attention.use(device)
         if self.is_compiled or not self._compiles or self.drops or device.type not in COMPILED:
             return
         if device.type == "cuda" and (problem := on_torch.compiler_problem()):
