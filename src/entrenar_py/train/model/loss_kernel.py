@@ -19,7 +19,8 @@ _WARPS = 32
 def loss_of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `objectives._loss_of_logits` does, up to rounding. Overwrites `logits`.
 
-    Both tensors are contiguous, and no target is larger than the last column's index. Runs asynchronously on the current stream.
+    Both tensors are contiguous, and targets are less than the number of columns. Runs
+    asynchronously on the current stream.
     """
     num_rows, num_columns = logits.shape
     losses = torch.empty(num_rows, device=logits.device)
