@@ -107,17 +107,17 @@ def connect(
     rank: int,
     world_size: int,
     timeout_s: float,
-    made: Callable[[NcclGroup], None],
+    announce: Callable[[NcclGroup], None],
 ) -> Group:
     """Connect with the other ranks. Raises RuntimeError if one is not there in time.
 
-    Over NCCL it may wait for ever if one ends meanwhile, unless the group that `made` gets before
+    Over NCCL it may wait for ever if one ends meanwhile, unless the group that `announce` gets before
     is cut.
     """
     if device.type != "cuda":
         return _Gloo(store, device, rank=rank, world_size=world_size, timeout_s=timeout_s)
     group = NcclGroup(store, device, rank=rank, world_size=world_size)
-    made(group)
+    announce(group)
     group.connect_all()
     return group
 

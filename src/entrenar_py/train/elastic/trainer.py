@@ -399,12 +399,12 @@ class ElasticTrainer:
             return None
         rank = generation.members.index((self._members.seat, self._members.incarnation))
         client, self._client = self._client, None  # the thread below may never give it back
-        made, ended = list[NcclGroup](), list[Group | Exception]()
+        unconnected, ended = list[NcclGroup](), list[Group | Exception]()
         is_wanted, lock = True, threading.Lock()
 
         def begin(group: NcclGroup) -> None:
             with lock:
-                made.append(group)
+                unconnected.append(group)
                 if not is_wanted:
                     raise ConnectionLostError("the generation has ended")
 
@@ -417,7 +417,7 @@ class ElasticTrainer:
                     rank=rank,
                     world_size=world_size,
                     timeout_s=2 * self._deadline_s,
-                    made=begin,
+                    announce=begin,
                 )
             except Exception as error:  # noqa: BLE001  # the other thread raises it
                 ended.append(error)
@@ -437,7 +437,7 @@ class ElasticTrainer:
                 is_wanted = False
             if not (ended and isinstance(ended[0], Group)):
                 self._members.ending().void()
-                for one in made:  # in a thread, as it may wait for the one above
+                for one in unconnected:  # in a thread, as it may wait for the one above
                     threading.Thread(target=one.cut, daemon=True).start()
                 raise
         match ended[0]:
