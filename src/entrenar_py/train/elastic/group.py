@@ -111,8 +111,8 @@ def connect(
 ) -> Group:
     """Connect with the other ranks. Raises RuntimeError if one is not there in time.
 
-    Over NCCL it may wait for ever if one ends meanwhile, unless the group that `announce` gets before
-    is cut.
+    Over NCCL it may wait for ever if one ends meanwhile, unless the group that `announce` gets
+    before is cut.
     """
     if device.type != "cuda":
         return _Gloo(store, device, rank=rank, world_size=world_size, timeout_s=timeout_s)
