@@ -405,7 +405,7 @@ class Finetuning(Tuned):
         return nullcontext() if is_captured(batch) else self.formats(device)
 
     def move(self, device: torch.device) -> None:
-        """Move the module `objective` to `device`, and have its blocks and loss compiled there.
+        """Move the module `objective` to `device`, and choose the kernels of its blocks and loss.
 
         Raises UsageError if the run compiles on CUDA, and torch can't compile here.
         """
@@ -420,8 +420,8 @@ class Finetuning(Tuned):
             )
         self.is_compiled = True
         compile_blocks(self.module)
-        if isinstance(self.objective, objectives.NextTokens):
-            self.objective.compiles = True
+        if device.type == "cuda" and isinstance(self.objective, objectives.NextTokens):
+            self.objective.is_fused = True
 
     def as_it_is(self) -> AbstractContextManager[Any]:
         """Return a context in which blocks run without compilation, as for scores."""
