@@ -194,7 +194,8 @@ workers: yes
         (
             PAIRS + "strategy: pipeline_parallel\n",
             "5:11: error: task: preference with strategy: pipeline_parallel: both sides of a "
-            "pair, and the reference, need the whole model; use ddp, ddp_canonical, fsdp, or none",
+            "pair, and the reference, need the whole model; use ddp, ddp_canonical, fsdp, "
+            "fsdp_canonical, or none",
         ),
         (
             PAIRS + "distill: {logits: soft}\n",

@@ -28,6 +28,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.finetune import foreign_keys
 from entrenar_py.train.model.settings import (
     BY_SHARDS,
+    CANONICAL,
     COMPILABLE,
     LAYER_PIPELINE,
     WHOLE_LAYERS,
@@ -606,9 +607,9 @@ class _Conflicts:
                 f"{' or '.join(WHOLE_LAYERS)}",
                 "strategy",
             )
-        if strategy == "ddp_canonical" and num_shards & (num_shards - 1):
+        if strategy in CANONICAL and num_shards & (num_shards - 1):
             self._error(
-                f"num_shards={num_shards} with strategy: ddp_canonical: ranks share a tree evenly; "
+                f"num_shards={num_shards} with strategy: {strategy}: ranks share a tree evenly; "
                 "use 1, 2, 4, 8 ...",
                 *("training", "num_shards"),
             )

@@ -18,7 +18,12 @@ from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill import student
 from entrenar_py.train.finetune import foresight, outputs, settings_file, task
-from entrenar_py.train.finetune.strategies.data_parallel import FullySharded, ddp, ddp_canonical
+from entrenar_py.train.finetune.strategies.data_parallel import (
+    FullySharded,
+    FullyShardedCanonical,
+    ddp,
+    ddp_canonical,
+)
 from entrenar_py.train.finetune.strategies.pipeline_parallel import PipelineParallel
 from entrenar_py.train.finetune.strategies.record import Record, State
 from entrenar_py.train.finetune.strategies.strategy import Shards, Strategy, together
@@ -26,7 +31,7 @@ from entrenar_py.train.finetune.strategies.tensor_parallel import SequenceParall
 from entrenar_py.train.finetune.strategies.training_loop import Ended, Loop, Scoring
 from entrenar_py.train.model import blocks, preparation
 from entrenar_py.train.model.preparation import Prepared
-from entrenar_py.train.model.settings import BY_SHARDS, Settings
+from entrenar_py.train.model.settings import BY_SHARDS, CANONICAL, Settings
 from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.service import coordinator, exit_codes
 from entrenar_py.train.wire.effects import Finish
@@ -35,6 +40,7 @@ STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
     "ddp": ddp,
     "ddp_canonical": ddp_canonical,
     "fsdp": FullySharded,
+    "fsdp_canonical": FullyShardedCanonical,
     "tensor_parallel": TensorParallel,
     "sequence_parallel": SequenceParallel,
     "pipeline_parallel": PipelineParallel,
@@ -51,19 +57,19 @@ def require_possible(
             f"{plan.num_shards} leaves ranks without a shard; use num_shards >= {world_size}, "
             "or fewer ranks"
         )
-    if strategy == "ddp_canonical" and world_size & (world_size - 1):
+    if strategy in CANONICAL and world_size & (world_size - 1):
         raise UsageError(
-            f"strategy=ddp_canonical with {world_size} ranks: ranks share a tree evenly; start 1, "
-            "2, 4, 8 ... ranks"
+            f"strategy={strategy} with {world_size} ranks: ranks share a tree evenly; start 1, 2, "
+            "4, 8 ... ranks"
         )
-    if strategy == "fsdp":
+    if strategy in ("fsdp", "fsdp_canonical"):
         blocks.of(workload.module)
     if strategy in ("tensor_parallel", "sequence_parallel"):
         problem = blocks.problem_of_sharing(workload.module, world_size)
         if problem:
             raise UsageError(
-                f"strategy={strategy} with {world_size} ranks: {problem}; use ddp, ddp_canonical, "
-                "fsdp or pipeline_parallel"
+                f"strategy={strategy} with {world_size} ranks: {problem}; use "
+                f"{', '.join(BY_SHARDS)} or pipeline_parallel"
             )
     if strategy == "sequence_parallel":
         blocks.of(workload.module)

@@ -28,7 +28,6 @@ from entrenar_py.train.arithmetic import blocks, checkpoint, optimizer, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.finetune.strategies.strategy import Arrays, Step
 from entrenar_py.train.finetune.task import CHECKPOINT, LEDGER, METRICS
-from entrenar_py.train.model.settings import BY_SHARDS
 from entrenar_py.train.service import file_locks, ledger_account, measures, progress
 from entrenar_py.train.service.ledger_account import weights_digest
 from entrenar_py.train.service.measures import Memory, Stopwatch
@@ -55,9 +54,10 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A completed step: each shard's summed loss and weight, and the numbers of its update."""
+    """A completed step: losses (summed), ranks and weights of shards, and numbers of its update."""
 
     losses: Sequence[float]
+    ranks: Sequence[int]
     weights: Sequence[float]
     rate: float
     norm: float
@@ -213,15 +213,13 @@ class Record:
 
     def made(self, step: Step, result: Made) -> None:
         """Record a completed step."""
-        ranks = sharding.runs(range(len(step.shards)), range(self._plan.world_size))
-        rank_of = {shard: rank for rank, shards in ranks.items() for shard in shards}
         loss = sum(result.losses) / step.weight
         self._write(
             *(
                 trace.Shard(
                     step=step.number,
                     epoch=step.epoch,
-                    rank=rank_of[shard] if self._plan.trainer in BY_SHARDS else 0,
+                    rank=result.ranks[shard],
                     shard=shard,
                     ids=tuple(ids),
                     loss_sum=result.losses[shard],

@@ -33,6 +33,7 @@ from entrenar_py.train.finetune.strategies.optimizers import (
     local,
 )
 from entrenar_py.train.model.precision import in_evaluation
+from entrenar_py.train.model.settings import BY_SHARDS
 from entrenar_py.train.model.workload import Finetuning
 
 Result = TypeVar("Result")
@@ -167,7 +168,7 @@ class Strategy(ABC):
     """A model that all ranks train together.
 
     `trainable` has this rank's trainable parameters, by their names in the workload. If
-    `shares_rows`, each rank scores different rows; otherwise all ranks score the same rows
+    `shares_rows`, each rank computes different rows; otherwise all ranks compute the same rows
     together.
     """
 
@@ -196,6 +197,13 @@ class Strategy(ABC):
         Returns float64 [num_shards]: the summed losses of the shards with a loss on this rank, and
         zeros for all others. The sum over ranks is each shard's loss.
         """
+
+    def ranks(self) -> list[int]:
+        """Return the rank that computes each shard; 0 if all compute it together."""
+        if not self.shares_rows:
+            return [0] * self.plan.num_shards
+        size = dist.get_world_size()
+        return [rank for rank in range(size) for _ in self._shards.share(rank, size)]
 
     @abstractmethod
     def logits(self, tokens: Tensor, mask: Tensor) -> Tensor | None:
@@ -385,7 +393,7 @@ def require_same_logits(before: Reference, after: Tensor, strategy: str, kind: s
         raise UsageError(
             f"strategy={strategy}: {kind} computes different logits once it is cut (logits "
             f"differ by {difference:.2g} of their norm, and rounding makes at most "
-            f"{allowed:.2g}); use ddp, ddp_canonical or fsdp"
+            f"{allowed:.2g}); use {' or '.join(BY_SHARDS)}"
         )
 
 

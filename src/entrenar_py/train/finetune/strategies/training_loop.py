@@ -230,6 +230,7 @@ class Loop:
         weight = self._shards.workload.weight
         made = Made(
             losses=losses,
+            ranks=self._strategy.ranks(),
             weights=[float(weight(ids)) if ids else 0.0 for ids in step.shards],
             rate=rate,
             norm=norm,
