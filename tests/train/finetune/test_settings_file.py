@@ -208,6 +208,16 @@ workers: yes
             "ddp or ddp_canonical or pipeline_parallel",
         ),
         (
+            SMALL + "strategy: fsdp_canonical\nelastic: true\n",
+            "6:10: error: elastic: true with strategy: fsdp_canonical: only with ddp_canonical may "
+            "ranks die and join; use strategy: ddp_canonical, or leave elastic out",
+        ),
+        (
+            SMALL + "elastic: true\n",
+            "5:10: error: elastic: true with strategy: none: only with ddp_canonical may ranks die "
+            "and join; use strategy: ddp_canonical, or leave elastic out",
+        ),
+        (
             SMALL + "strategy: ddp_canonical\ntraining: {num_shards: 3}\n",
             "6:24: error: num_shards=3 with strategy: ddp_canonical: ranks share a tree evenly; "
             "use 1, 2, 4, 8 ...",

@@ -159,23 +159,26 @@ def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str =
         from entrenar_py.train.finetune.strategies import launch  # brings torch
 
         here = launch.world(environment)
+        is_elastic = launch.is_elastic(arguments.config)
     except EntrenarError as error:  # on this host only; the other hosts wait for it
         if environment.get("LOCAL_RANK", "0") == "0":
             _tell(error)
         return _code(error)
+    options = {
+        "resume": arguments.resume,
+        "halt_on_spike": arguments.halt_on_spike,
+        "tensorboard": arguments.tensorboard,
+    }
     try:
+        if is_elastic:
+            return launch.train_elastically(arguments.config, here, **options)
         with launch.joined(here, init_method):
-            return launch.train(
-                arguments.config,
-                here,
-                resume=arguments.resume,
-                halt_on_spike=arguments.halt_on_spike,
-                tensorboard=arguments.tensorboard,
-            )
+            return launch.train(arguments.config, here, **options)
     except EntrenarError as error:
-        if is_first:
+        code = _code(error)
+        if is_first or (is_elastic and code != exit_codes.INVALID):
             _tell(error)
-        return _code(error)
+        return code
 
 
 def _code(error: EntrenarError) -> int:

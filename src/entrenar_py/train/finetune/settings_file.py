@@ -583,6 +583,12 @@ class _Conflicts:
             self._error(
                 f"stages: only strategy: {LAYER_PIPELINE} has stages; leave them out", "stages"
             )
+        if self._settings.elastic and strategy != "ddp_canonical":
+            self._error(
+                f"elastic: true with strategy: {strategy or 'none'}: only with ddp_canonical may "
+                "ranks die and join; use strategy: ddp_canonical, or leave elastic out",
+                "elastic",
+            )
         if strategy is None:
             return
         if strategy == LAYER_PIPELINE:

@@ -457,6 +457,10 @@ class Settings:
             choices=(*STRATEGIES, LAYER_PIPELINE),
         ),
     ] = None
+    elastic: Annotated[
+        bool,
+        Key("whether the run goes on when ranks of `ddp_canonical` die, and new ones may join"),
+    ] = False
     stages: Annotated[
         tuple[StagePlan, ...],
         Key("the stages of `layer_pipeline`, in order; by default one per worker, of equal size"),

@@ -54,12 +54,13 @@ def ddp(shards: Shards) -> Strategy:
 
 def ddp_canonical(shards: Shards) -> Strategy:
     """Return the strategy `ddp_canonical`."""
-    _use_deterministic_kernels()
+    use_deterministic_kernels()
     is_small = vector.is_small(shards, trainable_of(shards.workload.module))
     return Canonical(shards) if is_small else CanonicalByBuckets(shards)
 
 
-def _use_deterministic_kernels() -> None:
+def use_deterministic_kernels() -> None:
+    """Let this process use kernels that give the same bits in every run."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first matrix product
     torch.use_deterministic_algorithms(True)
     # As in `compute.on_torch`: otherwise an extra kernel would fill each new tensor first.
@@ -245,7 +246,7 @@ class FullyShardedCanonical(FullySharded):
     """The same pieces, with the canonical reduce-scatter. Shards are the leaves of the tree."""
 
     def __init__(self, shards: Shards) -> None:
-        _use_deterministic_kernels()
+        use_deterministic_kernels()
         super().__init__(shards)
         num_shards = self.plan.num_shards
         self._reducer = entrenar_py.canonical_reduce_scatter(

@@ -106,14 +106,8 @@ class Record:
         """
         self._is_compiled = is_compiled
         self._claim()
-        path, state = self._folder / CHECKPOINT, None
-        if path.exists() and not resume:
-            raise UsageError(
-                f"checkpoint {path}: it already exists; continue with --resume, or give another "
-                "output"
-            )
-        if path.exists():
-            state = self._load(path)
+        state = self.read(resume=resume)
+        self._watch.begin()
         self._open_ledger(resume=resume)
         metrics = Metrics(self._folder / METRICS)
         self._stack.callback(metrics.close)
@@ -126,6 +120,18 @@ class Record:
                 self._stack.enter_context(closing(EventFiles(self._tensorboard)))
             )
         return state
+
+    def read(self, *, resume: bool) -> State | None:
+        """Return the state in the checkpoint, None if there is none. Raises as `open` does."""
+        path = self._folder / CHECKPOINT
+        if not path.exists():
+            return None
+        if not resume:
+            raise UsageError(
+                f"checkpoint {path}: it already exists; continue with --resume, or give another "
+                "output"
+            )
+        return self._load(path)
 
     def close(self) -> None:
         """Close and unlock all files."""
@@ -273,6 +279,10 @@ class Record:
         """Report scores of the model. The time that scoring took isn't counted for any step."""
         self.tell(scores)
         self._watch.begin()
+
+    def lacks_scores(self, step: int) -> bool:
+        """Return whether a process died before it had recorded its scores after `step` steps."""
+        return False
 
     def save(self, state: State) -> None:
         """Write the checkpoint before step `state.step`.

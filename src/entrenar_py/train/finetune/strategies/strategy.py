@@ -164,6 +164,10 @@ Arrays = dict[str, NDArray[np.float32]]
 ValueOf = Callable[[nn.Parameter], Tensor]  # a parameter itself, or its moment or gradient
 
 
+class Regrouped(Exception):
+    """Raised when a step can't be made, since other ranks train together from now on."""
+
+
 class Strategy(ABC):
     """A model that all ranks train together.
 
@@ -213,6 +217,18 @@ class Strategy(ABC):
         classes]. All ranks must call it the same number of times, in evaluation mode and without
         gradients.
         """
+
+    def join(self, loop: Any, step: int) -> None:  # noqa: B027  (a hook)
+        """Join the others with the state of `loop` after `step` steps, before the first one."""
+
+    def total(self, computed: Tensor, own: Tensor) -> Tensor:
+        """Return the sums over ranks of the result of `compute`, and of other numbers."""
+        totals = torch.cat([computed, own])
+        dist.all_reduce(totals)
+        return totals
+
+    def skip(self) -> None:  # noqa: B027  (a hook)
+        """Give up the step of the last `compute`."""
 
     def optimizer(self) -> Optimizer:
         """Return a new optimizer of the trainable tensors."""
