@@ -1,9 +1,9 @@
 """Trains a small model elastically on forked ranks, of which some are killed, frozen and replaced.
 
 `python -m tests.train.elastic.runs RUNS [SEED]` makes runs of 1 to 4 ranks with random faults, and
-exits with 1 unless every run ends with the digest of an undisturbed one. `... runs planned` makes
-the runs of `test_elastic.py`, and prints what came of them as JSON. With ELASTIC_DEVICE=cuda each
-rank trains on a GPU of its own.
+exits with 1 unless every run ends with the digest of an undisturbed one. `... runs planned [NAME
+...]` makes the runs of `test_elastic.py`, and prints what came of them as JSON. With
+ELASTIC_DEVICE=cuda each rank trains on a GPU of its own.
 """
 
 from __future__ import annotations
@@ -390,29 +390,41 @@ def dying(
     return rank
 
 
-def planned() -> dict[str, Any]:
-    """Make all runs of `test_elastic.py`, and return what came of them."""
+def planned(*names: str) -> dict[str, Any]:
+    """Make the named runs of `test_elastic.py`, or all, and return what came of them."""
     few = 2 if ON_GPUS else 3
-    outcomes = {f"undisturbed {n}": run(n, target=dying()) for n in range(1, few + 1)}
-    outcomes |= {
-        f"dies in {moment}": run(few, target=dying(Death(1, 2, moment))) for moment in MOMENTS
+    plans: dict[str, Callable[[], Outcome]] = {
+        f"undisturbed {n}": partial(run, n, target=dying()) for n in range(1, few + 1)
     }
+    for moment in MOMENTS:
+        plans[f"dies in {moment}"] = partial(run, few, target=dying(Death(1, 2, moment)))
     if not ON_GPUS:
-        outcomes["undisturbed 4"] = run(4, target=dying())
-        outcomes["two die"] = run(4, target=dying(Death(0, 3, "exchange"), Death(2, 3, "forward")))
-    outcomes["first rank dies"] = run(2 if ON_GPUS else 4, target=dying(Death(0, 3, "exchange")))
-    outcomes["all die"] = run(2, target=dying(Death(0, 3, "forward"), Death(1, 3, "forward")))
-    outcomes["not again"] = run(
-        2, target=dying(Death(1, 2, "backward"), waits=False), max_restarts=0
-    )
-    outcomes["dies at once"] = run(few, target=dying(Death(1, 0, "forward")))
+        two = dying(Death(0, 3, "exchange"), Death(2, 3, "forward"))
+        plans |= {
+            "undisturbed 4": partial(run, 4, target=dying()),
+            "two die": partial(run, 4, target=two),
+        }
+    first = dying(Death(0, 3, "exchange"))
+    plans["first rank dies"] = partial(run, 2 if ON_GPUS else 4, target=first)
+    all_die = dying(Death(0, 3, "forward"), Death(1, 3, "forward"))
+    plans["all die"] = partial(run, 2, target=all_die)
+    alone = dying(Death(1, 2, "backward"), waits=False)
+    plans["not again"] = partial(run, 2, target=alone, max_restarts=0)
+    plans["dies at once"] = partial(run, few, target=dying(Death(1, 0, "forward")))
+    plans["dies in first exchange"] = partial(run, few, target=dying(Death(1, 0, "exchange")))
     newcomer = Death(1, None, "forward", incarnation=2)
-    outcomes["newcomer dies"] = run(few, target=dying(Death(1, 2, "forward"), newcomer))
+    plans["newcomer dies"] = partial(run, few, target=dying(Death(1, 2, "forward"), newcomer))
     for name, step in (("freezes", 2), ("freezes at once", 0)):
         frozen = Death(1, step, "exchange", signal.SIGSTOP)
-        outcomes[name] = run(few, target=dying(frozen, deadline_s=FREEZE_S))
-    outcomes["fails"] = run(2, target=fail, max_restarts=1)
-    return {"one process": in_one_process(), **{name: asdict(o) for name, o in outcomes.items()}}
+        plans[name] = partial(run, few, target=dying(frozen, deadline_s=FREEZE_S))
+    plans["fails"] = partial(run, 2, target=fail, max_restarts=1)
+    outcomes = dict[str, Any]()
+    for name in names or plans:
+        plan = plans[name]
+        began = time.monotonic()
+        outcomes[name] = asdict(plan())
+        print(f"planned: {name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return {"one process": in_one_process(), **outcomes}
 
 
 def in_a_process(module: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -467,6 +479,6 @@ def soak(num_runs: int, seed: int) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "planned":
-        print(json.dumps(planned()))
+        print(json.dumps(planned(*sys.argv[2:])))
     else:
         sys.exit(soak(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))

@@ -62,6 +62,12 @@ class Group(ABC):
 
     device: torch.device
     _group: Any
+    _last: Started | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all collectives are over that were started."""
+        return self._last is None or self._last.is_over()
 
     def all_to_all(
         self, out: Tensor, sent: Tensor, *, received_from: list[int], sent_to: list[int]
@@ -80,16 +86,23 @@ class Group(ABC):
         return self._start(lambda: self._group.broadcast([tensor], options))
 
     @abstractmethod
-    def abort(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+    def cut(self) -> None:
         """Let collectives end, as soon as they can, that wait for a rank in vain.
 
-        `is_over` says whether they have ended. Raises SystemFailure if that takes longer than
-        `timeout_s`. The group can't be used again.
+        Whatever ends from now on has failed. The group can't be used again.
+        """
+
+    @abstractmethod
+    def abort(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+        """Cut, and wait until `is_over` says that the collectives have ended.
+
+        Raises SystemFailure if that takes longer than `timeout_s`.
         """
 
     def _start(self, call: Callable[[], dist.Work]) -> Started:
         try:
-            return self._started(call())
+            self._last = self._started(call())
+            return self._last
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # errors of this rank, which would come again
         except RuntimeError as error:
@@ -138,8 +151,11 @@ class _Gloo(Group):
         self.device = device
         self._group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
 
-    def abort(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+    def cut(self) -> None:
         """Do nothing: gloo's collectives end when they time out, and may write until then."""
+
+    def abort(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+        """Do nothing, as `cut`."""
 
     def _started(self, work: dist.Work) -> Started:
         return _OfHost(work)
@@ -148,23 +164,26 @@ class _Gloo(Group):
 class _OnStream(Started):
     """A place in the queue of the current stream."""
 
-    def __init__(self, work: dist.Work, device: torch.device) -> None:
+    def __init__(self, work: dist.Work, group: _Nccl) -> None:
+        self._group = group
         work.wait()  # makes the stream wait, not the host
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(device))
+        self._event.record(torch.cuda.current_stream(group.device))
 
     def is_over(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def check(self) -> None:
-        """Do nothing: a collective of NCCL that can't go on is never over, unless aborted."""
+        # One that can't go on is never over, unless it was cut. Then it is over without a result.
+        if self._group.is_cut:
+            raise ConnectionLostError("an exchange between ranks was cut")
 
 
 class _Nccl(Group):
     def __init__(
         self, store: Store, device: torch.device, *, rank: int, world_size: int, timeout_s: float
     ) -> None:
-        self.device = device
+        self.device, self.is_cut, self._cutting = device, False, threading.Lock()
         torch.cuda.set_device(device)  # of this thread
         kind: Any = dist.ProcessGroupNCCL
         # High priority: queued after the many kernels of the backward pass, the links would idle.
@@ -181,13 +200,19 @@ class _Nccl(Group):
             self.broadcast(row, source=0)
         stream.synchronize()
 
+    def cut(self) -> None:
+        with self._cutting:
+            if not self.is_cut:
+                self.is_cut = True  # before it takes effect
+                torch.cuda.set_device(self.device)  # of this thread
+                self._group.abort()
+
     def abort(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         raised: list[Exception] = []
 
         def abort() -> None:
             try:
-                torch.cuda.set_device(self.device)
-                self._group.abort()
+                self.cut()
                 while not is_over():  # not all of the GPU: a group of the script's may wait, too
                     time.sleep(_POLL_S)
             except Exception as error:  # noqa: BLE001  # raised below, in the caller's thread
@@ -204,4 +229,4 @@ class _Nccl(Group):
             )
 
     def _started(self, work: dist.Work) -> Started:
-        return _OnStream(work, self.device)
+        return _OnStream(work, self)

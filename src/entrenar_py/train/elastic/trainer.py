@@ -28,6 +28,7 @@ from entrenar_py.train.elastic.group import (
     connect,
     prepare,
 )
+from entrenar_py.train.elastic.guard import Guard
 from entrenar_py.train.elastic.launcher import seat_of_launcher
 from entrenar_py.train.elastic.membership import (
     EndedError,
@@ -120,6 +121,7 @@ class ElasticTrainer:
         self._failures: Counts[tuple[tuple[int, int], ...]] = Counts()  # by members, of this step
         self._client: Store | None = None  # of the store, for groups: a connection may take seconds
         self._counter = Counter()
+        self._guard: Guard | None = None  # of the group
         self._use(None, None)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
@@ -152,6 +154,7 @@ class ElasticTrainer:
             if self.step >= total:
                 if self._members.finish(deadline_s=self._deadline_s):
                     self._ended = True
+                    self._close_guard()
                     if self._group is not None:
                         self._group.abort(lambda: True, self._deadline_s)
                     return
@@ -245,6 +248,7 @@ class ElasticTrainer:
 
     def _made(self, parameter: Tensor) -> None:
         """Note that the backward pass has made the gradient of `parameter`."""
+        self._see()
         self._num_made += 1
         # An audited one is sent when all of it is there: its sums would change it.
         if self._shard == self.shards[-1] and self._shard not in self._audit:
@@ -291,10 +295,22 @@ class ElasticTrainer:
 
         Raises InterruptedGenerationError if it can't end, and ConnectionLostError if it has failed.
         """
-        self._members.wait(
-            started.is_over, deadline_s=self._deadline_s, what="an exchange between ranks"
-        )
+
+        def is_over() -> bool:
+            self._see()
+            return started.is_over()
+
+        self._members.wait(is_over, deadline_s=self._deadline_s, what="an exchange between ranks")
         started.check()
+
+    def _see(self) -> None:
+        if self._guard is not None:
+            self._guard.see()
+
+    def _close_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
 
     # --- another set of ranks ---------------------------------------------------------------------
 
@@ -302,6 +318,7 @@ class ElasticTrainer:
         """Form a group of all ranks that are there. All get the state of the most advanced one."""
         take(self._parameters)
         while True:
+            self._close_guard()
             try:
                 try:
                     generation = self._members.agree(
@@ -312,6 +329,8 @@ class ElasticTrainer:
                     self._abandon()
                 self._tell(generation)
                 self._use(self._connect(generation), generation)
+                if self._group is not None:
+                    self._guard = Guard(self._group, self._members, self._deadline_s)
                 if generation.behind:
                     self._bring_up(generation)
             except InterruptedGenerationError:

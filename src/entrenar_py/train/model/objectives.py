@@ -16,7 +16,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -75,20 +74,20 @@ def _identity(hidden: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, compiled: bool = False
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, fused: bool = False
 ) -> Tensor:
     """Return the summed cross entropy of `hidden @ weight.T`, 0-d float32.
 
     `hidden` is [m, d], `weight` is [vocabulary, d], and `targets` is int64 [m], negative for
     positions without a target. Matrix products have the dtype of torch.autocast where that is on.
-    With `compiled`, torch compiles what comes between the products.
+    With `fused`, a kernel on the GPU computes what comes between the products.
     """
     dtype = precision.current(hidden.device)
     if dtype != torch.float32:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with precision.as_given(hidden.device):
         result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, compiled
+            hidden, weight, targets, fused
         )
     return result
 
@@ -127,16 +126,18 @@ class _CrossEntropy(torch.autograd.Function):
     """See `cross_entropy`. The gradients are computed in the forward pass, at scale 1."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, compiled: bool
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, fused: bool) -> Tensor:
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         loss = torch.zeros((), device=hidden.device)
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        of_logits = _compiled_loss_of_logits if compiled else _loss_of_logits
+        of_logits = _loss_of_logits
+        if fused:
+            from entrenar_py.train.model import loss_kernel  # needs triton
+
+            of_logits = loss_kernel.loss_of_logits
         rows = max(1, LOGITS_MAX // len(weight))
-        if compiled and hidden.element_size() == 2:  # nothing is in float32; prefer whole tiles
+        if fused and hidden.element_size() == 2:  # nothing is in float32; prefer whole tiles
             rows = max(1, 2 * rows // _TILE * _TILE or rows)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -173,19 +174,6 @@ def _loss_of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     is_wanted = torch.arange(logits.shape[1], device=logits.device) == wanted
     gradient = shares.exp_().add_(is_wanted, alpha=-1).mul_(counts)
     return loss, gradient.to(logits.dtype)
-
-
-def _compiled_loss_of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `_loss_of_logits`, compiled once for all numbers of positions."""
-    for tensor in (logits, targets):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    result: tuple[Tensor, Tensor] = _compiler()(logits, targets)
-    return result
-
-
-@cache
-def _compiler() -> Any:
-    return torch.compile(_loss_of_logits, fullgraph=True)
 
 
 _SAMPLES = ((1, 2, 3, 4, 5), (6, 7, 8))  # tokens that every vocabulary has
@@ -352,7 +340,7 @@ class NextTokens(Objective):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._head = [head_of(module)]  # in a list, since its weights belong to the module
-        self.compiles = False  # whether `cross_entropy` compiles the loss
+        self.is_fused = False  # whether a kernel of its own computes the loss
 
     @property
     def head(self) -> nn.Linear | None:
@@ -413,4 +401,4 @@ class TokenObjective(NextTokens):
             logits = self.logits_of(tokens, positions).index_select(0, places).float()
             return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         hidden = self.hidden_of(tokens, places, positions, head)
-        return cross_entropy(hidden, head.weight, targets, compiled=self.compiles)
+        return cross_entropy(hidden, head.weight, targets, fused=self.is_fused)

@@ -37,7 +37,7 @@ from entrenar_py.train.arithmetic.tensors import (
     TensorSpec,
     Workload,
 )
-from entrenar_py.train.model import objectives, precision
+from entrenar_py.train.model import attention, objectives, precision
 from entrenar_py.train.model.masks import Masks
 from entrenar_py.train.model.objectives import (
     IGNORED,
@@ -405,12 +405,14 @@ class Finetuning(Tuned):
         return nullcontext() if is_captured(batch) else self.formats(device)
 
     def move(self, device: torch.device) -> None:
-        """Move the module `objective` to `device`, and have its blocks and loss compiled there.
+        """Move the module `objective` to `device`, and choose the kernels of its blocks and loss.
 
         Raises UsageError if the run compiles on CUDA, and torch can't compile here.
         """
         self.objective.to(device)
         self._device = device
+        if not self.drops:  # a step that is not recorded would wait for the host, at each layer
+            attention.use(device)
         if self.is_compiled or not self._compiles or self.drops or device.type not in COMPILED:
             return
         if device.type == "cuda" and (problem := on_torch.compiler_problem()):
@@ -420,8 +422,8 @@ class Finetuning(Tuned):
             )
         self.is_compiled = True
         compile_blocks(self.module)
-        if isinstance(self.objective, objectives.NextTokens):
-            self.objective.compiles = True
+        if device.type == "cuda" and isinstance(self.objective, objectives.NextTokens):
+            self.objective.is_fused = True
 
     def as_it_is(self) -> AbstractContextManager[Any]:
         """Return a context in which blocks run without compilation, as for scores."""
