@@ -149,8 +149,8 @@ PROG = "entrenar_py.finetune"
 def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str = "env://") -> int:
     """Train as the rank that `environment` describes; return the exit code.
 
-    Rank 0 prints errors. Those that occur before ranks have joined are printed by the first rank of
-    each host.
+    Rank 0 prints errors; elastic ranks print their own. Those that occur before ranks have joined
+    are printed by the first rank of each host.
     """
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns about intended settings
@@ -175,10 +175,9 @@ def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str =
         with launch.joined(here, init_method):
             return launch.train(arguments.config, here, **options)
     except EntrenarError as error:
-        code = _code(error)
-        if is_first or (is_elastic and code != exit_codes.INVALID):
+        if is_first or is_elastic:  # an elastic rank may be the only one with this problem
             _tell(error)
-        return code
+        return _code(error)
 
 
 def _code(error: EntrenarError) -> int:

@@ -101,20 +101,22 @@ def elastically(
     *options: str,
     deaths: Mapping[int, str] | None = None,
     waits_before: int | None = None,
+    successors: Path | None = None,
 ) -> tuple[dict[int, list[int | None]], str]:
     """Run the configuration by elastic ranks; return each seat's exit codes, and what they said.
 
     A seat's first process kills itself at its moment of `deaths`, such as `made:1` (`_kill_at`),
     and gets a successor, as from a supervisor. Before step `waits_before`, ranks wait for it.
+    It runs the configuration `successors`, by default the same.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     roll = Roll(PrefixStore("entrenar-elastic//0", store))
     codes: dict[int, list[int | None]] = {seat: [] for seat in range(num_seats)}
     with tempfile.TemporaryDirectory(prefix="entrenar-ranks-") as folder:
 
-        def start(seat: int, death: str | None) -> Hand:
+        def start(seat: int, path: Path, death: str | None) -> Hand:
             job = {
-                "argv": [str(config), *options],
+                "argv": [str(path), *options],
                 "folder": folder,
                 "kills_at": death,
                 "waits_before": waits_before,
@@ -136,7 +138,7 @@ def elastically(
             }
             return crew().give(json.dumps(job).encode())
 
-        hands = {seat: start(seat, (deaths or {}).get(seat)) for seat in range(num_seats)}
+        hands = {seat: start(seat, config, (deaths or {}).get(seat)) for seat in range(num_seats)}
         patience = Patience(PATIENCE_S)
         while hands:
             ready = connection.wait([hand.pipe for hand in hands.values()], patience.interval_s)
@@ -146,9 +148,13 @@ def elastically(
                 hand.heard()
                 codes[seat].append(None if hand.answer is None else int(hand.answer))
                 del hands[seat]
-                if hand.answer is None and not roll.has("ended"):
-                    roll.bury(seat)
-                    hands[seat] = start(seat, None)
+                if roll.has("ended"):
+                    continue
+                roll.bury(seat)
+                if hand.answer is None:
+                    hands[seat] = start(seat, successors or config, None)
+                else:
+                    roll.leave(seat)
         crew().gather(0.0)
         return codes, "".join(
             path.read_text("utf-8") for path in sorted(Path(folder).glob("*.txt"))

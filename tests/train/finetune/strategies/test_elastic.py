@@ -116,7 +116,7 @@ def test_a_signal_stops_all_ranks_and_the_run_is_resumed(case: Case, undisturbed
     assert "a rank was stopped by a signal" in told
     codes, told = ranks.elastically(config, 2)
     assert codes == {0: [exit_codes.INVALID], 1: [exit_codes.INVALID]}
-    assert told.count("it already exists; continue with --resume") == 1
+    assert told.count("it already exists; continue with --resume") == 2
     codes, told = ranks.elastically(config, 2, "--resume", deaths={0: "train:5"})
     assert codes == {0: [None, 0], 1: [0]}, told
     assert runs.digest(case.folder / "stopped") == runs.digest(undisturbed)
@@ -143,6 +143,18 @@ def test_three_ranks_have_the_same_bits(case: Case, undisturbed: Path) -> None:
     assert codes == {0: [None, 0], 1: [0], 2: [None, 0]}, told
     assert runs.digest(case.folder / "three") == runs.digest(undisturbed)
     assert [one.step for one in runs.steps(case.folder / "three")] == [*range(6)]
+
+
+def test_a_newcomer_with_another_configuration_is_refused(case: Case, undisturbed: Path) -> None:
+    """It would take other steps than the rest, which go on without it."""
+    config = elastic(replace(case, more={}), "edited")
+    other = config.with_name("other.yaml")
+    other.write_text(config.read_text("utf-8").replace("epochs: 3", "epochs: 4"), "utf-8")
+    deaths = {1: "train:1"}
+    codes, told = ranks.elastically(config, 2, deaths=deaths, waits_before=3, successors=other)
+    assert codes == {0: [0], 1: [None, exit_codes.INVALID]}, told
+    assert "ranks with different settings may get different bits" in told
+    assert runs.digest(case.folder / "edited") == runs.digest(undisturbed)
 
 
 def test_ranks_of_several_hosts_are_refused(case: Case, capsys: pytest.CaptureFixture[str]) -> None:

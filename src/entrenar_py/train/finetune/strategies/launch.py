@@ -275,8 +275,8 @@ def _first(store: Store, name: str, value: str) -> str:
 
 
 def _look_first(store: Store, here: World, look: Callable[[], None]) -> None:
-    """Let rank 0 look. If it refuses the run, raise UsageError on all ranks."""
-    if here.rank == 0:
+    """Let the first rank 0 look. If it refuses the run, raise UsageError on all ranks."""
+    if here.rank == 0 and not store.check([_KEY.format("refusal")]):
         try:
             look()
         except EntrenarError as error:
