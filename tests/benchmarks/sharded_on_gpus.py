@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -64,10 +65,11 @@ def main() -> None:
     share = MICRO_BATCHES // world_size
     found: dict[str, Any] = {"ranks": world_size}
 
-    def canonical(rows: list[Tensor]) -> None:
+    def canonical(number: int, rows: list[Tensor]) -> None:
+        (model, optimizer), reducer = ours[number], reducers[number]
         for batch in reducer.fold([rows[shard] for shard in reducer.shards]):
-            ours[0](batch).backward()
-        ours[1].step()
+            model(batch).backward()
+        optimizer.step()
 
     def stock(rows: list[Tensor]) -> None:
         mine = rows[rank * share :][:share]
@@ -77,9 +79,18 @@ def main() -> None:
         peer[1].step()
         peer[1].zero_grad()
 
-    ours, peer = sharded(device), sharded(device)
-    reducer = entrenar_py.canonical_reduce_scatter(ours[0], micro_batches=MICRO_BATCHES)
-    kinds: dict[str, Callable[[list[Tensor]], None]] = {"canonical": canonical, "stock": stock}
+    ours, peer = [sharded(device), sharded(device)], sharded(device)
+    reducers = [
+        entrenar_py.canonical_reduce_scatter(
+            model, micro_batches=MICRO_BATCHES, sync_each=bool(number)
+        )
+        for number, (model, _) in enumerate(ours)
+    ]
+    kinds: dict[str, Callable[[list[Tensor]], None]] = {
+        "canonical, sync last": partial(canonical, 0),
+        "canonical, sync each": partial(canonical, 1),
+        "stock, sync last": stock,
+    }
     for size in (SMALL, LARGE) if device.type == "cuda" else (SMALL,):
         rows = batches(0, device, size)
         times: dict[str, list[float]] = {name: [] for name in kinds}
@@ -101,7 +112,7 @@ def main() -> None:
             name: {"median_ms": round(median(one), 1), "peak_gb": round(most.get(name, 0.0), 2)}
             for name, one in times.items()
         }
-        found["digest {} x {}".format(*size)] = digest(ours[0])
+        found["digests {} x {}".format(*size)] = [digest(model) for model, _ in ours]
     if rank == 0:
         print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -33,10 +33,7 @@ class Found:
 
 
 NONE = "not installed"
-PACKAGES = (
-    *("triton", "wgpu", "transformers", "peft", "accelerate", "lightning"),
-    "nvidia-cudnn-frontend",
-)
+PACKAGES = ("triton", "wgpu", "transformers", "peft", "accelerate", "lightning")
 # The limits of an adapter that restrict the size of a step, in bytes, invocations and workgroups.
 LIMITS = (
     "max-buffer-size",

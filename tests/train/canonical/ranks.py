@@ -123,6 +123,7 @@ class Sharded:
     layers: type[nn.Module] = nn.Linear
     adamw: bool = False  # with clipped gradients
     measured: bool = False  # for memory in place of a digest
+    sync_each: bool = True
 
 
 # --- planted bugs -------------------------------------------------------------------------------
@@ -267,15 +268,26 @@ RIGHT_SHARDED = {
     "sharded, computed in bf16": Sharded(FP32, options=IN_BF16),
     "sharded, summed in fp32": Sharded(FP32, options=SUMS_IN_FP32),
     "sharded bf16, summed in fp32": Sharded(BF16, torch.bfloat16, SUMS_IN_FP32),
+    "sharded, sync last": Sharded(FP32, sync_each=False),
+    "sharded bf16, sync last": Sharded(BF16, torch.bfloat16, sync_each=False),
+    "sharded tied, sync last": Sharded(Tied, layers=nn.Sequential, sync_each=False),
+    "sharded bf16, summed in fp32, sync last": Sharded(
+        BF16, torch.bfloat16, SUMS_IN_FP32, sync_each=False
+    ),
     "sharded, AdamW": Sharded(long, adamw=True),
     "sharded bf16, AdamW": Sharded(lambda: long().bfloat16(), torch.bfloat16, adamw=True),
 }
-MEMORY = {"sharded, measured": Sharded(FP32, measured=True)}
+MEMORY = {
+    "sharded, measured": Sharded(FP32, measured=True),
+    "sharded, sync last, measured": Sharded(FP32, measured=True, sync_each=False),
+}
 PLANTED_SHARDED = {
     "sharded, torch's order": Sharded(FP32, plant=reduce_as_torch_does),
     "sharded, rank order": Sharded(FP32, plant=add_in_rank_order),
     "sharded, distant siblings": Sharded(FP32, plant=add_distant_rows_first),
     "sharded, local order": Sharded(FP32, plant=accumulate_in_order),
+    "sharded, sync last, local order": Sharded(FP32, plant=accumulate_in_order, sync_each=False),
+    "sharded, sync last, rank order": Sharded(FP32, plant=add_in_rank_order, sync_each=False),
     "sharded, in .grad": Sharded(FP32, plant=accumulate_in_grad),
     "sharded, rounded once": Sharded(BF16, torch.bfloat16, plant=round_once),
     "sharded, two dtypes": Sharded(FP32, options=IN_BF16, plant=add_in_dtype_of_weights),
@@ -330,7 +342,9 @@ def train_sharded(variant: Sharded, device: torch.device) -> str:
     for layer in [one for one in model.modules() if isinstance(one, variant.layers)]:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    canonical = entrenar_py.canonical_reduce_scatter(model, micro_batches=MICRO_BATCHES)
+    canonical = entrenar_py.canonical_reduce_scatter(
+        model, micro_batches=MICRO_BATCHES, sync_each=variant.sync_each
+    )
     optimizer = sgd(model.parameters())
     if variant.adamw:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

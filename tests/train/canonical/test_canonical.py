@@ -57,10 +57,15 @@ def test_buckets_change_no_bit(digests: Digests) -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    ["sharded whole", "sharded, kept after forward", "sharded, freed after forward"],
+    [
+        "sharded whole",
+        "sharded, kept after forward",
+        "sharded, freed after forward",
+        "sharded, sync last",
+    ],
 )
 def test_the_way_of_sharding_changes_no_bit(digests: Digests, variant: str) -> None:
-    """Which modules are sharded changes no bit, nor whether they are freed after forward."""
+    """Which modules are sharded changes no bit, nor if they are freed, nor when they exchange."""
     assert digests[variant] == digests["sharded fp32"]
 
 
@@ -80,6 +85,12 @@ def test_both_reductions_have_the_same_bits(digests: Digests) -> None:
 def test_a_rank_keeps_only_shards(digests: Digests) -> None:
     """With m micro-batches, a rank keeps log2(m) sharded gradients between backward passes."""
     assert digests["sharded, measured"] == {"1": ["3.0"], "2": ["2.0"] * 2, "4": ["1.0"] * 4}
+
+
+def test_a_rank_that_syncs_last_keeps_whole_gradients(digests: Digests) -> None:
+    """With m micro-batches, log2(m) of them, as large as one for each rank, and one in `.grad`."""
+    found = digests["sharded, sync last, measured"]
+    assert found == {"1": ["3.0"], "2": ["5.0"] * 2, "4": ["5.0"] * 4}
 
 
 @pytest.mark.parametrize("variant", [*ranks.PLANTED, *ranks.PLANTED_SHARDED])

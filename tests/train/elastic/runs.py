@@ -390,6 +390,17 @@ def dying(
     return rank
 
 
+def cut(report: Report) -> int:
+    """Say in step 2 that another rank's exchange was cut, which may leave garbage on this one."""
+    said = list[int]()
+
+    def passes(step: int, moment: str) -> None:
+        if (step, moment, os.environ["RANK"]) == (2, "exchange", "1") and not said:
+            said.append(seat_of_launcher().store.add("cut/0", 1))
+
+    return train(report, passes, deadline_s=PATIENT_S)
+
+
 def planned(*names: str) -> dict[str, Any]:
     """Make the named runs of `test_elastic.py`, or all, and return what came of them."""
     few = 2 if ON_GPUS else 3
@@ -417,6 +428,7 @@ def planned(*names: str) -> dict[str, Any]:
     for name, step in (("freezes", 2), ("freezes at once", 0)):
         frozen = Death(1, step, "exchange", signal.SIGSTOP)
         plans[name] = partial(run, few, target=dying(frozen, deadline_s=FREEZE_S))
+    plans["cut"] = partial(run, few, target=cut)
     plans["fails"] = partial(run, 2, target=fail, max_restarts=1)
     outcomes = dict[str, Any]()
     for name in names or plans:

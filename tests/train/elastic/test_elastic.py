@@ -52,6 +52,7 @@ def said(outcome: Outcome, word: str) -> list[list[str]]:
         "newcomer dies",
         "freezes",
         "freezes at once",
+        "cut",
     ],
 )
 def test_a_run_ends_with_the_bits_of_one_process(outcomes: dict[str, Any], name: str) -> None:
@@ -67,7 +68,7 @@ def test_runs_on_gpus_end_with_the_bits_of_one_process() -> None:
     """Over NCCL ranks die, freeze and join as over gloo."""
     outcomes = planned(ELASTIC_DEVICE="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
     right, fails = outcomes.pop("one process"), outcomes.pop("fails")
-    assert len(outcomes) >= 14
+    assert len(outcomes) >= 15
     for name, outcome in outcomes.items():
         assert {digest for (digest,) in said(outcome, "digest")} == {right}, name
         assert set(outcome["statuses"]) == {0}, name
@@ -118,6 +119,13 @@ def test_deaths_in_the_first_step_of_a_generation(
     outcome = outcomes[name]
     assert len(outcome["reports"]) == 3 + deaths
     assert len(said(outcome, "digest")) == 3
+
+
+def test_nobody_commits_what_a_cut_may_have_left(outcomes: dict[str, Any]) -> None:
+    """On GPUs an exchange that one rank cuts may end on another one, without an error."""
+    repeats = said(outcomes["cut"], "repeats")
+    assert [step for step, *_ in repeats] == ["2"] * 3
+    assert len(said(outcomes["cut"], "joined")) == 3
 
 
 def test_all_ranks_die(outcomes: dict[str, Any]) -> None:

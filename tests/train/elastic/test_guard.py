@@ -20,32 +20,39 @@ DEADLINE_S = 0.15
 
 
 class FakeGroup:
-    """Exchanges that are over when `idle` is set, as a driver says that answers when it is free."""
+    """Exchanges that are over when `over` is set."""
 
-    def __init__(self, *, answers: bool = True) -> None:
-        self.cuts, self.over, self._free = 0, False, threading.Event()
-        if answers:
-            self._free.set()
+    def __init__(self) -> None:
+        self.cuts, self.over = 0, threading.Event()
 
-    @property
-    def is_idle(self) -> bool:
-        self._free.wait()
-        return self.over
+    def wait(self) -> None:
+        self.over.wait()
 
     def cut(self) -> None:
         self.cuts += 1
-        self._free.set()
+        self.over.set()
 
 
-class FakeMembers:
-    """A generation."""
+class FakeEnding:
+    """The end of a generation. `store_fails`: nobody answers."""
 
-    def __init__(self) -> None:
-        self.interrupted, self.reasons = False, list[str]()
+    def __init__(self, group: FakeGroup) -> None:
+        self.interrupted, self.reasons, self.store_fails = False, list[str](), False
+        self._group, self.voided = group, False
 
     def interrupt(self, reason: str) -> None:
         self.interrupted = True
         self.reasons.append(reason)
+        self._answer()
+
+    def void(self) -> None:
+        assert not self._group.cuts, "cut before anybody could know"
+        self.voided = True
+        self._answer()
+
+    def _answer(self) -> None:
+        if self.store_fails:
+            raise RuntimeError("the store has ended")
 
 
 @pytest.fixture(autouse=True)
@@ -56,80 +63,89 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def members() -> FakeMembers:
-    return FakeMembers()
+def group() -> FakeGroup:
+    return FakeGroup()
 
 
 @pytest.fixture
-def watching(members: FakeMembers) -> Iterator[Any]:
-    """Return a function that makes a guard of a group, closed after the test."""
-    made: list[Guard] = []
-
-    def watch(group: Any) -> Guard:
-        made.append(Guard(group, members, DEADLINE_S))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield watch
-    for one in made:
-        one.close()
+def ending(group: FakeGroup) -> FakeEnding:
+    return FakeEnding(group)
 
 
-def wait_for(group: FakeGroup, seconds: float = 5.0) -> None:
+@pytest.fixture
+def watcher(group: Any, ending: Any) -> Iterator[Guard]:
+    """Watch over the group, and close it after the test."""
+    made = Guard(group, ending, DEADLINE_S)
+    yield made
+    made.close()
+
+
+def wait_for_cut(group: FakeGroup, seconds: float = 5.0) -> None:
     end = time.monotonic() + seconds
     while not group.cuts and time.monotonic() < end:
         time.sleep(0.005)
 
 
+@pytest.mark.usefixtures("watcher")
+@pytest.mark.parametrize("store_fails", [False, True])
 def test_a_generation_has_ended_and_the_main_thread_does_not_notice(
-    members: FakeMembers, watching: Any
+    group: FakeGroup, ending: FakeEnding, store_fails: bool
 ) -> None:
-    group = FakeGroup()
-    watching(group)
-    members.interrupted = True
-    wait_for(group)
-    assert (group.cuts, members.reasons) == (1, [])
+    """All ranks are told before, so that none commits what the cut leaves."""
+    ending.store_fails = store_fails
+    ending.interrupted = True
+    wait_for_cut(group)
+    assert (group.cuts, ending.voided, ending.reasons) == (1, True, [])
 
 
-@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.usefixtures("watcher")
+@pytest.mark.parametrize("store_fails", [False, True])
 def test_an_exchange_takes_long_and_the_main_thread_does_nothing(
-    members: FakeMembers, watching: Any, answers: bool
+    group: FakeGroup, ending: FakeEnding, store_fails: bool
 ) -> None:
-    """Also if the driver doesn't answer whether it is over."""
-    group = FakeGroup(answers=answers)
-    watching(group)
-    wait_for(group)
-    assert group.cuts == 1
-    (reason,) = members.reasons
+    ending.store_fails = store_fails
+    wait_for_cut(group)
+    assert (group.cuts, ending.voided) == (1, True)
+    (reason,) = ending.reasons
     assert reason.startswith("an exchange between ranks took longer than 0.15 s")
 
 
-def test_nothing_is_cut_while_the_main_thread_goes_on(members: FakeMembers, watching: Any) -> None:
+def test_nothing_is_cut_while_the_main_thread_goes_on(ending: FakeEnding, watcher: Guard) -> None:
     """Its own deadline holds."""
-    group = FakeGroup()
-    watcher = watching(group)
     for _ in range(20):
         watcher.see()
         time.sleep(DEADLINE_S / 10)
-    assert not members.reasons
+    assert not ending.reasons
 
 
+@pytest.mark.usefixtures("watcher")
 def test_a_script_may_compute_for_long_between_exchanges(
-    members: FakeMembers, watching: Any
+    group: FakeGroup, ending: FakeEnding
 ) -> None:
-    group = FakeGroup()
-    group.over = True
-    watching(group)
-    wait_for(group, 4 * DEADLINE_S)
-    assert (group.cuts, members.reasons) == (0, [])
+    group.over.set()
+    wait_for_cut(group, 4 * DEADLINE_S)
+    assert (group.cuts, ending.reasons) == (0, [])
+
+
+def test_a_process_that_was_stopped_goes_on(
+    group: FakeGroup, ending: FakeEnding, watcher: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard looks again after it has asked: the main thread may have made a step meanwhile."""
+
+    def wait() -> None:
+        watcher.see()
+        time.sleep(0.1)
+
+    monkeypatch.setattr(group, "wait", wait)
+    time.sleep(1.5 * DEADLINE_S)
+    assert not ending.reasons
 
 
 def test_a_main_thread_that_notices_closes_it(
-    members: FakeMembers, watching: Any, monkeypatch: pytest.MonkeyPatch
+    group: FakeGroup, ending: FakeEnding, watcher: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "_GRACE_S", 10)
-    group = FakeGroup()
-    watcher = watching(group)
-    members.interrupted = True
+    ending.interrupted = True
     time.sleep(0.1)
     watcher.close()
     time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The kernel of the loss, beside torch (TRITON_INTERPRET=1: without a GPU)."""
+"""The kernel of the loss, compared with torch (TRITON_INTERPRET=1: without a GPU)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ def canonical_all_reduce(
     return Reducer(model, micro_batches=micro_batches, symmetric_memory=symmetric_memory)
 
 
-def canonical_reduce_scatter(model: Module | FSDPModule, *, micro_batches: int) -> ShardedReducer:
+def canonical_reduce_scatter(
+    model: Module | FSDPModule, *, micro_batches: int, sync_each: bool = True
+) -> ShardedReducer:
     """Make a model of `fully_shard` compute gradients with the same bits on 1, 2, 4, 8 ... ranks.
 
     Call it once, on all ranks, after the last fully_shard. It is used as `canonical_all_reduce` is,
@@ -58,6 +60,10 @@ def canonical_reduce_scatter(model: Module | FSDPModule, *, micro_batches: int) 
     Each module that fully_shard got sums its gradients after each micro-batch, in the dtype of
     MixedPrecisionPolicy. A rank with m micro-batches holds up to log2(m) + 1 sharded gradients.
 
+    With `sync_each=False` they are exchanged only after a rank's last micro-batch, as by FSDP with
+    `set_requires_gradient_sync(False)` before it. That is less traffic and more memory: up to
+    log2(m) + 1 whole gradients. The bits are the same. `reducer.shards` are neighbours then.
+
     Replaces the modules' reduce-scatter, all-reduce hook and divide factor.
 
     Raises UsageError if `micro_batches` or the world size is not a power of two, if the model has
@@ -66,7 +72,7 @@ def canonical_reduce_scatter(model: Module | FSDPModule, *, micro_batches: int) 
     """
     from entrenar_py.train.canonical.sharded_reducer import ShardedReducer
 
-    return ShardedReducer(model, micro_batches=micro_batches)
+    return ShardedReducer(model, micro_batches=micro_batches, sync_each=sync_each)
 
 
 def require_deterministic() -> None:

@@ -5,6 +5,10 @@ them. So the tree adds across ranks first. Rank r of W has the micro-batches i *
 reduce-scatter computes the tree node over micro-batches i * W to i * W + W - 1, and a `Counter`
 adds a rank's shards of these nodes. This makes the same tree for every W.
 
+Without `sync_each` the tree adds a rank's micro-batches first, which are neighbours, and then
+across ranks: the same tree again. FSDP still calls the reduce-scatter after each micro-batch. All
+but the last call keep the whole gradient and exchange nothing.
+
 Both halves of the tree round to the dtype of FSDP's reduction. The shards are therefore added in
 FSDP's all-reduce hook, which gets them in this dtype. `.grad` already has the parameter's dtype, so
 a sum there would round differently for each W.
@@ -12,7 +16,7 @@ a sum there would round differently for each W.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -30,15 +34,22 @@ from entrenar_py.train.canonical.reducer import Counter, Fold, take
 class ShardedReducer(Fold):
     """The result of `canonical_reduce_scatter`; its docstring shows how to use it."""
 
-    def __init__(self, model: nn.Module | FSDPModule, *, micro_batches: int) -> None:
+    def __init__(
+        self, model: nn.Module | FSDPModule, *, micro_batches: int, sync_each: bool
+    ) -> None:
         parameters, mesh = _require_sharded(model)
         group, device = mesh.get_group(), next(iter(parameters)).device
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         requirements.require_numbers(micro_batches=micro_batches, world_size=world_size)
         requirements.require_deterministic()
         facts = {**requirements.switches(), **requirements.surroundings(device)}
-        requirements.require_same({"micro_batches": micro_batches, **facts}, group)
-        super().__init__(range(rank, micro_batches, world_size), parameters)
+        facts |= {"micro_batches": micro_batches, "sync_each": sync_each}
+        requirements.require_same(facts, group)
+        share = micro_batches // world_size
+        block = range(rank * share, (rank + 1) * share)
+        super().__init__(range(rank, micro_batches, world_size) if sync_each else block, parameters)
+        # Whether `_reduce` adds to the tree, which gets shards, or the reduce-scatter.
+        self._adds_shards = sync_each or world_size == 1  # one rank has no reduce-scatter
         self._scale = 1 / micro_batches
         self._counters: dict[str, Counter] = {}  # of each FSDP module
         self._reduced: set[str] = set()  # FSDP modules, in the current micro-batch
@@ -46,7 +57,8 @@ class ShardedReducer(Fold):
         assert isinstance(model, nn.Module)
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(_TreeReduceScatter())  # type: ignore[arg-type]
+                scatter = _TreeReduceScatter(partial(self._is_due, name))
+                module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
                 # Otherwise FSDP divides by the world size, before or after the sum.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
@@ -73,10 +85,24 @@ class ShardedReducer(Fold):
             gradient.to_local().mul_(factor)
         return total
 
-    def _reduce(self, module: str, node: Tensor) -> None:
-        """Add a module's shard of the ranks' sum to the tree: FSDP's all-reduce hook.
+    def _is_due(self, module: str, whole: Tensor) -> bool:
+        """Return whether to exchange the rank's gradient of a module now. It is `whole` then."""
+        return self._adds_shards or self._add(module, whole)
 
-        On the last micro-batch, `node` becomes the mean over all of them.
+    def _reduce(self, module: str, node: Tensor) -> None:
+        """Make `node`, a module's shard of the ranks' sum, the mean: FSDP's all-reduce hook.
+
+        Before the last micro-batch, `node` is only a part of the sum, or nothing.
+        """
+        if self._adds_shards:
+            self._add(module, node)
+        if self._is_last():
+            node.mul_(self._scale)
+
+    def _add(self, module: str, node: Tensor) -> bool:
+        """Add a module's gradient to the tree. On the last micro-batch, `node` becomes the sum.
+
+        Returns whether it was the last.
         """
         if self._shard is None:
             raise UsageError(
@@ -106,9 +132,9 @@ class ShardedReducer(Fold):
         counter = self._counters.setdefault(module, Counter())
         if self._is_last():
             counter.complete([module], [node])
-            node.mul_(self._scale)
         else:
             counter.push({module: node})
+        return self._is_last()
 
     def _keep(self) -> None:
         # Without a reduction, `.grad` isn't ours: something else has replaced this hook.
@@ -172,13 +198,17 @@ def _mesh_of(parameter: Tensor, name: str) -> DeviceMesh:
 class _TreeReduceScatter:
     """FSDP's interface for a reduce-scatter, `ReduceScatter`, which torch doesn't export."""
 
+    def __init__(self, is_due: Callable[[Tensor], bool]) -> None:
+        self._is_due = is_due
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
     ) -> None:
-        exchange.reduce_scatter(input_tensor, out=output_tensor, group=group)
+        if self._is_due(input_tensor):
+            exchange.reduce_scatter(input_tensor, out=output_tensor, group=group)
 
 
 def norm(gradient: DTensor, *, dtype: torch.dtype) -> Tensor:

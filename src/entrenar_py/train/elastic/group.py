@@ -62,12 +62,6 @@ class Group(ABC):
 
     device: torch.device
     _group: Any
-    _last: Started | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all collectives are over that were started."""
-        return self._last is None or self._last.is_over()
 
     def all_to_all(
         self, out: Tensor, sent: Tensor, *, received_from: list[int], sent_to: list[int]
@@ -86,23 +80,16 @@ class Group(ABC):
         return self._start(lambda: self._group.broadcast([tensor], options))
 
     @abstractmethod
-    def cut(self) -> None:
-        """Let collectives end, as soon as they can, that wait for a rank in vain.
-
-        Whatever ends from now on has failed. The group can't be used again.
-        """
-
-    @abstractmethod
     def abort(self, is_over: Callable[[], bool], timeout_s: float) -> None:
-        """Cut, and wait until `is_over` says that the collectives have ended.
+        """Let collectives end that wait for a rank, and wait until `is_over` says that they have.
 
-        Raises SystemFailure if that takes longer than `timeout_s`.
+        What ends from now on may be garbage, on the other ranks, too. The group can't be used
+        again. Raises SystemFailure if it takes longer than `timeout_s`.
         """
 
     def _start(self, call: Callable[[], dist.Work]) -> Started:
         try:
-            self._last = self._started(call())
-            return self._last
+            return self._started(call())
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # errors of this rank, which would come again
         except RuntimeError as error:
@@ -114,14 +101,25 @@ class Group(ABC):
 
 
 def connect(
-    store: Store, device: torch.device, *, rank: int, world_size: int, timeout_s: float
+    store: Store,
+    device: torch.device,
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    announce: Callable[[NcclGroup], None],
 ) -> Group:
     """Connect with the other ranks. Raises RuntimeError if one is not there in time.
 
-    Over NCCL it may wait for ever if one ends meanwhile.
+    Over NCCL it may wait for ever if one ends meanwhile, unless the group that `announce` gets
+    before is cut.
     """
-    kind = _Nccl if device.type == "cuda" else _Gloo
-    return kind(store, device, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    if device.type != "cuda":
+        return _Gloo(store, device, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    group = NcclGroup(store, device, rank=rank, world_size=world_size)
+    announce(group)
+    group.connect_all()
+    return group
 
 
 def prepare(device: torch.device) -> None:
@@ -151,11 +149,8 @@ class _Gloo(Group):
         self.device = device
         self._group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
 
-    def cut(self) -> None:
-        """Do nothing: gloo's collectives end when they time out, and may write until then."""
-
     def abort(self, is_over: Callable[[], bool], timeout_s: float) -> None:
-        """Do nothing, as `cut`."""
+        """Do nothing: gloo's collectives end when they time out, and may write until then."""
 
     def _started(self, work: dist.Work) -> Started:
         return _OfHost(work)
@@ -164,7 +159,7 @@ class _Gloo(Group):
 class _OnStream(Started):
     """A place in the queue of the current stream."""
 
-    def __init__(self, work: dist.Work, group: _Nccl) -> None:
+    def __init__(self, work: dist.Work, group: NcclGroup) -> None:
         self._group = group
         work.wait()  # makes the stream wait, not the host
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -178,29 +173,50 @@ class _OnStream(Started):
         if self._group.is_cut:
             raise ConnectionLostError("an exchange between ranks was cut")
 
+    def block(self) -> None:
+        """Wait until it is over, on the calling thread."""
+        self._event.synchronize()
 
-class _Nccl(Group):
-    def __init__(
-        self, store: Store, device: torch.device, *, rank: int, world_size: int, timeout_s: float
-    ) -> None:
-        self.device, self.is_cut, self._cutting = device, False, threading.Lock()
+
+class NcclGroup(Group):
+    """A group over NCCL. Any thread may cut it."""
+
+    def __init__(self, store: Store, device: torch.device, *, rank: int, world_size: int) -> None:
+        self.device, self._rank, self._world_size = device, rank, world_size
+        self.is_cut, self._cutting = False, threading.Lock()
+        self._is_starting = False
+        self._last: _OnStream | None = None
         torch.cuda.set_device(device)  # of this thread
         kind: Any = dist.ProcessGroupNCCL
         # High priority: queued after the many kernels of the backward pass, the links would idle.
         options = kind.Options(is_high_priority_stream=True)
         options._timeout = _FOREVER  # the members notice
         self._group = kind(store, rank, world_size, options)
-        self._group.eager_connect_single_device(device)
+
+    def connect_all(self) -> None:
+        """Connect with all ranks, for all collectives. Raises ConnectionLostError if it was cut."""
+        self._group.eager_connect_single_device(self.device)
+        if self.is_cut:
+            raise ConnectionLostError("the group was cut before it was connected")
         # The first collective of a kind connects ranks, and blocks its caller until all are there.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            row, ones = torch.zeros(world_size, device=device), [1] * world_size
+            row, ones = torch.zeros(self._world_size, device=self.device), [1] * self._world_size
             self.all_to_all(torch.empty_like(row), row, received_from=ones, sent_to=ones)
-            self.all_gather(row, row[rank : rank + 1])
+            self.all_gather(row, row[self._rank : self._rank + 1])
             self.broadcast(row, source=0)
         stream.synchronize()
 
+    def wait(self) -> None:
+        """Wait, on the calling thread, until all collectives are over that were started."""
+        # Not by asking the driver: torch holds the interpreter's lock while it asks.
+        while self._is_starting:
+            time.sleep(_POLL_S)
+        if self._last is not None:
+            self._last.block()
+
     def cut(self) -> None:
+        """Do what `abort` does, without waiting, once."""
         with self._cutting:
             if not self.is_cut:
                 self.is_cut = True  # before it takes effect
@@ -228,5 +244,13 @@ class _Nccl(Group):
                 "starts another"
             )
 
+    def _start(self, call: Callable[[], dist.Work]) -> Started:
+        self._is_starting = True
+        try:
+            return super()._start(call)
+        finally:
+            self._is_starting = False
+
     def _started(self, work: dist.Work) -> Started:
-        return _OnStream(work, self)
+        self._last = _OnStream(work, self)
+        return self._last

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 
-from entrenar_py.train.elastic.group import Group
-from entrenar_py.train.elastic.membership import Membership
+from entrenar_py.train.elastic.group import NcclGroup
+from entrenar_py.train.elastic.membership import Ending
 
 _POLL_S = 0.1
 _GRACE_S = 1.0  # for the main thread to notice the end of its generation
-_ANSWER_S = 1.0  # of a driver to a question that waits for nothing
+_ANSWER_S = 1.0  # for exchanges to be over
 
 
 class Guard:
     """Watches over the exchanges of a generation that `group` connects, until it is closed."""
 
-    def __init__(self, group: Group, members: Membership, deadline_s: float) -> None:
-        self._group, self._members, self._deadline_s = group, members, deadline_s
+    def __init__(self, group: NcclGroup, ending: Ending, deadline_s: float) -> None:
+        self._group, self._ending, self._deadline_s = group, ending, deadline_s
         self._closed = threading.Event()
         self.see()
         threading.Thread(target=self._run, name="entrenar-elastic-guard", daemon=True).start()
@@ -36,24 +37,27 @@ class Guard:
 
     def _run(self) -> None:
         while not self._closed.wait(_POLL_S):
-            if self._members.interrupted:
+            if self._ending.interrupted:
                 if not self._closed.wait(_GRACE_S):
+                    with suppress(RuntimeError):  # without a store nobody can commit
+                        self._ending.void()
                     self._group.cut()
                 return
-            if time.monotonic() - self._seen <= self._deadline_s:
+            seen = self._seen
+            if time.monotonic() - seen <= self._deadline_s:
                 continue
             if self._is_idle():
                 self.see()  # the script computes something that takes long
-            elif not self._closed.is_set():
-                self._members.interrupt(
-                    f"an exchange between ranks took longer than {self._deadline_s:g} s, and a "
-                    "rank waits for its GPU"
-                )
+            elif self._seen == seen and not self._closed.is_set():
+                with suppress(RuntimeError):
+                    self._ending.interrupt(
+                        f"an exchange between ranks took longer than {self._deadline_s:g} s, and "
+                        "a rank waits for its GPU"
+                    )
 
     def _is_idle(self) -> bool:
-        """Return whether all exchanges are over. A driver that doesn't answer waits for one."""
-        answers: list[bool] = []
-        asking = threading.Thread(target=lambda: answers.append(self._group.is_idle), daemon=True)
-        asking.start()
-        asking.join(_ANSWER_S)
-        return answers == [True]
+        """Return whether all exchanges are over, or will be in a moment."""
+        waiting = threading.Thread(target=self._group.wait, daemon=True)
+        waiting.start()
+        waiting.join(_ANSWER_S)
+        return not waiting.is_alive()

@@ -15,6 +15,7 @@ TCPStore). It has to outlive the members. The keys, where N is a generation's nu
     here/N/SEAT       the process asks to be in generation N (`_Presence`)
     record/N          generation N (`Generation`), written once by a process that is in it
     interrupt/N       generation N has ended; why
+    cut/N             exchanges of generation N were cut, or will be: what they give is worthless
     joining/N         a newcomer waits for generation N to make room
     pause/N           the step after which generation N makes room
     done/N/SEAT       the process has committed the last step
@@ -190,6 +191,35 @@ class Roll:
         return self.store.get(key).decode() if self.has(key) else ""
 
 
+@dataclass(frozen=True)
+class Ending:
+    """The end of generation `number`, for any thread of this process and at any time."""
+
+    number: int
+    _roll: Roll
+    _interrupted: threading.Event
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the generation has ended. Asks nobody."""
+        return self._interrupted.is_set()
+
+    def interrupt(self, reason: str) -> None:
+        """End the generation."""
+        try:
+            self._roll.interrupt(self.number, reason)
+        finally:
+            self._interrupted.set()
+
+    def void(self) -> None:
+        """Say to all that its exchanges are worthless from now on, before they are cut."""
+        self._roll.store.add(f"cut/{self.number}", 1)  # unlike `set`, it waits for the answer
+
+    def is_void(self) -> bool:
+        """Return whether a member has said that. If not, what was received before is right."""
+        return self._roll.has(f"cut/{self.number}")
+
+
 class Membership:
     """This process's part in the agreement."""
 
@@ -214,9 +244,15 @@ class Membership:
 
     def interrupt(self, reason: str) -> None:
         """End this process's generation."""
-        if self._generation is not None:
-            self.roll.interrupt(self._generation.number, reason)
-        self._interrupted.set()
+        if self._generation is None:
+            self._interrupted.set()
+        else:
+            self.ending().interrupt(reason)
+
+    def ending(self) -> Ending:
+        """Return the end of the generation that this process is in now."""
+        assert self._generation is not None
+        return Ending(self._generation.number, self.roll, self._interrupted)
 
     def require_innocent(self) -> None:
         """Raise ConvictedError if this process's seat was convicted."""

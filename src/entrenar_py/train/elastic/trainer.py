@@ -24,6 +24,7 @@ from entrenar_py.train.elastic.exchange import Exchange, Sum
 from entrenar_py.train.elastic.group import (
     ConnectionLostError,
     Group,
+    NcclGroup,
     Started,
     connect,
     prepare,
@@ -32,6 +33,7 @@ from entrenar_py.train.elastic.guard import Guard
 from entrenar_py.train.elastic.launcher import seat_of_launcher
 from entrenar_py.train.elastic.membership import (
     EndedError,
+    Ending,
     Generation,
     InterruptedGenerationError,
     Membership,
@@ -202,6 +204,7 @@ class ElasticTrainer:
             for shard in (*self.shards, *self._audit.begin(self.step)):
                 if self._members.interrupted:
                     return
+                self._see()
                 self._shard = shard
                 torch.manual_seed(_seed_of(self._seed, self.step, shard))
                 yield batches[shard]
@@ -209,6 +212,7 @@ class ElasticTrainer:
             self._shard = None
             self._buckets.finish(self._wait)
             self._audit.settle(self._wait)
+            self._require_valid()
             self._reduced = True
         except InterruptedGenerationError:
             take(self._parameters)
@@ -303,6 +307,15 @@ class ElasticTrainer:
         self._members.wait(is_over, deadline_s=self._deadline_s, what="an exchange between ranks")
         started.check()
 
+    def _require_valid(self) -> None:
+        """Raise InterruptedGenerationError if what was received may be garbage.
+
+        Where one rank cuts an exchange, it may end on another with garbage, and without an error.
+        """
+        if self._ending is not None and self._ending.is_void():
+            self._members.interrupt("an exchange between ranks was cut")
+            raise InterruptedGenerationError
+
     def _see(self) -> None:
         if self._guard is not None:
             self._guard.see()
@@ -329,8 +342,8 @@ class ElasticTrainer:
                     self._abandon()
                 self._tell(generation)
                 self._use(self._connect(generation), generation)
-                if self._group is not None:
-                    self._guard = Guard(self._group, self._members, self._deadline_s)
+                if isinstance(self._group, NcclGroup):
+                    self._guard = Guard(self._group, self._members.ending(), self._deadline_s)
                 if generation.behind:
                     self._bring_up(generation)
             except InterruptedGenerationError:
@@ -369,6 +382,7 @@ class ElasticTrainer:
         self.world_size = max(len(members), 1)
         self.rank = members.index((self._members.seat, self._members.incarnation)) if members else 0
         self._group = group
+        self._ending: Ending | None = None if group is None else self._members.ending()
         exchange = Exchange(
             group, rank=self.rank, world_size=self.world_size, micro_batches=self._micro_batches
         )
@@ -385,8 +399,14 @@ class ElasticTrainer:
             return None
         rank = generation.members.index((self._members.seat, self._members.incarnation))
         client, self._client = self._client, None  # the thread below may never give it back
-        ended: list[Group | Exception] = []
+        unconnected, ended = list[NcclGroup](), list[Group | Exception]()
         is_wanted, lock = True, threading.Lock()
+
+        def begin(group: NcclGroup) -> None:
+            with lock:
+                unconnected.append(group)
+                if not is_wanted:
+                    raise ConnectionLostError("the generation has ended")
 
         def connect_all() -> None:
             try:
@@ -397,6 +417,7 @@ class ElasticTrainer:
                     rank=rank,
                     world_size=world_size,
                     timeout_s=2 * self._deadline_s,
+                    announce=begin,
                 )
             except Exception as error:  # noqa: BLE001  # the other thread raises it
                 ended.append(error)
@@ -415,6 +436,9 @@ class ElasticTrainer:
             with lock:
                 is_wanted = False
             if not (ended and isinstance(ended[0], Group)):
+                self._members.ending().void()
+                for one in unconnected:  # in a thread, as it may wait for the one above
+                    threading.Thread(target=one.cut, daemon=True).start()
                 raise
         match ended[0]:
             case RuntimeError() as error:
@@ -426,10 +450,11 @@ class ElasticTrainer:
 
     def _abandon(self) -> None:
         """Abort the exchanges of the group, or leave them to a thread: they may still write."""
-        group, sums = self._group, self._buckets.sums
+        group, ending, sums = self._group, self._ending, self._buckets.sums
         self._use(None, None)
-        if group is None:
+        if group is None or ending is None:
             return
+        ending.void()
         group.abort(lambda: all(one.is_over for one in sums), self._deadline_s)
         threading.Thread(
             target=_outlive, args=(group, sums), name="entrenar-elastic-end", daemon=True
@@ -448,6 +473,7 @@ class ElasticTrainer:
         )
         if not is_behind:
             return
+        self._require_valid()
         # All of it is here: nothing can interrupt the rest, and no rank has half of a state.
         self.step, tensors, dicts = sent
         for ours, theirs in zip(self._tensors(), tensors, strict=True):

@@ -1,7 +1,8 @@
 """A Triton kernel: the cross entropy of logits and its gradient, read twice and written once.
 
-Torch's compiler takes three passes over them, with a division by the number of columns for each
-element.
+torch's compiler makes three passes, and divides for each element to find its row. Liger's kernel
+reads the number of targets on the host, so a step with it can't be recorded, and rounds each row's
+loss to the dtype of the logits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _WARPS = 32
 def loss_of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `objectives._loss_of_logits` does, up to rounding. Overwrites `logits`.
 
-    Runs asynchronously on the current stream.
+    Both tensors are contiguous, and targets are less than the number of columns. Runs
+    asynchronously on the current stream.
     """
     num_rows, num_columns = logits.shape
     losses = torch.empty(num_rows, device=logits.device)

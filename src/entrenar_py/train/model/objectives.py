@@ -132,6 +132,7 @@ class _CrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         of_logits = _loss_of_logits
+        fused = fused and hidden.is_cuda
         if fused:
             from entrenar_py.train.model import loss_kernel  # needs triton
 

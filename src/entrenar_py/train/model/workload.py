@@ -37,7 +37,7 @@ from entrenar_py.train.arithmetic.tensors import (
     TensorSpec,
     Workload,
 )
-from entrenar_py.train.model import attention, objectives, precision
+from entrenar_py.train.model import objectives, precision
 from entrenar_py.train.model.masks import Masks
 from entrenar_py.train.model.objectives import (
     IGNORED,
@@ -411,8 +411,6 @@ class Finetuning(Tuned):
         """
         self.objective.to(device)
         self._device = device
-        if not self.drops:  # a step that is not recorded would wait for the host, at each layer
-            attention.use(device)
         if self.is_compiled or not self._compiles or self.drops or device.type not in COMPILED:
             return
         if device.type == "cuda" and (problem := on_torch.compiler_problem()):
