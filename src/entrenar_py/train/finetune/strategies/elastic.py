@@ -282,7 +282,7 @@ class SharedRecord(Record):
         if not self._is_open or not self._follows:
             return self._is_open
         for line in (self._folder / METRICS).read_text("utf-8").splitlines():
-            with suppress(ValueError):
+            with suppress(ValueError, LookupError, TypeError):
                 found = json.loads(line)
                 if (found["what"], found["step"]) == (what, step):
                     return False
