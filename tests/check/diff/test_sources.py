@@ -33,16 +33,15 @@ def found(
     file = tmp_path / "train.py"
     file.write_text(text)
     first, second = streams(file, rows)
-    border = Border(
-        order=len(rows) - 1,
-        step=0,
-        micro_batch=0,
-        phase="forward",
-        kind="output",
-        name="",
-        digest="",
-    )
+    border = output(len(rows) - 1)
     return sources.source([first], [second], border, generators=generators)
+
+
+def output(order: int) -> Border:
+    """Return the border of a model's output."""
+    return Border(
+        order=order, step=0, micro_batch=0, phase="forward", kind="output", name="", digest=""
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,6 +140,62 @@ def test_a_value_that_a_collective_may_still_change_was_not_waited_for(tmp_path:
     source = found(tmp_path, text, [(1, {"g": "T1"}), (2, {"g": "T2 | T3"}), (3, {"g": "T2 | T3"})])
     assert source is not None
     assert (source.kind, source.line) == (sources.WAITING, 1)
+
+
+BRANCH = (
+    "if random() < 0.5:\n    x = x * 2\ny = f(x)\nz = clock()\nmodel(y)\n",
+    "coin = random()\nif coin < 0.5:\n    x = x * 2\ny = f(x)\nmodel(y)\n",
+    "if os.getpid() % 2:\n    clip(model)\nz = clock()\nmodel(x)\nstep()\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "branch", "after", "expected"),
+    [
+        (
+            BRANCH[0],
+            [(1, {"x": "T1", line_file.GENERATOR + "python": "1 | 2"})],
+            [(2, {"x": "T2"})],
+            [(3, {"x": "T1 | T2", "y": "T3 | T4"}), (5, {"y": "T3 | T4"})],
+            (sources.GENERATOR, 1),
+        ),
+        (
+            BRANCH[1],
+            [(1, {"coin": "P1 | P2"}), (2, {"coin": "P1 | P2", "x": "T1"})],
+            [(3, {"x": "T2"})],
+            [(4, {"x": "T1 | T2", "y": "T3 | T4"}), (5, {"y": "T3 | T4"})],
+            ("", 1),
+        ),
+        (BRANCH[2], [(1, {})], [(2, {"model": "M1"})], [(4, {"x": "T1"})], (sources.PROCESS, 1)),
+    ],
+    ids=["draw", "variable", "in place"],
+)
+def test_what_a_branch_of_one_run_changes_comes_from_its_condition(
+    tmp_path: Path, text: str, before: Rows, branch: Rows, after: Rows, expected: tuple[str, int]
+) -> None:
+    """Not from the first statement that both runs have after it."""
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    start = [(0, {line_file.GENERATOR + "python": "3 | 4", "x": "T1"})]
+    first, _ = streams(file, [*start, *before, *after])
+    _, second = streams(file, [*start, *before, *branch, *after])
+    border = output(len(first) - 1)
+    for pair in ((first, second), (second, first)):
+        source = sources.source([pair[0]], [pair[1]], border, generators=False)
+        assert source is not None
+        assert (source.kind, source.line) == expected
+
+
+def test_a_branch_that_sets_equal_values_is_no_source(tmp_path: Path) -> None:
+    """Both runs have the same value after it."""
+    file = tmp_path / "train.py"
+    file.write_text("if clock():\n    n = 1\nx = uuid4(n)\nmodel(x)\n")
+    ends = [(3, {"n": "P1", "x": "T1 | T2"}), (4, {"x": "T1 | T2"})]
+    first, _ = streams(file, [(1, {"n": "P1"}), *ends])
+    _, second = streams(file, [(1, {"n": "P1"}), (2, {"n": "P1"}), *ends])
+    source = sources.source([first], [second], output(2), generators=False)
+    assert source is not None
+    assert (source.kind, source.line) == (sources.ENTROPY, 3)
 
 
 def test_a_worker_of_a_loader_is_searched(tmp_path: Path) -> None:

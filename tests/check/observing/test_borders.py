@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from entrenar_py.check.diff import judge
 from entrenar_py.check.observing.borders import Borders, _common
 from entrenar_py.check.rank_files import border_file
 from entrenar_py.check.rank_files.border_file import Border, Settings
@@ -101,6 +102,54 @@ def test_operations_have_modules_and_lines() -> None:
     assert operations["tanh"].where == operations["tanh_backward"].where == ""
     assert operations["tanh"].site == operations["tanh_backward"].site
     assert "test_borders.py" in operations["tanh"].site
+
+
+def test_an_operation_of_a_library_has_the_line_that_called_it() -> None:
+    """The script's innermost line is known, too; an operation of the script has no caller."""
+    of_library: dict[str, Any] = {}
+    code = compile("def squared(x):\n    return x.square()", "/site-packages/loss.py", "exec")
+    exec(code, of_library)
+    net, borders = Net(), list[Border]()
+    recorder = Borders(net, borders.append, Settings(operations=(0, 0)), failed=print)
+    recorder.begin_pass(0, 0)
+    of_library["squared"](net(torch.ones(2, 3))).mean().backward()
+    recorder.after_step()
+    operations = {b.text.split("(")[0]: b for b in borders if b.kind == border_file.OPERATION}
+    assert operations["pow"].site == "/site-packages/loss.py:2"
+    assert operations["pow"].caller.startswith(f"{__file__}:")
+    assert not operations["mean"].caller
+
+
+def test_memory_with_any_values_is_no_operation() -> None:
+    """A deep copy begins with such memory, which differs in each run."""
+    net, borders = Net(), list[Border]()
+    recorder = Borders(net, borders.append, Settings(operations=(0, 0)), failed=print)
+    recorder.begin_pass(0, 0)
+    copy.deepcopy(net(torch.ones(2, 3)).detach())
+    torch.ones(2).new_empty(3)
+    recorder.after_step()
+    names = {b.name for b in borders if b.kind == border_file.OPERATION}
+    assert "addmm" in names
+    assert not {"set_", "new_empty", "empty"} & names
+
+
+def test_infinite_elements_of_a_large_tensor_are_compared() -> None:
+    """Masks that differ are infinitely apart; with the same mask, the finite elements count."""
+    scores = torch.linspace(0, 1, 8192)
+
+    def border(scores: Tensor) -> Border:
+        borders = list[Border]()
+        recorder = Borders(nn.Identity(), borders.append, Settings(), failed=print)
+        return recorder._value(border_file.OUTPUT, "", scores)
+
+    masked = border(scores.clone().index_fill_(0, torch.tensor([3]), -torch.inf))
+    other = border(scores.clone().index_fill_(0, torch.tensor([4]), -torch.inf))
+    moved = border((scores * 1.5).index_fill_(0, torch.tensor([3]), -torch.inf))
+    positive = border(scores.clone().index_fill_(0, torch.tensor([3]), torch.inf))
+    for each in (other, positive, border(scores)):
+        assert judge.distance(masked, each) == torch.inf
+    assert judge.distance(masked, masked) == 0
+    assert 0 < judge.distance(masked, moved) < 2 * masked.scale
 
 
 def test_an_output_without_a_gradient_ends_no_record() -> None:

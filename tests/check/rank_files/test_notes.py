@@ -14,6 +14,16 @@ HERE = {"weights": 80, "unreached": "", "library": "", "loads": False, "restarts
 LATER = {**HERE, "unreached": "train.py:7", "library": "trainer.py:9"}
 
 
+def test_an_unseen_step_is_a_problem_only_if_nothing_is_recorded(tmp_path: Path) -> None:
+    """A step that takes a closure begins before its passes, and is observed in spite of that."""
+    (tmp_path / notes.ASKED).touch()
+    notes.write_problem(tmp_path, "SGD stepped too early", notes.UNSEEN)
+    assert not notes.problems(tmp_path)
+    assert notes.why_nothing(tmp_path) == "SGD stepped too early"
+    notes.write_problem(tmp_path, "no torch")
+    assert notes.problems(tmp_path) == [notes.why_nothing(tmp_path)] == ["no torch"]
+
+
 def test_without_notes_nothing_is_known(tmp_path: Path) -> None:
     """A record of another release, or by hand, says nothing of checkpoints."""
     assert notes.saved(tmp_path).traits(is_cut=False) == {}

@@ -460,9 +460,10 @@ def _shown_path(path: Path) -> str:
 
 def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
     """Return why no rank wrote a file, and what to do about it."""
-    if error and not notes.problems(ended.output.parent):
+    folder = ended.output.parent
+    if error and not (notes.problems(folder) or notes.problems(folder, notes.UNSEEN)):
         return f"nothing was recorded before it failed: {how}"
-    if why := notes.why_nothing(ended.output.parent):
+    if why := notes.why_nothing(folder):
         parts = (how, why) if ended.code else (why, how)  # a failure comes first
         return f"nothing was recorded: {'; '.join(parts)}"
     if ended.code:  # the reason of a failure comes first: most such scripts have the line

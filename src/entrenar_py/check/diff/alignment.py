@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from entrenar_py.check.rank_files import border_file
 from entrenar_py.check.rank_files.border_file import Border, RankBorders
@@ -122,10 +124,31 @@ def _pair(
         if not in_order and border.kind in _BY_ROWS:
             continue
         if key in far:
-            result.pairs.append(
-                Pair(rank=rank, second_rank=second_rank, first=border, second=far[key])
-            )
+            first, second = border, far[key]
+            if border.kind == border_file.RATE and first.text != second.text:
+                first, second = _of_common_parameters(first, second)
+            pair = Pair(rank=rank, second_rank=second_rank, first=first, second=second)
+            result.pairs.append(pair)
         else:
             result.only_first.append((rank, border))
     if in_order:
         result.only_second += [(rank, border) for key, border in far.items() if key not in own]
+
+
+def _of_common_parameters(*settings: Border) -> Iterator[Border]:
+    """Yield the values of a setting for the parameters that both runs give to an optimizer."""
+    by_name = [
+        dict(zip(each.text.split("\n"), () if each.numbers is None else each.numbers, strict=False))
+        for each in settings
+    ]
+    common = [name for name in by_name[0] if name in by_name[1]]
+    for border, values in zip(settings, by_name, strict=True):
+        numbers = np.array([values[name] for name in common], np.float64)
+        yield replace(
+            border,
+            numbers=numbers,
+            digest=numbers.tobytes().hex(),
+            scale=float(np.linalg.norm(numbers)),
+            shape=numbers.shape,
+            text="\n".join(common),
+        )

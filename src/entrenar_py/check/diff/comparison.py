@@ -83,7 +83,7 @@ def compare(first: Side, second: Side) -> Outcome:
     sought = judgement.real or (judgement.bits if is_near else None)
     culprit = None if sought is None else _culprit(first, second, sought)
     if verdict != REAL and culprit is not None and culprit.other_factors:
-        verdict, reason = REAL, "the same operation with another factor, which rounding hides"
+        verdict, reason = REAL, "the same operation with another argument, which rounding hides"
     only = _only(judgement, sought)
     return Outcome(
         names=names,

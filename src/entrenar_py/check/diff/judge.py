@@ -207,6 +207,8 @@ def distance(first: Border, second: Border) -> float:
         return 0.0
     if first.numbers is None or second.numbers is None or _size(first) != _size(second):
         return math.inf
+    if len(first.numbers) != len(second.numbers):  # only one tensor has infinite elements
+        return math.inf
     one, other = first.numbers.astype(np.float64), second.numbers.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, one - other)

@@ -73,7 +73,10 @@ def place(difference: Difference) -> str:
     is_root = border.kind in (border_file.INPUT, border_file.OUTPUT) and not border.name
     inside = f" in {where}" if where and where != border.name and not is_root else ""
     if border.kind == border_file.RATE:
+        parameters = [name for name, *_ in differing_settings(difference)]
+        more = f" and {len(parameters) - 1} more" if parameters[1:] else ""
         named = f"{border.kind} {border.name}"
+        named += f" of {parameters[0]}{more}" if parameters else ""
     elif border.kind == border_file.LOSS:
         named = border.kind
     else:
@@ -94,15 +97,34 @@ def size(difference: Difference) -> str:
         if first.shape != second.shape:
             return f"its shapes are {list(first.shape)} and {list(second.shape)}"
         return "it is not the same, exactly or in its infinite values"
+    values = [(own, other) for _, own, other in differing_settings(difference)]
     if first.numbers is not None and second.numbers is not None and len(first.numbers) == 1:
+        values = values or [(first.numbers[0], second.numbers[0])]
+    if values:
+        own, other = values[0]
         return (
-            f"{first.numbers[0]:.8g} and {second.numbers[0]:.8g}; rounding makes a difference of "
-            f"{difference.limit:.2g} at most"
+            f"{own:.8g} and {other:.8g}; rounding makes a difference of {difference.limit:.2g} at "
+            "most"
         )
     return (
         f"distance {difference.distance:.2g} at norm {difference.border.scale:.2g}; rounding makes "
         f"{difference.limit:.2g} at most (spread {difference.spread:.2g})"
     )
+
+
+def differing_settings(difference: Difference) -> list[tuple[str, float, float]]:
+    """Return the parameters with different settings and both values, the largest difference first.
+
+    The list is empty for other values, and for a setting of a group.
+    """
+    first, second = difference.first, difference.second
+    if first is None or second is None or difference.border.kind != border_file.RATE:
+        return []
+    if not first.text or first.numbers is None or second.numbers is None:
+        return []
+    rows = zip(first.text.split("\n"), first.numbers, second.numbers, strict=False)
+    differing = [(name, float(own), float(far)) for name, own, far in rows if own != far]
+    return sorted(differing, key=lambda row: -abs(row[1] - row[2]))
 
 
 def _began(outcome: Outcome) -> list[str]:
@@ -135,17 +157,23 @@ def _source(outcome: Outcome) -> list[str]:
 
 
 def _operation(outcome: Outcome) -> list[str]:
-    culprit = outcome.culprit
+    culprit, judgement = outcome.culprit, outcome.judgement
     if culprit is None:
         return []
     text = []
-    for name, operation, site in (
-        (outcome.names[0], culprit.first, culprit.first_site),
-        (outcome.names[1], culprit.second, culprit.second_site),
+    for name, operation, site, caller in (
+        (outcome.names[0], culprit.first, culprit.first_site, culprit.first_caller),
+        (outcome.names[1], culprit.second, culprit.second_site, culprit.second_caller),
     ):
         at = f" in {culprit.where}" if culprit.where and operation else ""
         at += f" at {site}" if site else ""
+        at += f", called at {caller}" if caller else ""
         text.append(f"operation of {name}: {operation or 'none'}{at}")
+    is_explained = outcome.facts or outcome.source or (judgement and judgement.explaining)
+    if outcome.verdict == REAL and culprit.is_alike and not is_explained:
+        text.append(
+            "these calls are alike: they get other tensors, such as a mask, a constant or a view"
+        )
     return text
 
 
@@ -196,6 +224,8 @@ def record(outcome: Outcome) -> dict[str, Any]:
             "second": culprit.second,
             "first_site": culprit.first_site,
             "second_site": culprit.second_site,
+            "first_caller": culprit.first_caller,
+            "second_caller": culprit.second_caller,
         },
         "source": None if outcome.source is None else asdict(outcome.source),
         "step_ms": outcome.step_ms and [*outcome.step_ms],
@@ -228,7 +258,7 @@ def _place(difference: Difference | None) -> dict[str, Any] | None:
         "phase": border.phase,
         "kind": border.kind,
         "name": border.name,
-        "module": border.where,
+        "module": border.where or next((row[0] for row in differing_settings(difference)), ""),
         "call": border.call,
         "part": border.part,
         "distance": _finite(difference.distance),

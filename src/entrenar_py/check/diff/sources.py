@@ -126,11 +126,20 @@ def by_hash(first: Processes, second: Processes) -> Source | None:
 
 def of_operation(culprit: Culprit) -> Source:
     """Return an operation as the source, if the script's values before it are the same."""
-    file, _, line = (culprit.first_site or culprit.second_site).rpartition(":")
+    first, second = (
+        caller or site  # the script's line
+        for caller, site in (
+            (culprit.first_caller, culprit.first_site),
+            (culprit.second_caller, culprit.second_site),
+        )
+    )
+    file, _, line = (first or second).rpartition(":")
     return Source(OPERATION, file, int(line or 0))
 
 
 Key = tuple[int, str]  # the number of a frame, 0 for a module, and a name
+# The events of one statement in both runs, and those that only one of them has before it.
+Pair = tuple[Event, Event, tuple[Sequence[Event], Sequence[Event]]]
 
 
 class _Stream:
@@ -145,7 +154,8 @@ class _Stream:
         second: Sequence[Event],
         workers: Sequence[Source | None] = (),
     ) -> None:
-        self._events = [*_paired(first, second)]
+        paired = [*_paired(first, second)]
+        self._events = [(event, other) for event, other, _ in paired]
         self._is_whole = len(self._events) == max(len(first), len(second))
         self._workers, self._has_workers = [*filter(None, workers)], len(workers) > 0
         self._states: dict[Key, tuple[str, str]] = {}
@@ -160,8 +170,18 @@ class _Stream:
             for event, _ in self._events
             if any(digest.startswith(line_file.SET) for digest in event.values.values())
         }
+        self._second_frames: dict[int, int] = {}  # the frame of the second run -> of the first
+        self._decided: Source | None = None  # where what the last statement decided comes from
+        # Variables that a branch of only one run has set, until both runs show them.
+        self._branched: set[Key] = set()
+        # The event after each branch of only one run that uses the model, and why only that run
+        # takes it: gradients are no values of the script.
+        self._branches: list[tuple[int, Source]] = []
         # By event, the names with values that differ, and where these come from.
-        self._differing = [self._follow(*pair) for pair in self._events]
+        self._differing: list[dict[str, Source]] = []
+        for event, other, skipped in paired:
+            self._pass_over(*skipped)
+            self._differing.append(self._follow(event, other))
 
     def used_by(self, border: Border, generators: bool) -> Source | None:
         """Return the source of the values that the statement with a border used."""
@@ -186,8 +206,9 @@ class _Stream:
                 is_generator = name.startswith(line_file.GENERATOR)
                 if generators if is_generator else event.values[name][:1] in (*wanted,):
                     return origin
-        if self._is_whole:
-            return None
+        branches = [origin for after, origin in self._branches if after <= at]
+        if branches or self._is_whole:
+            return branches[-1] if branches else None
         # The values decided which statements come next.
         every = [origin for _, sources in before for origin in sources.values()]
         return _best(every)
@@ -220,9 +241,37 @@ class _Stream:
                     return replace(origin, kind=WAITING, line=other.first)
         return origin
 
+    def _pass_over(self, ours: Sequence[Event], theirs: Sequence[Event]) -> None:
+        """Let what a branch of only one run has set come from what decided that it is taken."""
+        origin = self._decided
+        if origin is None or not (ours or theirs):
+            return
+        for side, events in enumerate((ours, theirs)):
+            for event in events:
+                frame = self._second_frames.get(event.frame, 0) if side else event.frame
+                for name, digest in event.values.items():
+                    key = _key(frame, name)
+                    if self._states.get(key, ("", ""))[side] != digest:
+                        self._from[key] = origin
+                        self._branched.add(key)
+        values = (digest for event in (*ours, *theirs) for digest in event.values.values())
+        if any(digest.startswith(line_file.MODEL) for digest in values):
+            self._branches.append((len(self._differing), origin))
+
+    def _forget_equal(self, event: Event, other: Event) -> None:
+        """Drop the origins of variables that a branch has set and that are equal nevertheless."""
+        for name, digest in event.values.items():
+            key = _key(event.frame, name)
+            if key in self._branched:
+                self._branched.discard(key)
+                if digest == other.values.get(name, ""):
+                    self._from.pop(key, None)
+
     def _follow(self, event: Event, other: Event) -> dict[str, Source]:
         """Return the names that differ after an event, and their sources."""
         self._parents[event.frame] = event.parent
+        self._second_frames[other.frame] = event.frame
+        self._forget_equal(event, other)
         statement = _statement(event.file, event.line)
         if event.kind == line_file.CALL and statement is not None:
             self._called[event.frame] = statement
@@ -232,6 +281,11 @@ class _Stream:
         moved = self._generators(event, other, words, used)
         inner = self._inner.pop(event.frame, None) if event.kind == line_file.LINE else None
         before = used or (self._last.get(event.frame) if event.kind == line_file.RETURN else None)
+        if event.kind == line_file.LINE:
+            begins = _kind(_BEGINS, words)
+            here = Source(begins, event.file, event.line) if begins else None
+            decided = here or next(iter(moved.values()), None) or inner or used
+            self._decided = decided or self._begun(event, statement)
         differing = dict(moved)
         for name, digest in event.values.items():
             if name.startswith(line_file.GENERATOR):
@@ -338,22 +392,21 @@ class _Stream:
         return Source(_kind(_MAY_BEGIN, words), event.file, event.line)
 
 
-def _paired(first: Sequence[Event], second: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
-    """Yield the events of the same statements; a branch that only ours run takes is left out."""
+def _paired(first: Sequence[Event], second: Sequence[Event]) -> Iterator[Pair]:
+    """Yield the events of the same statements, after those of a branch that only one run takes."""
     at, other = 0, 0
+    skipped: tuple[Sequence[Event], Sequence[Event]] = ((), ())
     while at < len(first) and other < len(second):
         if first[at].place == second[other].place:
-            yield first[at], second[other]
-            at, other = at + 1, other + 1
+            yield first[at], second[other], skipped
+            at, other, skipped = at + 1, other + 1, ((), ())
             continue
         ahead = ((skip, reach - skip) for reach in range(1, _REACH) for skip in range(reach + 1))
-        for skip, skipped in ahead:
-            ours, theirs = (
-                first[at + skip : at + skip + 1],
-                second[other + skipped : other + skipped + 1],
-            )
-            if ours and theirs and ours[0].place == theirs[0].place:
-                at, other = at + skip, other + skipped
+        for skip, theirs in ahead:
+            pair = first[at + skip : at + skip + 1], second[other + theirs : other + theirs + 1]
+            if all(pair) and pair[0][0].place == pair[1][0].place:
+                skipped = first[at : at + skip], second[other : other + theirs]
+                at, other = at + skip, other + theirs
                 break
         else:
             return
@@ -365,7 +418,7 @@ def _best(found: Iterable[Source]) -> Source | None:
 
 
 def _key(frame: int, name: str) -> Key:
-    return (0 if name.startswith(line_file.GLOBAL) else frame, name)
+    return (0 if name.startswith((line_file.GLOBAL, line_file.GENERATOR)) else frame, name)
 
 
 def _is_reordered(digest: str, other: str) -> bool:

@@ -13,10 +13,11 @@ order of the same operations, so the distance of such a run shows what rounding 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from itertools import takewhile
@@ -38,6 +39,7 @@ from entrenar_py.check.rank_files import border_file, notes
 from entrenar_py.check.rank_files.border_file import Border, BorderFile, Settings
 from entrenar_py.compute import digest
 from entrenar_py.shared import hook_calls
+from entrenar_py.shared.trace import Sketch
 
 VALUES_MAX = 4096  # elements up to which a tensor is kept as values, and above as a sketch
 _DIGEST_BYTES = 8
@@ -190,8 +192,9 @@ class Borders:
                 self._value(border_file.APPLIED_GRADIENT, name, gradient, where=name, fan_in=rows)
             self._before[name] = tensors.local(parameter).clone()
         # After the gradients: a setting that differs explains only what comes after it.
-        for name, number in _settings(optimizers):
-            self._write_numbers(border_file.RATE, name, np.array([number]), _SCHEDULE, "float64")
+        for name, numbers, parameters in _settings(self._model, optimizers):
+            values = np.array(numbers)
+            self._write_numbers(border_file.RATE, name, values, _SCHEDULE, "float64", parameters)
 
     @_quiet
     def after_step(self) -> None:
@@ -386,15 +389,34 @@ class Borders:
         if plain.dtype not in DTYPES:
             return digest.digest(plain)[: 2 * _DIGEST_BYTES], None, 0.0
         if plain.numel() > VALUES_MAX:
-            shown = self._sketches.records({"": plain}, {}, exact=False)[""]
-            assert shown.sketch is not None, "its dtype has sketches"
-            square = shown.sketch.square
-            known = shown.digest[: 2 * _DIGEST_BYTES]
-            return known, shown.sketch.projected, float(square) ** 0.5 if square >= 0 else square
+            return self._projected(plain)
         wide = plain.double() if plain.dtype is torch.float64 else plain.float()
         numbers = wide.cpu().numpy().reshape(-1).copy()
         known = blake3(numbers.tobytes()).hexdigest(_DIGEST_BYTES)
-        return known, numbers, float(np.linalg.norm(numbers.astype(np.float64)))
+        finite = numbers[np.isfinite(numbers)].astype(np.float64)
+        return known, numbers, float(np.linalg.norm(finite)) if len(finite) else math.nan
+
+    def _projected(self, plain: Tensor) -> tuple[str, NDArray[Any], float]:
+        """Return the digest of a large tensor, the projection of its finite elements, and its norm.
+
+        Which elements are not finite, as in masked scores, is added as the bits of a digest,
+        each an infinity: these differ infinitely.
+        """
+        known, sketch = self._sketch(plain)
+        if math.isfinite(sketch.square):
+            return known, sketch.projected, float(sketch.square) ** 0.5
+        infinite = plain.detach().sign().nan_to_num(nan=2.0).masked_fill(plain.isfinite(), 0.0)
+        known, sketch = self._sketch(plain.detach().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+        place = digest.digest(infinite.to(torch.int8))[: 2 * _DIGEST_BYTES]
+        bits = np.unpackbits(np.frombuffer(bytes.fromhex(place), np.uint8))
+        marked = np.where(bits, np.inf, -np.inf)
+        known = f"{known[:_DIGEST_BYTES]}{place[:_DIGEST_BYTES]}"
+        return known, np.append(sketch.projected, marked), float(sketch.square) ** 0.5
+
+    def _sketch(self, plain: Tensor) -> tuple[str, Sketch]:
+        record = self._sketches.records({"": plain}, {}, exact=False)[""]
+        assert record.sketch is not None, "its dtype has sketches"
+        return record.digest[: 2 * _DIGEST_BYTES], record.sketch
 
     def _border(self, kind: str, name: str, like: Border, **place: Any) -> Border:
         """Write the border of a value that is known under another name."""
@@ -404,7 +426,7 @@ class Borders:
         return border
 
     def _write_numbers(
-        self, kind: str, name: str, numbers: NDArray[Any], fan_in: int, dtype: str
+        self, kind: str, name: str, numbers: NDArray[Any], fan_in: int, dtype: str, text: str = ""
     ) -> None:
         known = blake3(numbers.tobytes()).hexdigest(_DIGEST_BYTES)
         scale = float(np.linalg.norm(numbers))
@@ -414,8 +436,10 @@ class Borders:
                 digest=known,
                 numbers=numbers,
                 scale=scale,
+                shape=numbers.shape if text else (),
                 fan_in=fan_in,
                 dtype=dtype,
+                text=text,
             )
         )
 
@@ -511,14 +535,35 @@ def _fan_in(module: nn.Module, tensor: Tensor) -> int:
     return int(tensor.shape[-1]) if tensor.ndim else 1
 
 
-def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in the groups of optimizers that decide what a step does, by name."""
-    for index, group in enumerate(tensors.groups(optimizers)):
-        for name, value in group.items():
-            if name in _KERNELS:
-                continue
-            numbers = value if isinstance(value, list) else [value]
-            for at, number in enumerate(numbers):
-                if isinstance(number, int | float):
-                    place = f"[{at}]" if isinstance(value, list) else ""
-                    yield f"group {index} {name}{place}", float(number)
+def _settings(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[tuple[str, list[float], str]]:
+    """Yield the numbers that decide what a step does, and the parameters that they belong to.
+
+    Two versions of a script may divide parameters into other groups, so each parameter has its
+    settings. A group without parameters of the model, as of copies, has its index in the name.
+    """
+    names = {id(each): tensors.plain_name(name) for name, each in model.named_parameters()}
+    by_setting: dict[str, dict[str, float]] = {}
+    held = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    for index, (group, parameters) in enumerate(zip(tensors.groups(optimizers), held, strict=True)):
+        known = [names[id(each)] for each in parameters if id(each) in names]
+        for name, number in _numbers_of(group):
+            if known:
+                by_setting.setdefault(name, {}).update(dict.fromkeys(known, number))
+            else:
+                yield f"group {index} {name}", [number], ""
+    for setting, numbers in by_setting.items():
+        in_order = [name for name in names.values() if name in numbers]
+        yield setting, [numbers[name] for name in in_order], "\n".join(in_order)
+
+
+def _numbers_of(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in group.items():
+        if name in _KERNELS:
+            continue
+        numbers = value if isinstance(value, list) else [value]
+        for at, number in enumerate(numbers):
+            if isinstance(number, int | float):
+                place = f"[{at}]" if isinstance(value, list) else ""
+                yield f"{name}{place}", float(number)

@@ -26,10 +26,11 @@ _TORCH = torch.__path__[0]
 _WRAPPERS = ("torch_calls.py", "hook_calls.py")
 _TEXT_MAX = 160
 _PRODUCTS = ("mm", "linear", "matmul", "bmm", "einsum", "attention", "conv")
-# They compute nothing: the same elements in another order or shape.
+# They compute nothing: the same elements in another order or shape, or memory with any values.
 _VIEWS = (
-    *("detach", "alias", "lift_fresh", "_unsafe_view", "view", "t", "empty", "expand"),
-    *("unsqueeze", "squeeze", "empty_like", "_reshape_alias"),
+    *("detach", "alias", "lift_fresh", "_unsafe_view", "view", "t", "empty", "expand", "set_"),
+    *("unsqueeze", "squeeze", "empty_like", "_reshape_alias", "resize_", "new_empty"),
+    *("empty_strided", "empty_permuted", "new_empty_strided"),
 )
 
 
@@ -48,7 +49,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._write_operation, self._path, self._steps = write, module, steps
         self._is_on = False
-        self._forward: dict[int, tuple[str, str]] = {}  # number in the sequence -> module and line
+        # Number in the sequence -> the module, and the lines of code.
+        self._forward: dict[int, tuple[str, dict[str, str]]] = {}
 
     def enter(self, step: int) -> None:
         """Begin to record if this is one of the steps."""
@@ -70,20 +72,23 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_on:
             frame = _caller(sys._getframe(1))
             if frame is not None:
-                self._note(function, args, kwargs or {}, result, _site(frame))
+                sites = {"site": _site(frame), "caller": _caller_in_script(frame)}
+                self._note(function, args, kwargs or {}, result, sites)
         return result
 
-    def _note(self, function: Any, args: Any, named: Any, result: Any, site: str) -> None:
+    def _note(
+        self, function: Any, args: Any, named: Any, result: Any, sites: dict[str, str]
+    ) -> None:
         where, phase = self._path(), "forward"
         node = torch._C._current_autograd_node()
         if torch._C._current_graph_task_id() >= 0:
             phase = "backward"
             number = -1 if node is None else node._sequence_nr()
-            where, site = self._forward.get(number, ("", ""))
+            where, sites = self._forward.get(number, ("", {}))
         else:
             sequence: Any = torch._C._autograd
             # Operations that follow without a number of their own leave that of the last one.
-            self._forward.setdefault(sequence._get_sequence_nr() - 1, (where, site))
+            self._forward.setdefault(sequence._get_sequence_nr() - 1, (where, sites))
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not outputs:  # in place, on a list
             changed = tree_leaves(args[0]) if args else []
@@ -91,7 +96,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = function.__name__.partition(".")[0]
         if name in _VIEWS or not outputs:
             return
-        fields = {"where": where, "site": site, "text": _text(name, args, named)}
+        fields = {"where": where, **sites, "text": _text(name, args, named)}
         if phase == "backward":
             fields["phase"] = phase
         sizes = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
@@ -115,6 +120,19 @@ def _site(frame: FrameType) -> str:
     return f"{_in_place(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def _caller_in_script(frame: FrameType) -> str:
+    """Return the script's innermost line if `frame` is a library's, "" if it is the script's."""
+    if _is_own(frame.f_code.co_filename):
+        return ""
+    outer = frame.f_back
+    while outer is not None and not _is_own(outer.f_code.co_filename):
+        outer = outer.f_back
+    return "" if outer is None else _site(outer)
+
+
+_is_own = cache(call_sites.is_own)
+
+
 @cache
 def _in_place(file: str) -> str:
     return call_sites.in_place(Path(file).resolve())
@@ -133,7 +151,7 @@ def _shown(value: Any) -> str:
         return "_"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value[:8]))}]"
-    return str(value)
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 def _fan_in(name: str, sizes: list[Tensor], output: Tensor) -> int:

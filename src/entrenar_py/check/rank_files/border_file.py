@@ -83,8 +83,8 @@ class Border:
 
     - `order`: its place in the order of execution of the rank.
     - `micro_batch`: the micro-batch of the rank in the step; -1 outside of micro-batches.
-    - `name`: the path of the module, the name of a parameter, buffer or generator, or of an
-      operation.
+    - `name`: the path of the module, the name of a parameter, buffer or generator, of an operation,
+      or of a setting of optimizers.
     - `call`, `part`: the call of the module in the micro-batch, and the part of its output.
     - `where`: the path of the module in which a difference that is first seen here has arisen.
     - `scale`: the norm by which rounding is measured: that of the value, or of the parameter for an
@@ -92,8 +92,10 @@ class Border:
     - `fan_in`: the number of terms of the longest sums that gave the value.
     - `numbers`: the elements, flat, or the projection of a larger tensor, float64 or float32; None
       if only equality is known.
-    - `text`: the arguments of an operation, or the digests of samples.
+    - `text`: the arguments of an operation, the digests of samples, or the parameters that have the
+      numbers of a setting, in order.
     - `site`: the line of code that called an operation.
+    - `caller`: the script's line from which `site` was reached, "" if `site` is the script's.
     """
 
     order: int
@@ -113,6 +115,7 @@ class Border:
     numbers: NDArray[Any] | None = None
     text: str = ""
     site: str = ""
+    caller: str = ""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -130,11 +133,11 @@ class RankBorders:
 
 
 _PLAIN = ("order", "step", "micro_batch", "phase", "kind", "name", "digest", "call", "part")
-_MORE = ("where", "dtype", "shape", "scale", "fan_in", "text", "site")
+_MORE = ("where", "dtype", "shape", "scale", "fan_in", "text", "site", "caller")
 _TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("order", "step", "micro_batch", "call", "fan_in"), int),
     **dict.fromkeys(("phase", "kind", "name", "digest", "part", "where", "dtype"), str),
-    **dict.fromkeys(("text", "site"), str),
+    **dict.fromkeys(("text", "site", "caller"), str),
     "scale": (int, float),
     "shape": list,
 }
@@ -146,6 +149,7 @@ _DEFAULTS = {
     "fan_in": 1,
     "text": "",
     "site": "",
+    "caller": "",
 }
 _RECENT = 64  # arrays that may be written as a reference to an earlier line
 

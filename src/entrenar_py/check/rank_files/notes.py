@@ -23,14 +23,18 @@ from entrenar_py.shared.untrusted import files, json_text
 ASKED = "auto.asked"  # exists if the command is to be observed without the line `observe`
 LOADED = "auto.loaded"  # exists if any Python of the command ran the start-up module
 PROBLEMS = "auto-*.note.txt"
+UNSEEN = "unseen-*.note.txt"
 _PROBLEMS_BYTES_MAX = 2**16
 
 
-def write_problem(folder: Path, text: str) -> None:
-    """Write a line for the harness to read, unless the folder no longer exists."""
+def write_problem(folder: Path, text: str, pattern: str = PROBLEMS) -> None:
+    """Write a line for the harness to read, unless the folder no longer exists.
+
+    A line in the files UNSEEN counts only if nothing else is recorded.
+    """
     with (
         suppress(OSError),
-        (folder / PROBLEMS.replace("*", str(os.getpid()))).open("a", encoding="utf-8") as file,
+        (folder / pattern.replace("*", str(os.getpid()))).open("a", encoding="utf-8") as file,
     ):
         file.write(text.replace("\n", " ") + "\n")
 
@@ -42,7 +46,7 @@ def why_nothing(folder: Path) -> str:
     """
     if not (folder / ASKED).exists():
         return ""
-    if lines := problems(folder):
+    if lines := problems(folder) or problems(folder, UNSEEN):
         return "; ".join(lines[:2])
     if not (folder / LOADED).exists():
         return (
@@ -57,10 +61,10 @@ def why_nothing(folder: Path) -> str:
     )
 
 
-def problems(folder: Path) -> list[str]:
+def problems(folder: Path, pattern: str = PROBLEMS) -> list[str]:
     """Return the lines that the processes wrote with `write_problem`, without duplicates."""
     lines: dict[str, None] = {}
-    for path in sorted(folder.glob(PROBLEMS)):
+    for path in sorted(folder.glob(pattern)):
         with suppress(OSError):
             text = files.read(path, bytes_max=_PROBLEMS_BYTES_MAX).decode(errors="replace")
             lines.update(dict.fromkeys(line for line in text.splitlines() if line))

@@ -522,6 +522,7 @@ class Follower:
                 Path(folder),
                 f"{type(optimizer).__name__} stepped tensors that were added to it after "
                 "the forward and backward passes: such steps are not observed",
+                notes.UNSEEN,
             )
 
     @guarded
