@@ -28,6 +28,7 @@ from torch.autograd import backward
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import Event
+from entrenar_py.shared.untrusted import json_text
 from entrenar_py.train.elastic import exchange
 from entrenar_py.train.elastic.trainer import ElasticTrainer
 from entrenar_py.train.finetune.strategies import vector
@@ -281,9 +282,9 @@ class SharedRecord(Record):
         """Return whether this rank has to write a line of the metrics."""
         if not self._is_open or not self._follows:
             return self._is_open
-        for line in (self._folder / METRICS).read_text("utf-8").splitlines():
+        for line in (self._folder / METRICS).read_bytes().splitlines():
             with suppress(ValueError, LookupError, TypeError):
-                found = json.loads(line)
+                found = json_text.load(line)
                 if (found["what"], found["step"]) == (what, step):
                     return False
         return True
