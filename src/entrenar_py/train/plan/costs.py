@@ -167,13 +167,10 @@ def _fsdp(shape: Shape, load: Load) -> Memory:
 
 
 def _fsdp_canonical(shape: Shape, load: Load) -> Memory:
-    """Return the memory of `_fsdp` with a piece of each node of the tree, for the whole gradient.
-
-    The gradient of a micro-batch is reduced at once.
-    """
-    memory = _fsdp(shape, replace(load, shards=1))
-    nodes = load.shards.bit_length() * memory.trained
-    return replace(memory, gradients=nodes, peak=memory.peak + nodes - memory.trained)
+    """Return the memory of `_fsdp` plus the whole gradients that wait for others of their size."""
+    memory = _fsdp(shape, load)
+    waiting = FLOAT_BYTES * shape.counts().trained * max(load.shards.bit_length() - 2, 0)
+    return replace(memory, gradients=memory.gradients + waiting, peak=memory.peak + waiting)
 
 
 def _tensor_parallel(shape: Shape, load: Load) -> Memory:
@@ -325,8 +322,8 @@ def _fsdp_moves(shape: Shape, batch: Batch) -> Traffic:
 
 
 def _fsdp_canonical_moves(shape: Shape, batch: Batch) -> Traffic:
-    """Return the traffic of FSDP that reduces each micro-batch, and gathers sums for the norm."""
-    return _gathered(shape, batch, num_gradients=1 + -(-batch.num_shards // batch.num_workers))
+    """Return the traffic of FSDP that also gathers the sum for its norm."""
+    return _gathered(shape, batch, num_gradients=2)
 
 
 def _gathered(shape: Shape, batch: Batch, *, num_gradients: int) -> Traffic:

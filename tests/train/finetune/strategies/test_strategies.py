@@ -367,7 +367,7 @@ def test_pieces_have_the_bits_of_whole_models(case: Case) -> None:
         assert [one.grad_norm for one in found] == norms, name
         assert [one.applied_norm for one in found] == pytest.approx([0.05] * 4, rel=1e-3)
     shards = ledger.load(case.folder / "out2" / "ledger.jsonl").of(trace.Shard)
-    assert [one.rank for one in shards if one.step == 0] == [0, 1, 0, 1]
+    assert [one.rank for one in shards if one.step == 0] == [0, 0, 1, 1]
 
 
 def test_canonical_ranks_have_the_bits_of_a_worker(case: Case) -> None:

@@ -250,12 +250,8 @@ class FullyShardedCanonical(FullySharded):
         super().__init__(shards)
         num_shards = self.plan.num_shards
         self._reducer = entrenar_py.canonical_reduce_scatter(
-            self._objective, micro_batches=num_shards
+            self._objective, micro_batches=num_shards, sync_each=False
         )
-
-    def ranks(self) -> list[int]:
-        """See `Strategy`. Ranks take turns."""
-        return [shard % dist.get_world_size() for shard in range(self.plan.num_shards)]
 
     def compute(self, step: Step) -> Tensor:
         """Implement `Strategy.compute`."""
