@@ -38,6 +38,7 @@ STRATEGIES = (
     "ddp",
     "ddp_canonical",
     "fsdp",
+    "fsdp_canonical",
     "tensor_parallel",
     "sequence_parallel",
     "pipeline_parallel",

@@ -112,7 +112,9 @@ def test_another_factor_is_real_however_large_rounding_is(
     for limit in ("MULTIPLE", "FLOOR"):
         monkeypatch.setattr(judge, limit, 1e9)
     first = stored(tmp_path / "a", "", command="same")
-    assert cli.main(["diff", first, stored(tmp_path / "b", "layer norm eps", command="same")]) == 1
+    second, file = stored(tmp_path / "b", "layer norm eps", command="same"), tmp_path / "diff.json"
+    assert cli.main(["diff", "--json", str(file), first, second]) == 1
+    assert json.loads(file.read_text("utf-8"))["first_real"]["module"] == "block.norm1"
     shown = capsys.readouterr().out
     assert "reason: the same operation with another argument, which rounding hides" in shown
     assert "first real difference: step 0, rank 0, forward: output of block.norm1" in shown

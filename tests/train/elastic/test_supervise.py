@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from entrenar_py.train.elastic.supervise import main
+from entrenar_py.train.elastic.launcher import Seat
+from entrenar_py.train.elastic.supervise import main, supervise
 
 SCRIPT = """
 import hashlib, os, pathlib, signal
@@ -56,6 +58,35 @@ def test_a_rank_is_killed_under_torchrun(tmp_path: Path) -> None:
     assert "rank 1 ended with status -9: starts again, 9 more times" in ranks.stderr
     assert alone.stdout.startswith("digest")
     assert alone.stdout in ranks.stdout
+
+
+class Ended:
+    """A process that has ended with `status`."""
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+
+    def poll(self) -> int:
+        return self._status
+
+    def kill(self) -> None:
+        raise AssertionError("it has ended")
+
+
+@pytest.mark.parametrize(("status", "starts"), [(0, 0), (2, 0), (3, 2), (-9, 2)])
+def test_a_script_that_is_used_wrongly_is_not_started_again(status: int, starts: int) -> None:
+    """Its status is the launcher's. After other errors it is started until no restart is left."""
+    started: list[Ended] = []
+
+    def start() -> Ended:
+        started.append(Ended(status))
+        return started[-1]
+
+    seat = Seat(HashStore(), 0, 1)
+    told: list[str] = []
+    code = supervise(Ended(status), seat, start=start, max_restarts=2, say=told.append)
+    assert len(started) == starts
+    assert code == (status if status in (0, 2) else 1)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,8 @@ workers: yes
         (
             PAIRS + "strategy: pipeline_parallel\n",
             "5:11: error: task: preference with strategy: pipeline_parallel: both sides of a "
-            "pair, and the reference, need the whole model; use ddp, ddp_canonical, fsdp, or none",
+            "pair, and the reference, need the whole model; use ddp, ddp_canonical, fsdp, "
+            "fsdp_canonical, or none",
         ),
         (
             PAIRS + "distill: {logits: soft}\n",
@@ -205,6 +206,16 @@ workers: yes
             SMALL + "strategy: fsdp\nmethod: qlora\n",
             "5:11: error: strategy: fsdp with method: qlora: quantised weights can't be cut; use "
             "ddp or ddp_canonical or pipeline_parallel",
+        ),
+        (
+            SMALL + "strategy: fsdp_canonical\nelastic: true\n",
+            "6:10: error: elastic: true with strategy: fsdp_canonical: only with ddp_canonical may "
+            "ranks die and join; use strategy: ddp_canonical, or leave elastic out",
+        ),
+        (
+            SMALL + "elastic: true\n",
+            "5:10: error: elastic: true with strategy: none: only with ddp_canonical may ranks die "
+            "and join; use strategy: ddp_canonical, or leave elastic out",
         ),
         (
             SMALL + "strategy: ddp_canonical\ntraining: {num_shards: 3}\n",

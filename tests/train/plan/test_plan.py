@@ -70,6 +70,8 @@ def test_gradients_of_qwen3_4b_on_the_wire(folder: Path) -> None:
     assert ddp.seconds == vector / 25e9
     fsdp = plan.option(run, "fsdp")
     assert fsdp.traffic.sent == (2 * 2 * run.shape.counts().weight_bytes + vector) // 2
+    canonical = plan.option(run, "fsdp_canonical")  # also gathers the sum for its norm
+    assert canonical.traffic.sent == fsdp.traffic.sent + vector // 2
 
 
 def test_shards_that_are_no_node_are_sent_one_by_one(folder: Path) -> None:
@@ -130,7 +132,7 @@ def test_pairs_need_the_whole_model(folder: Path) -> None:
     """As the configuration's reader refuses them. A pair has two rows, which take more memory."""
     run, options = planned(settings(folder, TINY, task="preference"), "2 x gpu:4GB")
     able = {name for name, option in options.items() if not option.problem}
-    assert able == {"star", "mesh", "ddp", "ddp_canonical", "fsdp"}
+    assert able == {"star", "mesh", "ddp", "ddp_canonical", "fsdp", "fsdp_canonical"}
     assert options["tensor_parallel"].problem.startswith("pairs and their reference need")
     texts, _ = planned(settings(folder, TINY), "2 x gpu:4GB")
     pairs, single = (plan.option(one, "star").workers[0].memory for one in (run, texts))
@@ -193,6 +195,7 @@ def test_a_device_that_reports_no_memory_may_fit(folder: Path) -> None:
     ("described", "strategy", "problem"),
     [
         (["3 x gpu:4GB"], "ddp_canonical", "3 ranks can't share a tree evenly: 2, 4, 8 ... can"),
+        (["3 x gpu:4GB"], "fsdp_canonical", "3 ranks can't share a tree evenly: 2, 4, 8 ... can"),
         (["gpu:4GB"], "fsdp", "it needs two devices or more"),
         (["5 x gpu:4GB"], "star", "5 workers and 4 shards: use training.num_shards >= 5"),
         (["5 x gpu:4GB"], "pipeline_parallel", "4 blocks can't be cut into 5 stages"),

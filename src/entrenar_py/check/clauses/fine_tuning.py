@@ -417,7 +417,8 @@ _NOTHING = (
 
 def plan_strategies(invariant: Invariant) -> list[Scenario]:
     """Plan adapters, once for each type of strategy."""
-    kinds = ("ddp", "ddp_canonical", "fsdp", "tensor_parallel", "pipeline_parallel")
+    cut = ("tensor_parallel", "pipeline_parallel")
+    kinds = ("ddp", "ddp_canonical", "fsdp", "fsdp_canonical", *cut)
     asked = [{"task": "instruct", "strategy": kind} for kind in kinds]
     return [planned(options=one).with_(system="finetuned_by_ranks") for one in asked]
 

@@ -208,13 +208,16 @@ def record(outcome: Outcome) -> dict[str, Any]:
     """Return an outcome as values for JSON; numbers that are not finite are null."""
     culprit, judgement = outcome.culprit, outcome.judgement
     differences = () if judgement is None else judgement.differences
+    real = None if judgement is None else judgement.real
+    if outcome.verdict == REAL:
+        real = outcome.difference
     return {
         "version": VERSION,
         "entrenar": entrenar_py.__version__,
         "verdict": outcome.verdict,
         "exit_code": outcome.exit_code,
         "reason": outcome.reason,
-        "first_real": None if judgement is None else _place(judgement.real),
+        "first_real": _place(real),
         "first_bits": None if judgement is None else _place(judgement.bits),
         "operation": None
         if culprit is None

@@ -78,12 +78,12 @@ class ShardedReducer(Fold):
         ]
         if len(gradients) < len(self._parameters):
             raise UsageError("no gradients to clip: call it after the loop over fold()")
-        norms = torch.stack([_norm(gradient) for gradient in gradients])
-        norm: Tensor = torch.linalg.vector_norm(norms)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        norms = torch.stack([norm(gradient, dtype=torch.float32) for gradient in gradients])
+        total: Tensor = torch.linalg.vector_norm(norms)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.to_local().mul_(factor)
-        return norm
+        return total
 
     def _is_due(self, module: str, whole: Tensor) -> bool:
         """Return whether to exchange the rank's gradient of a module now. It is `whole` then."""
@@ -211,8 +211,12 @@ class _TreeReduceScatter:
             exchange.reduce_scatter(input_tensor, out=output_tensor, group=group)
 
 
-def _norm(gradient: DTensor) -> Tensor:
+def norm(gradient: DTensor, *, dtype: torch.dtype) -> Tensor:
+    """Return the 2-norm of a whole gradient, 0-d, with the same bits for any world size.
+
+    All ranks must call it.
+    """
     # A copy, as kernels may add in another order where a tensor begins inside of another's memory.
     whole = gradient.full_tensor().clone(memory_format=torch.contiguous_format)
-    norm: Tensor = torch.linalg.vector_norm(whole, dtype=torch.float32)
-    return norm
+    value: Tensor = torch.linalg.vector_norm(whole, dtype=dtype)
+    return value

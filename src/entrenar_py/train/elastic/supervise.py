@@ -1,6 +1,7 @@
 """Starts a rank of elastic training, says when it ends, and starts another in its place.
 
     torchrun --nproc_per_node=4 -m entrenar_py.supervise [--max-restarts N] train.py ...
+    torchrun --nproc_per_node=4 -m entrenar_py.supervise [--max-restarts N] -m MODULE ...
 
 A launcher such as torchrun ends or restarts all ranks when one ends. It starts supervisors instead,
 one for each rank. They don't compute and stay when their rank ends. The other ranks go on
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.01
 _LOOK_S = 0.5  # between looks whether the rank was excluded, or the run has ended
+_USAGE = 2  # the exit status of a script that is used wrongly
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -51,7 +53,8 @@ def supervise(
 ) -> int:
     """Keep a process at `seat` until the run ends: `process`, then those that `start` returns.
 
-    Returns the exit status for the launcher. After `max_restarts`, or if it is convicted, the seat
+    Returns the exit status for the launcher. A process that ends with 2 isn't started again: it
+    was used wrongly, as by its command line. After `max_restarts`, or if it is convicted, the seat
     stays empty. The status is then 0 if the others end the run, and 1 if no seat is left.
     """
     from entrenar_py.train.elastic.membership import Roll
@@ -62,9 +65,9 @@ def supervise(
         if roll.has("ended"):
             return status if roll.trains(seat.seat, roll.newest()) else 0
         roll.bury(seat.seat)
-        if status == 0:
+        if status in (0, _USAGE):
             roll.leave(seat.seat)
-            return 0
+            return status
         if roll.convicted(seat.seat):
             break
         if left:
@@ -107,14 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="how often a rank is started again (default: 10)",
     )
-    parser.add_argument("script", help="a Python file")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
+    parser.add_argument("script", help="a Python file; with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(arguments)
     if options.max_restarts < 0:
         parser.error(f"--max-restarts {options.max_restarts}: must be 0 or more")
-    if not os.path.isfile(options.script):  # noqa: PTH113
+    if not options.is_module and not os.path.isfile(options.script):  # noqa: PTH113
         parser.error(f"{options.script}: no such file")
-    return _run([sys.executable, options.script, *options.arguments], options.max_restarts)
+    script = ["-m", options.script] if options.is_module else [options.script]
+    return _run([sys.executable, *script, *options.arguments], options.max_restarts)
 
 
 def _run(command: list[str], max_restarts: int) -> int:

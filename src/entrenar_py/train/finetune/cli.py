@@ -149,8 +149,8 @@ PROG = "entrenar_py.finetune"
 def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str = "env://") -> int:
     """Train as the rank that `environment` describes; return the exit code.
 
-    Rank 0 prints errors. Those that occur before ranks have joined are printed by the first rank of
-    each host.
+    Rank 0 prints errors; elastic ranks print their own. Those that occur before ranks have joined
+    are printed by the first rank of each host.
     """
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns about intended settings
@@ -159,21 +159,23 @@ def rank(argv: Sequence[str], environment: Mapping[str, str], init_method: str =
         from entrenar_py.train.finetune.strategies import launch  # brings torch
 
         here = launch.world(environment)
+        is_elastic = launch.is_elastic(arguments.config)
     except EntrenarError as error:  # on this host only; the other hosts wait for it
         if environment.get("LOCAL_RANK", "0") == "0":
             _tell(error)
         return _code(error)
+    options = {
+        "resume": arguments.resume,
+        "halt_on_spike": arguments.halt_on_spike,
+        "tensorboard": arguments.tensorboard,
+    }
     try:
+        if is_elastic:
+            return launch.train_elastically(arguments.config, here, **options)
         with launch.joined(here, init_method):
-            return launch.train(
-                arguments.config,
-                here,
-                resume=arguments.resume,
-                halt_on_spike=arguments.halt_on_spike,
-                tensorboard=arguments.tensorboard,
-            )
+            return launch.train(arguments.config, here, **options)
     except EntrenarError as error:
-        if is_first:
+        if is_first or is_elastic:  # an elastic rank may be the only one with this problem
             _tell(error)
         return _code(error)
 

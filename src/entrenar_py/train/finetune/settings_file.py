@@ -28,6 +28,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.finetune import foreign_keys
 from entrenar_py.train.model.settings import (
     BY_SHARDS,
+    CANONICAL,
     COMPILABLE,
     LAYER_PIPELINE,
     WHOLE_LAYERS,
@@ -582,6 +583,12 @@ class _Conflicts:
             self._error(
                 f"stages: only strategy: {LAYER_PIPELINE} has stages; leave them out", "stages"
             )
+        if self._settings.elastic and strategy != "ddp_canonical":
+            self._error(
+                f"elastic: true with strategy: {strategy or 'none'}: only with ddp_canonical may "
+                "ranks die and join; use strategy: ddp_canonical, or leave elastic out",
+                "elastic",
+            )
         if strategy is None:
             return
         if strategy == LAYER_PIPELINE:
@@ -606,9 +613,9 @@ class _Conflicts:
                 f"{' or '.join(WHOLE_LAYERS)}",
                 "strategy",
             )
-        if strategy == "ddp_canonical" and num_shards & (num_shards - 1):
+        if strategy in CANONICAL and num_shards & (num_shards - 1):
             self._error(
-                f"num_shards={num_shards} with strategy: ddp_canonical: ranks share a tree evenly; "
+                f"num_shards={num_shards} with strategy: {strategy}: ranks share a tree evenly; "
                 "use 1, 2, 4, 8 ...",
                 *("training", "num_shards"),
             )

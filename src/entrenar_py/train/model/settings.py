@@ -31,12 +31,15 @@ STRATEGIES = (
     "ddp",
     "ddp_canonical",
     "fsdp",
+    "fsdp_canonical",
     "tensor_parallel",
     "sequence_parallel",
     "pipeline_parallel",
 )
 LAYER_PIPELINE = "layer_pipeline"  # its stages are workers of `entrenar coordinator`
-BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # each shard is computed by one rank
+# Strategies in which each shard is computed by one rank.
+BY_SHARDS = ("ddp", "ddp_canonical", "fsdp", "fsdp_canonical")
+CANONICAL = ("ddp_canonical", "fsdp_canonical")  # the same bits on 1, 2, 4 ... ranks
 WHOLE_MODELS = ("ddp", "ddp_canonical")  # strategies with a whole model on each rank
 WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
 KINDS = ("cpu", "cuda", "wgpu")  # of backends
@@ -454,6 +457,10 @@ class Settings:
             choices=(*STRATEGIES, LAYER_PIPELINE),
         ),
     ] = None
+    elastic: Annotated[
+        bool,
+        Key("whether the run goes on when ranks of `ddp_canonical` die, and new ones may join"),
+    ] = False
     stages: Annotated[
         tuple[StagePlan, ...],
         Key("the stages of `layer_pipeline`, in order; by default one per worker, of equal size"),

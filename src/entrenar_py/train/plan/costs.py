@@ -166,6 +166,13 @@ def _fsdp(shape: Shape, load: Load) -> Memory:
     )
 
 
+def _fsdp_canonical(shape: Shape, load: Load) -> Memory:
+    """Return the memory of `_fsdp` plus the whole gradients that wait for others of their size."""
+    memory = _fsdp(shape, load)
+    waiting = FLOAT_BYTES * shape.counts().trained * max(load.shards.bit_length() - 2, 0)
+    return replace(memory, gradients=memory.gradients + waiting, peak=memory.peak + waiting)
+
+
 def _tensor_parallel(shape: Shape, load: Load) -> Memory:
     """Return the memory of a rank with its part of each layer, from a rehearsal of that part."""
     cut = Cut(tensor=load.num_workers)
@@ -310,15 +317,24 @@ def _ddp_moves(shape: Shape, batch: Batch) -> Traffic:
 
 
 def _fsdp_moves(shape: Shape, batch: Batch) -> Traffic:
-    """Return the traffic of FSDP.
+    """Return the traffic of FSDP, which reduces gradients once."""
+    return _gathered(shape, batch, num_gradients=1)
 
-    Weights are gathered for the forward and the backward pass of each micro-batch, and gradients
-    are reduced once.
+
+def _fsdp_canonical_moves(shape: Shape, batch: Batch) -> Traffic:
+    """Return the traffic of FSDP that also gathers the sum for its norm."""
+    return _gathered(shape, batch, num_gradients=2)
+
+
+def _gathered(shape: Shape, batch: Batch, *, num_gradients: int) -> Traffic:
+    """Return the traffic of `num_gradients` gradients, and of weights.
+
+    Weights are gathered for the forward and the backward pass of each micro-batch.
     """
     counts, size = shape.counts(), batch.num_workers
     micro_batches = -(-batch.num_shards // size)
-    gathered = 2 * counts.weight_bytes * micro_batches
-    sent = (gathered + _gradient(shape)) * (size - 1) // size
+    weights = 2 * counts.weight_bytes * micro_batches
+    sent = (weights + num_gradients * _gradient(shape)) * (size - 1) // size
     return Traffic(sent=sent, received=sent, busiest=sent)
 
 
@@ -353,6 +369,7 @@ _STRATEGIES: Mapping[
     "ddp": (_ddp, _ddp_moves),
     "ddp_canonical": (_ddp_canonical, _ddp_moves),
     "fsdp": (_fsdp, _fsdp_moves),
+    "fsdp_canonical": (_fsdp_canonical, _fsdp_canonical_moves),
     "tensor_parallel": (_tensor_parallel, _tensor_parallel_moves),
     # A reduce-scatter and an all-gather for each all-reduce.
     "sequence_parallel": (_sequence_parallel, _tensor_parallel_moves),

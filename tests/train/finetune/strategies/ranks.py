@@ -12,14 +12,18 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
-from functools import cache, partial
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from entrenar_py.shared.patience import Patience
+from entrenar_py.train.elastic.membership import Roll
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
 from tests.train.service.nursery import without_gpu
 
@@ -91,6 +95,72 @@ def torchrun(
         return codes, "".join(told)
 
 
+def elastically(
+    config: Path,
+    num_seats: int,
+    *options: str,
+    deaths: Mapping[int, str] | None = None,
+    waits_before: int | None = None,
+    successors: Path | None = None,
+) -> tuple[dict[int, list[int | None]], str]:
+    """Run the configuration by elastic ranks; return each seat's exit codes, and what they said.
+
+    A seat's first process kills itself at its moment of `deaths`, such as `made:1` (`_kill_at`),
+    and gets a successor, as from a supervisor. Before step `waits_before`, ranks wait for it.
+    It runs the configuration `successors`, by default the same.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    roll = Roll(PrefixStore("entrenar-elastic//0", store))
+    codes: dict[int, list[int | None]] = {seat: [] for seat in range(num_seats)}
+    with tempfile.TemporaryDirectory(prefix="entrenar-ranks-") as folder:
+
+        def start(seat: int, path: Path, death: str | None) -> Hand:
+            job = {
+                "argv": [str(path), *options],
+                "folder": folder,
+                "kills_at": death,
+                "waits_before": waits_before,
+                "environment": {
+                    "RANK": str(seat),
+                    "LOCAL_RANK": str(seat),
+                    "WORLD_SIZE": str(num_seats),
+                    "LOCAL_WORLD_SIZE": str(num_seats),
+                },
+                "variables": {
+                    "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", folder),
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "RANK": str(seat),
+                    "WORLD_SIZE": str(num_seats),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                },
+            }
+            return crew().give(json.dumps(job).encode())
+
+        hands = {seat: start(seat, config, (deaths or {}).get(seat)) for seat in range(num_seats)}
+        patience = Patience(PATIENCE_S)
+        while hands:
+            ready = connection.wait([hand.pipe for hand in hands.values()], patience.interval_s)
+            if not ready and patience.look():
+                break
+            for seat, hand in [one for one in hands.items() if one[1].pipe in ready]:
+                hand.heard()
+                codes[seat].append(None if hand.answer is None else int(hand.answer))
+                del hands[seat]
+                if roll.has("ended"):
+                    continue
+                roll.bury(seat)
+                if hand.answer is None:
+                    hands[seat] = start(seat, successors or config, None)
+                else:
+                    roll.leave(seat)
+        crew().gather(0.0)
+        return codes, "".join(
+            path.read_text("utf-8") for path in sorted(Path(folder).glob("*.txt"))
+        )
+
+
 def _gather(hands: list[Hand], seconds: float) -> None:
     """Wait until every rank has answered or died, or patience for `seconds` has run out."""
     patience, waiting = Patience(seconds), list(hands)
@@ -112,46 +182,101 @@ def main(pipe: Connection) -> NoReturn:
     if message is not None:
         job = json.loads(message)
         rank = job["environment"]["RANK"]
-        with Path(job["folder"], f"{rank}.txt").open("wb") as output:
+        with Path(job["folder"], f"{rank}.txt").open("ab") as output:
             os.dup2(output.fileno(), sys.stdout.fileno())
             os.dup2(output.fileno(), sys.stderr.fileno())
         os.environ.update(job["variables"])
         from entrenar_py.train.finetune import cli
         from entrenar_py.train.service import measures
 
-        if job["dies_before"] is not None:
-            _before(job["dies_before"], lambda: os._exit(9))
-        if job["copies_before"] is not None and rank == "0":
+        if job.get("waits_before") is not None:
+            _before(job["waits_before"], _wait_for_newcomers)
+        if job.get("kills_at"):
+            _kill_at(job["kills_at"])
+        if job.get("dies_before") is not None:
+            _before(job["dies_before"], lambda _: os._exit(9))
+        if job.get("copies_before") is not None and rank == "0":
             trained = Path(job["argv"][0]).with_suffix("")
-            copy = partial(shutil.copytree, trained, trained.with_name("broken"))
-            _before(job["copies_before"], copy)
-        if job["compiles"]:
+            broken = trained.with_name("broken")
+            _before(job["copies_before"], lambda _: shutil.copytree(trained, broken))
+        if job.get("compiles"):
             _compile_for_cpu()
-        if job["by_buckets"]:
+        if job.get("by_buckets"):
             from entrenar_py.train.arithmetic import on_device
 
             on_device.BYTES_MAX = 0
-        measures.FACTOR = job["spike_factor"] or measures.FACTOR
+        measures.FACTOR = job.get("spike_factor") or measures.FACTOR
         rendezvous = f"file://{job['folder']}/rendezvous"
-        code = cli.rank(job["argv"], job["environment"], rendezvous)
+        try:
+            code = cli.rank(job["argv"], job["environment"], rendezvous)
+        except SystemExit as end:  # of a newcomer, if the run has ended
+            code = int(end.code or 0)
         sys.stdout.flush()
         sys.stderr.flush()
         desk.answer(str(code).encode())
     os._exit(0)
 
 
-def _before(step: int, action: Callable[[], object]) -> None:
-    """Call `action` in this process before it trains `step`."""
+def _wait_for_newcomers(loop: Any) -> None:
+    """Wait until a newcomer asks to join, if a seat is empty."""
+    trainer = loop._strategy._trainer
+    members = trainer._members
+    key = f"joining/{trainer.generation.number}"
+    while trainer.world_size < members._num_seats and not members.interrupted:
+        if members.roll.has(key):
+            break
+        time.sleep(0.01)
+
+
+def _before(step: int, action: Callable[[Any], object]) -> None:
+    """Call `action` with the loop in this process before it trains `step`."""
     from entrenar_py.train.finetune.strategies.training_loop import Loop
 
     train = Loop._train
 
     def changed(loop: Loop) -> bool:
         if loop._step == step:
-            action()
+            action(loop)
         return train(loop)
 
     Loop._train = changed  # type: ignore[method-assign, assignment]
+
+
+def _kill_at(moment: str) -> None:
+    """Kill this process when it comes to a moment: NAME:STEP, or NAME.
+
+    Before it trains a step, or writes its record, scores or checkpoint, the output or the page.
+    With `stop` it gets SIGTERM, before it trains a step.
+    """
+    from entrenar_py.train.finetune import task
+    from entrenar_py.train.finetune.strategies import launch
+    from entrenar_py.train.finetune.strategies.elastic import SharedRecord
+    from entrenar_py.train.finetune.strategies.training_loop import Loop
+
+    name, _, number = moment.partition(":")
+    owner, function = {
+        "train": (Loop, "_train"),
+        "made": (SharedRecord, "made"),
+        "scored": (SharedRecord, "scored"),
+        "save": (SharedRecord, "save"),
+        "output": (launch, "_finish"),
+        "page": (task, "draw"),
+        "stop": (Loop, "_train"),
+    }[name]
+    before: Any = getattr(owner, function)
+
+    def changed(*arguments: Any, **more: Any) -> Any:
+        if owner is Loop:
+            step = arguments[0]._step
+        elif name == "made":
+            step = arguments[1].number
+        else:
+            step = arguments[1].step if owner is SharedRecord else ""
+        if str(step) == number:
+            os.kill(os.getpid(), signal.SIGTERM if name == "stop" else signal.SIGKILL)
+        return before(*arguments, **more)
+
+    setattr(owner, function, changed)
 
 
 def _compile_for_cpu() -> None:

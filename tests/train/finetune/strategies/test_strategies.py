@@ -350,6 +350,26 @@ def test_canonical_ranks_write_the_same_bits(case: Case) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.parametrize(
+    "case", [{"lora": DROPOUT, "training": {"clip_norm": 0.05}}], indirect=True
+)
+def test_pieces_have_the_bits_of_whole_models(case: Case) -> None:
+    """Weights and norms, on 1, 2 and 4 ranks, two with empty pieces; each step is clipped."""
+    whole = case.write("whole", "ddp_canonical")
+    assert ranks.torchrun(whole, 1, by_buckets=True)[0] == [exit_codes.DONE]
+    norms = [one.grad_norm for one in runs.steps(case.folder / "whole")]
+    for world_size in (1, 2, 4):
+        name = f"out{world_size}"
+        codes, told = ranks.torchrun(case.write(name, "fsdp_canonical"), world_size)
+        assert codes == [exit_codes.DONE] * world_size, told
+        assert runs.digest(case.folder / name) == runs.digest(case.folder / "whole"), name
+        found = runs.steps(case.folder / name)
+        assert [one.grad_norm for one in found] == norms, name
+        assert [one.applied_norm for one in found] == pytest.approx([0.05] * 4, rel=1e-3)
+    shards = ledger.load(case.folder / "out2" / "ledger.jsonl").of(trace.Shard)
+    assert [one.rank for one in shards if one.step == 0] == [0, 0, 1, 1]
+
+
 def test_canonical_ranks_have_the_bits_of_a_worker(case: Case) -> None:
     """Losses, norms and what is written."""
     output = run(case, "ddp_canonical")
@@ -479,6 +499,7 @@ def test_ranks_that_do_not_fit_are_one_error(case: Case) -> None:
     ("strategy", "world_size", "problem"),
     [
         ("ddp_canonical", 3, "ranks share a tree evenly; start 1, 2, 4, 8 ... ranks"),
+        ("fsdp_canonical", 3, "ranks share a tree evenly; start 1, 2, 4, 8 ... ranks"),
         ("pipeline_parallel", 3, "the model has 2 blocks, and each rank needs one; use 2 ranks or"),
         ("tensor_parallel", 4, "num_key_value_heads=2 is no multiple of 4 ranks; use ddp, "),
         ("sequence_parallel", 4, "num_key_value_heads=2 is no multiple of 4 ranks; use ddp, "),

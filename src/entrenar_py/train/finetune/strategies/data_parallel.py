@@ -1,4 +1,4 @@
-"""Strategies `ddp`, `ddp_canonical` and `fsdp`: each rank computes some shards of a batch.
+"""Strategies of `BY_SHARDS`: each rank computes some shards of a batch.
 
 With `ddp` and `ddp_canonical`, every rank has the whole model. `ddp` uses torch's own all-reduce,
 so its sums depend on the number of ranks. `ddp_canonical` adds along one tree over the logical
@@ -9,7 +9,8 @@ large tensors DistributedDataParallel reduces buckets while the last shard's bac
 
 With `fsdp`, a rank keeps a piece of every tensor (fully_shard). Each decoder block is gathered
 before it computes, and freed afterwards. Frozen tensors may have a different dtype than trained
-tensors.
+tensors. `fsdp_canonical` adds gradients along the tree of `ddp_canonical`, and one norm over whole
+gradients, so its weights have the same bits for 1, 2, 4 ... ranks, too.
 """
 
 from __future__ import annotations
@@ -26,13 +27,21 @@ from torch import Tensor
 from torch.autograd import backward
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
-from entrenar_py.train.canonical import reducer
+from entrenar_py.train.canonical import reducer, sharded_reducer
+from entrenar_py.train.canonical.reducer import Fold
 from entrenar_py.train.finetune.strategies import vector
-from entrenar_py.train.finetune.strategies.optimizers import VectorAdamW
-from entrenar_py.train.finetune.strategies.strategy import Shards, Step, Strategy, trainable_of
+from entrenar_py.train.finetune.strategies.optimizers import VectorAdamW, gradient_of
+from entrenar_py.train.finetune.strategies.strategy import (
+    Objective,
+    Shards,
+    Step,
+    Strategy,
+    trainable_of,
+)
 from entrenar_py.train.finetune.strategies.vector import Vector
 from entrenar_py.train.model import blocks
 
@@ -45,12 +54,27 @@ def ddp(shards: Shards) -> Strategy:
 
 def ddp_canonical(shards: Shards) -> Strategy:
     """Return the strategy `ddp_canonical`."""
+    use_deterministic_kernels()
+    is_small = vector.is_small(shards, trainable_of(shards.workload.module))
+    return Canonical(shards) if is_small else CanonicalByBuckets(shards)
+
+
+def use_deterministic_kernels() -> None:
+    """Let this process use kernels that give the same bits in every run."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first matrix product
     torch.use_deterministic_algorithms(True)
     # As in `compute.on_torch`: otherwise an extra kernel would fill each new tensor first.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    is_small = vector.is_small(shards, trainable_of(shards.workload.module))
-    return Canonical(shards) if is_small else CanonicalByBuckets(shards)
+
+
+def _fold(fold: Fold, objective: Objective, shards: Shards, step: Step) -> Tensor:
+    """Leave the mean over all ranks in every `.grad`; return the losses of this rank's shards."""
+    losses, num_shards = shards.zeros(), len(step.shards)
+    for shard in fold.fold(fold.shards):
+        loss = shards.loss(objective, step, shard)
+        losses[shard] = loss.detach()
+        backward(loss * (num_shards / step.weight))  # the fold divides by num_shards
+    return losses
 
 
 class _Whole(Strategy):
@@ -174,12 +198,7 @@ class CanonicalByBuckets(_Whole):
 
     def compute(self, step: Step) -> Tensor:
         """Implement `Strategy.compute`."""
-        losses, num_shards = self._shards.zeros(), len(step.shards)
-        for shard in self._reducer.fold(self._reducer.shards):
-            loss = self._shards.loss(self._model, step, shard)
-            losses[shard] = loss.detach()
-            backward(loss * (num_shards / step.weight))  # the reducer divides by num_shards
-        return losses
+        return _fold(self._reducer, self._model, self._shards, step)
 
 
 class FullySharded(Strategy):
@@ -221,3 +240,27 @@ class FullySharded(Strategy):
         found: Tensor = self._objective.logits(tokens, mask)
         self._objective.reshard()  # the root's tensors stay whole until a backward pass
         return found
+
+
+class FullyShardedCanonical(FullySharded):
+    """The same pieces, with the canonical reduce-scatter. Shards are the leaves of the tree."""
+
+    def __init__(self, shards: Shards) -> None:
+        use_deterministic_kernels()
+        super().__init__(shards)
+        num_shards = self.plan.num_shards
+        self._reducer = entrenar_py.canonical_reduce_scatter(
+            self._objective, micro_batches=num_shards, sync_each=False
+        )
+
+    def compute(self, step: Step) -> Tensor:
+        """Implement `Strategy.compute`."""
+        return _fold(self._reducer, self._objective, self._shards, step)
+
+    def squares(self) -> Tensor:
+        """See `Strategy`. Adds whole gradients: a sum over pieces depends on the world size."""
+        norms = [
+            sharded_reducer.norm(cast("DTensor", gradient_of(parameter)), dtype=torch.float64)
+            for parameter in self.trainable.values()
+        ]
+        return torch.stack(norms).square().sum()

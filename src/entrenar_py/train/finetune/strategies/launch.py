@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from entrenar_py.compute import on_torch
-from entrenar_py.shared.errors import BackendUnavailable, UsageError
+from entrenar_py.shared.errors import BackendUnavailable, EntrenarError, UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill import student
+from entrenar_py.train.elastic.launcher import seat_of_launcher
 from entrenar_py.train.finetune import foresight, outputs, settings_file, task
-from entrenar_py.train.finetune.strategies.data_parallel import FullySharded, ddp, ddp_canonical
+from entrenar_py.train.finetune.strategies.data_parallel import (
+    FullySharded,
+    FullyShardedCanonical,
+    ddp,
+    ddp_canonical,
+)
+from entrenar_py.train.finetune.strategies.elastic import Elastic, SharedRecord
 from entrenar_py.train.finetune.strategies.pipeline_parallel import PipelineParallel
 from entrenar_py.train.finetune.strategies.record import Record, State
 from entrenar_py.train.finetune.strategies.strategy import Shards, Strategy, together
@@ -26,15 +36,19 @@ from entrenar_py.train.finetune.strategies.tensor_parallel import SequenceParall
 from entrenar_py.train.finetune.strategies.training_loop import Ended, Loop, Scoring
 from entrenar_py.train.model import blocks, preparation
 from entrenar_py.train.model.preparation import Prepared
-from entrenar_py.train.model.settings import BY_SHARDS, Settings
+from entrenar_py.train.model.settings import BY_SHARDS, CANONICAL, Settings
 from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.service import coordinator, exit_codes
 from entrenar_py.train.wire.effects import Finish
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
     "ddp": ddp,
     "ddp_canonical": ddp_canonical,
     "fsdp": FullySharded,
+    "fsdp_canonical": FullyShardedCanonical,
     "tensor_parallel": TensorParallel,
     "sequence_parallel": SequenceParallel,
     "pipeline_parallel": PipelineParallel,
@@ -42,7 +56,12 @@ STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
 
 
 def require_possible(
-    strategy: str, workload: Finetuning, plan: TrainingPlan, world_size: int
+    strategy: str,
+    workload: Finetuning,
+    plan: TrainingPlan,
+    world_size: int,
+    *,
+    is_elastic: bool = False,
 ) -> None:
     """Raise UsageError unless `world_size` ranks can train `workload` with `strategy`."""
     if strategy in BY_SHARDS and world_size > plan.num_shards:
@@ -51,19 +70,19 @@ def require_possible(
             f"{plan.num_shards} leaves ranks without a shard; use num_shards >= {world_size}, "
             "or fewer ranks"
         )
-    if strategy == "ddp_canonical" and world_size & (world_size - 1):
+    if strategy in CANONICAL and world_size & (world_size - 1) and not is_elastic:
         raise UsageError(
-            f"strategy=ddp_canonical with {world_size} ranks: ranks share a tree evenly; start 1, "
-            "2, 4, 8 ... ranks"
+            f"strategy={strategy} with {world_size} ranks: ranks share a tree evenly; start 1, 2, "
+            "4, 8 ... ranks"
         )
-    if strategy == "fsdp":
+    if strategy in ("fsdp", "fsdp_canonical"):
         blocks.of(workload.module)
     if strategy in ("tensor_parallel", "sequence_parallel"):
         problem = blocks.problem_of_sharing(workload.module, world_size)
         if problem:
             raise UsageError(
-                f"strategy={strategy} with {world_size} ranks: {problem}; use ddp, ddp_canonical, "
-                "fsdp or pipeline_parallel"
+                f"strategy={strategy} with {world_size} ranks: {problem}; use "
+                f"{', '.join(BY_SHARDS)} or pipeline_parallel"
             )
     if strategy == "sequence_parallel":
         blocks.of(workload.module)
@@ -151,15 +170,8 @@ def train(
     `halt_on_spike` and `tensorboard` are as in `service.coordinator.Task`. Raises ContractError,
     UsageError or CheckpointError, the same on all ranks, for a problem found before the run begins.
     """
-    if here.device.type == "cpu":
-        torch.set_num_threads(1)  # the number of threads changes the order of sums
-    settings = together(lambda: settings_of(path))
-    prepared = _prepare(settings, here)
-    settings = prepared.settings
-    free = _free_bytes(here)
-    together(lambda: _look(path, prepared, here, free))
-    shards = _shards(settings, prepared, here)
-    plan, specs = shards.plan, shards.workload.specs
+    prepared, shards = _ready(path, here)
+    settings, plan, specs = prepared.settings, shards.plan, shards.workload.specs
     with ExitStack() as stack:
         record, names = None, [("", "")] * here.size
         dist.all_gather_object(names, (str(here.device), _hardware(here.device)))
@@ -177,6 +189,106 @@ def train(
             _finish(prepared, plan, record, ended)
     dist.barrier()
     return exit_codes.OF_FINISH[ended.status]
+
+
+def _ready(path: Path, here: World, store: Store | None = None) -> tuple[Prepared, Shards]:
+    """Return what ranks train on. They agree by collectives, or in `store` if one is given."""
+    if here.device.type == "cpu":
+        torch.set_num_threads(1)  # the number of threads changes the order of sums
+    settings = together(lambda: settings_of(path))
+    if store is None:
+        prepared, free = _prepare(settings, here), _free_bytes(here)
+        together(lambda: _look(path, prepared, here, free))
+    else:
+        day = _first(store, "day", preparation.day_of(settings))
+        prepared = preparation.prepare(settings, day=day)
+        free = [] if here.device.type == "cpu" else [torch.cuda.mem_get_info()[0]] * here.size
+        _look_first(store, here, lambda: _look(path, prepared, here, free))
+    return prepared, _shards(prepared.settings, prepared, here)
+
+
+def train_elastically(
+    path: Path,
+    here: World,
+    *,
+    resume: bool,
+    halt_on_spike: bool = False,
+    tensorboard: Path | None = None,
+) -> int:
+    """Train as one rank that others don't wait for if it dies. See `train`, which raises the same.
+
+    Ranks agree in the launcher's store, and not in a process group.
+    """
+    if here.on_host < here.size:
+        raise UsageError(
+            f"elastic: true with {here.size} ranks, {here.on_host} of them on this host: any rank "
+            "may have to write the output folder; start all on one host, or leave elastic out"
+        )
+    store, me = seat_of_launcher().store, str(uuid.uuid4())
+    dist.init_process_group(
+        "nccl" if here.device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1
+    )
+    try:
+        prepared, shards = _ready(path, here, store)
+        record = SharedRecord(
+            *(prepared.settings.output, shards.plan, shards.workload.specs),
+            backends=dict.fromkeys(range(here.size), here.device.type),
+            hardware=[_hardware(here.device)],
+            tensorboard=tensorboard,
+        )
+        strategy = Elastic(shards)
+        record.share(
+            is_writer=lambda: strategy.is_writer, begun=lambda: _first(store, "begun", me) != me
+        )
+        resume = resume or store.check([_KEY.format("begun")])
+        with closing(record):
+            outputs.make_folder(prepared)
+            state = record.open(resume=resume, is_compiled=shards.workload.is_compiled)
+            loop = Loop(
+                strategy,
+                shards,
+                record,
+                scoring=Scoring(prepared, strategy, shards),
+                save_every=prepared.settings.checkpoint_every,
+                halts_on_spike=halt_on_spike,
+            )
+            ended = loop.run(state, resumes=state is not None)
+            while True:
+                if record.is_due:
+                    _finish(prepared, shards.plan, record, ended)
+                    record.written()
+                if strategy.close():
+                    return exit_codes.OF_FINISH[ended.status]
+                loop.begin_record()
+                if record.is_due:
+                    ended = loop.end()
+    finally:
+        dist.destroy_process_group()
+
+
+_KEY = "finetune/{}"  # of the launcher's store
+
+
+def _first(store: Store, name: str, value: str) -> str:
+    """Return the value of the first process that called this function with `name`."""
+    return bytes(store.compare_set(_KEY.format(name), "", value)).decode()
+
+
+def _look_first(store: Store, here: World, look: Callable[[], None]) -> None:
+    """Let the first rank 0 look. If it refuses the run, raise UsageError on all ranks."""
+    if here.rank == 0 and not store.check([_KEY.format("refusal")]):
+        try:
+            look()
+        except EntrenarError as error:
+            _first(store, "refusal", str(error))
+            raise
+        _first(store, "refusal", _NONE)
+    store.wait([_KEY.format("refusal")], _TIMEOUT)
+    if (refusal := _first(store, "refusal", _NONE)) != _NONE:
+        raise UsageError(refusal)
+
+
+_NONE = "none"
 
 
 def _hardware(device: torch.device) -> str:
@@ -242,6 +354,17 @@ def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
     )
 
 
+def is_elastic(path: Path) -> bool:
+    """Return whether the configuration at `path` is that of an elastic run.
+
+    Problems of the file are reported by `settings_of`, once all ranks have joined.
+    """
+    try:
+        return settings_file.load(path).elastic
+    except (EntrenarError, OSError):
+        return False
+
+
 def settings_of(path: Path) -> Settings:
     """Return the configuration at `path`. Raises UsageError if its strategy needs no torchrun."""
     settings = settings_file.load(path)
@@ -267,7 +390,7 @@ def _prepare(settings: Settings, here: World) -> Prepared:
 def _plan(settings: Settings, workload: Finetuning, here: World) -> TrainingPlan:
     plan = preparation.plan_of(settings, workload)
     assert settings.strategy is not None, "it was required"
-    require_possible(settings.strategy, workload, plan, here.size)
+    require_possible(settings.strategy, workload, plan, here.size, is_elastic=settings.elastic)
     return plan.with_(
         trainer=settings.strategy,
         world_size=here.size,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,3 +143,13 @@ class VectorAdamW(Optimizer):
         for kind, vector in self._adamw.moments.items():
             for name, part in self._parts(vector).items():
                 part.copy_(moments[kind][name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps and the moments, not copies."""
+        return {"count": self._adamw.count, **self._adamw.moments}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the `state_dict` of another rank."""
+        self._adamw.count = state["count"]
+        for kind, vector in self._adamw.moments.items():
+            vector.copy_(state[kind])

@@ -32,6 +32,7 @@ from entrenar_py.train.finetune.strategies.strategy import (
 from entrenar_py.train.model import blocks, objectives
 from entrenar_py.train.model.objectives import IGNORED
 from entrenar_py.train.model.precision import in_evaluation
+from entrenar_py.train.model.settings import BY_SHARDS
 from entrenar_py.train.stages.stage_model import Reached, Skipped, hidden_of, with_hidden
 
 
@@ -63,7 +64,7 @@ class Ends:
         if len(self.dtypes) != len(blocks):
             raise UsageError(
                 f"strategy=pipeline_parallel: {type(module).__name__} does not run its "
-                f"{len(blocks)} blocks once each; use ddp, ddp_canonical or fsdp"
+                f"{len(blocks)} blocks once each; use {' or '.join(BY_SHARDS)}"
             )
 
     def _note(self, layer: nn.Module, _: object) -> None:
@@ -407,7 +408,7 @@ class _Head:
         if not hasattr(base, "score"):
             raise UsageError(
                 f"strategy=pipeline_parallel: {type(base).__name__} has no layer `score` after its "
-                "last block; use ddp, ddp_canonical or fsdp"
+                f"last block; use {' or '.join(BY_SHARDS)}"
             )
         self.layer = base.score
 

@@ -28,7 +28,6 @@ from entrenar_py.train.arithmetic import blocks, checkpoint, optimizer, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
 from entrenar_py.train.finetune.strategies.strategy import Arrays, Step
 from entrenar_py.train.finetune.task import CHECKPOINT, LEDGER, METRICS
-from entrenar_py.train.model.settings import BY_SHARDS
 from entrenar_py.train.service import file_locks, ledger_account, measures, progress
 from entrenar_py.train.service.ledger_account import weights_digest
 from entrenar_py.train.service.measures import Memory, Stopwatch
@@ -55,9 +54,10 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A completed step: each shard's summed loss and weight, and the numbers of its update."""
+    """A completed step: losses (summed), ranks and weights of shards, and numbers of its update."""
 
     losses: Sequence[float]
+    ranks: Sequence[int]
     weights: Sequence[float]
     rate: float
     norm: float
@@ -106,14 +106,8 @@ class Record:
         """
         self._is_compiled = is_compiled
         self._claim()
-        path, state = self._folder / CHECKPOINT, None
-        if path.exists() and not resume:
-            raise UsageError(
-                f"checkpoint {path}: it already exists; continue with --resume, or give another "
-                "output"
-            )
-        if path.exists():
-            state = self._load(path)
+        state = self.read(resume=resume)
+        self._watch.begin()
         self._open_ledger(resume=resume)
         metrics = Metrics(self._folder / METRICS)
         self._stack.callback(metrics.close)
@@ -126,6 +120,18 @@ class Record:
                 self._stack.enter_context(closing(EventFiles(self._tensorboard)))
             )
         return state
+
+    def read(self, *, resume: bool) -> State | None:
+        """Return the state in the checkpoint, None if there is none. Raises as `open` does."""
+        path = self._folder / CHECKPOINT
+        if not path.exists():
+            return None
+        if not resume:
+            raise UsageError(
+                f"checkpoint {path}: it already exists; continue with --resume, or give another "
+                "output"
+            )
+        return self._load(path)
 
     def close(self) -> None:
         """Close and unlock all files."""
@@ -213,15 +219,13 @@ class Record:
 
     def made(self, step: Step, result: Made) -> None:
         """Record a completed step."""
-        ranks = sharding.runs(range(len(step.shards)), range(self._plan.world_size))
-        rank_of = {shard: rank for rank, shards in ranks.items() for shard in shards}
         loss = sum(result.losses) / step.weight
         self._write(
             *(
                 trace.Shard(
                     step=step.number,
                     epoch=step.epoch,
-                    rank=rank_of[shard] if self._plan.trainer in BY_SHARDS else 0,
+                    rank=result.ranks[shard],
                     shard=shard,
                     ids=tuple(ids),
                     loss_sum=result.losses[shard],
@@ -275,6 +279,10 @@ class Record:
         """Report scores of the model. The time that scoring took isn't counted for any step."""
         self.tell(scores)
         self._watch.begin()
+
+    def lacks_scores(self, step: int) -> bool:
+        """Return whether a process died before it had recorded its scores after `step` steps."""
+        return False
 
     def save(self, state: State) -> None:
         """Write the checkpoint before step `state.step`.

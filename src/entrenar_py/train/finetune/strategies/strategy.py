@@ -33,6 +33,7 @@ from entrenar_py.train.finetune.strategies.optimizers import (
     local,
 )
 from entrenar_py.train.model.precision import in_evaluation
+from entrenar_py.train.model.settings import BY_SHARDS
 from entrenar_py.train.model.workload import Finetuning
 
 Result = TypeVar("Result")
@@ -163,11 +164,15 @@ Arrays = dict[str, NDArray[np.float32]]
 ValueOf = Callable[[nn.Parameter], Tensor]  # a parameter itself, or its moment or gradient
 
 
+class Regrouped(Exception):
+    """Raised when a step can't be made, since other ranks train together from now on."""
+
+
 class Strategy(ABC):
     """A model that all ranks train together.
 
     `trainable` has this rank's trainable parameters, by their names in the workload. If
-    `shares_rows`, each rank scores different rows; otherwise all ranks score the same rows
+    `shares_rows`, each rank computes different rows; otherwise all ranks compute the same rows
     together.
     """
 
@@ -197,6 +202,13 @@ class Strategy(ABC):
         zeros for all others. The sum over ranks is each shard's loss.
         """
 
+    def ranks(self) -> list[int]:
+        """Return the rank that computes each shard; 0 if all compute it together."""
+        if not self.shares_rows:
+            return [0] * self.plan.num_shards
+        size = dist.get_world_size()
+        return [rank for rank in range(size) for _ in self._shards.share(rank, size)]
+
     @abstractmethod
     def logits(self, tokens: Tensor, mask: Tensor) -> Tensor | None:
         """Return the logits of rows on this rank; None if another rank has them.
@@ -205,6 +217,18 @@ class Strategy(ABC):
         classes]. All ranks must call it the same number of times, in evaluation mode and without
         gradients.
         """
+
+    def join(self, loop: Any, step: int) -> None:  # noqa: B027  (a hook)
+        """Join the others with the state of `loop` after `step` steps, before the first one."""
+
+    def total(self, computed: Tensor, own: Tensor) -> Tensor:
+        """Return the sums over ranks of the result of `compute`, and of other numbers."""
+        totals = torch.cat([computed, own])
+        dist.all_reduce(totals)
+        return totals
+
+    def skip(self) -> None:  # noqa: B027  (a hook)
+        """Give up the step of the last `compute`."""
 
     def optimizer(self) -> Optimizer:
         """Return a new optimizer of the trainable tensors."""
@@ -385,7 +409,7 @@ def require_same_logits(before: Reference, after: Tensor, strategy: str, kind: s
         raise UsageError(
             f"strategy={strategy}: {kind} computes different logits once it is cut (logits "
             f"differ by {difference:.2g} of their norm, and rounding makes at most "
-            f"{allowed:.2g}); use ddp, ddp_canonical or fsdp"
+            f"{allowed:.2g}); use {' or '.join(BY_SHARDS)}"
         )
 
 

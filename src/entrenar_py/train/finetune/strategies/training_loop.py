@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from entrenar_py.train.finetune.strategies.optimizers import local
 from entrenar_py.train.finetune.strategies.record import Made, Record, State
 from entrenar_py.train.finetune.strategies.strategy import (
     Arrays,
+    Regrouped,
     Shards,
     Step,
     Strategy,
@@ -139,6 +141,8 @@ class Loop:
         self._norms, self._halts_on_spike = GradientNorms(), halts_on_spike  # equal on all ranks
         self._stopping = _Stopping()
         self._begun: tuple[Step, Tensor] | None = None  # the next step, computed ahead
+        self._over: tuple[str, str] | None = None  # status and reason, if it ends before its time
+        self._events: tuple[trace.Event, ...] = ()  # of a halt
 
     def run(self, state: State | None, *, resumes: bool) -> Ended:
         """Train from the beginning, or from rank 0's `state`, to the end, and score the result.
@@ -151,36 +155,55 @@ class Loop:
     def _run(self, state: State | None, *, resumes: bool) -> Ended:
         if resumes:
             self._restore(state)
-        whole = self._state()
-        self._on_record(lambda record: record.begin(whole))
+        self._strategy.join(self, self._step)
+        self.begin_record()
         self._saved = self._step if resumes else -1
-        status, reason = "completed", ""
-        events: tuple[trace.Event, ...] = ()
         num_steps = self._plan.num_steps
-        while self._step < num_steps:
+        if (
+            self._record is not None
+            and 0 < self._step < num_steps
+            and self._scoring.is_due(self._step)
+            and self._record.lacks_scores(self._step)
+        ):
+            self._score()
+        while self._step < num_steps and self._over is None:
             try:
                 is_stopped = self._train()
+            except Regrouped:
+                self.begin_record()
+                continue
             except Halted as error:
-                status, reason, events = "halted", str(error), error.events
+                self._over, self._events = ("halted", str(error)), error.events
+                self._strategy.skip()
                 break
             if is_stopped and self._step < num_steps:
-                status, reason = "stopped", "a rank was stopped by a signal"
+                self._over = "stopped", "a rank was stopped by a signal"
                 break
             if self._step % self._save_every == 0:
                 self._save()
             if self._scoring.is_due(self._step) and self._step < num_steps:
                 self._score()
+        return self.end()
+
+    def end(self) -> Ended:
+        """Save and record the end of the run, and score the result."""
+        status, reason = self._over or ("completed", "")
         self._save()
         step, peaks = self._step, self._peaks()
         self._on_record(lambda record: record.note("memory", step, f"peak memory: {peaks}"))
         tensors = self._strategy.whole(lambda parameter: parameter)
         self._on_record(
-            lambda record: record.finish(step, status, reason, tensors=tensors, events=events)
+            lambda record: record.finish(step, status, reason, tensors=tensors, events=self._events)
         )
         scores = self._score() if status == "completed" else None
         for line in () if scores is None or self._record is None else scores.lines():
             printing.say(f"validation: {line}")
         return Ended(status=status, reason=reason, made=step, tensors=tensors)
+
+    def begin_record(self) -> None:
+        """Begin the record from the present state. Later calls are for an elastic run."""
+        whole = self._state()
+        self._on_record(lambda record: record.begin(whole))
 
     def _score(self) -> Scores | None:
         scores, step = self._scoring.scores(), self._step
@@ -208,8 +231,7 @@ class Loop:
             self._memory = measures.memory_peak()
         host, device = self._memory
         own = torch.tensor([self._stopping.is_told, host, device or 0], dtype=torch.float64)
-        totals = torch.cat([computed, placed(own, self._strategy.device)])
-        dist.all_reduce(totals)
+        totals = self._strategy.total(computed, placed(own, self._strategy.device))
         totals = torch.cat([totals, self._strategy.squares()[None]])
         position = sharding.advance(self._position, step.num_samples, self._plan.num_samples)
         upcoming = None
@@ -230,6 +252,7 @@ class Loop:
         weight = self._shards.workload.weight
         made = Made(
             losses=losses,
+            ranks=self._strategy.ranks(),
             weights=[float(weight(ids)) if ids else 0.0 for ids in step.shards],
             rate=rate,
             norm=norm,
@@ -280,6 +303,22 @@ class Loop:
             action(self._record)
 
     # --- the state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what another rank needs to continue, besides the tensors."""
+        epoch, offset = self._position.epoch, self._position.offset
+        return {
+            "step": self._step,
+            "position": [epoch, offset],
+            "norms": list(self._norms.to_record()),
+            "over": None if self._over is None else list(self._over),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the `state_dict` of another rank."""
+        self._step, self._position = state["step"], sharding.Position(*state["position"])
+        self._norms, over = GradientNorms(state["norms"]), state["over"]
+        self._over = None if over is None else (over[0], over[1])
 
     def _save(self) -> None:
         if self._saved != self._step:

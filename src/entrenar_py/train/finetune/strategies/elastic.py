@@ -1,0 +1,325 @@
+"""`elastic: true`: the ranks of `ddp_canonical` exchange gradients through `entrenar_py.elastic`.
+
+Each process is alone in torch's process group, so loop and record are those of a single rank. Only
+the exchange of a step knows other ranks: it adds gradients, losses and signals to stop. When ranks
+die or join, it raises `Regrouped`, and the loop goes on from its state, which may be another rank's
+by then.
+
+One rank writes the record, until it dies. Its successor has the same state. It doesn't write again
+what it finds in the files, and writes what is missing there: a rank doesn't make a step before the
+writer has recorded the last one. The end of a run is a step of its own, in which the writer writes
+the output. If it dies, its successor does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import backward
+
+import entrenar_py
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.trace import Event
+from entrenar_py.shared.untrusted import json_text
+from entrenar_py.train.elastic import exchange
+from entrenar_py.train.elastic.trainer import ElasticTrainer
+from entrenar_py.train.finetune.strategies import vector
+from entrenar_py.train.finetune.strategies.data_parallel import (
+    Canonical,
+    use_deterministic_kernels,
+)
+from entrenar_py.train.finetune.strategies.optimizers import Moments, Optimizer, VectorAdamW
+from entrenar_py.train.finetune.strategies.record import Made, Record, State
+from entrenar_py.train.finetune.strategies.strategy import Regrouped, Shards, Step, trainable_of
+from entrenar_py.train.finetune.task import METRICS
+from entrenar_py.train.service.run_events import Scored
+
+DEADLINE_S = 1800.0  # for another rank: loading a model, or writing the output, may take long
+_LOCK_S = 60.0  # until the supervisor has killed a writer that hung
+_POLL_S = 0.2
+
+
+class Elastic(Canonical):
+    """The canonical all-reduce of one vector, for ranks that may die and join."""
+
+    def __init__(self, shards: Shards) -> None:
+        if not vector.is_small(shards, trainable_of(shards.workload.module)):
+            raise UsageError(
+                "elastic: true with more than 256 MiB of trained weights: elastic ranks exchange "
+                "them as one vector; train fewer, as with method: lora, or leave elastic out"
+            )
+        use_deterministic_kernels()
+        super().__init__(shards)
+        self._weights = nn.Parameter(self._vector.weights)  # the same memory
+        # Losses of shards, and three numbers of each rank. They are added like gradients.
+        self._numbers = nn.Parameter(shards.zeros().float().new_zeros(self.plan.num_shards + 3))
+        self._own = self._others = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self._adamw = _Committed(self._vector.optimizer, self._commit)
+        self._trainer: ElasticTrainer | None = None
+        self._generation = -1  # the number of the one that this rank knows
+        self._writer = (-1, -1)  # seat and incarnation
+        self._is_closed = False  # whether the output is written
+
+    @property
+    def is_ahead(self) -> bool:
+        """See `Strategy`. A step that is repeated would be computed in vain."""
+        return False
+
+    def optimizer(self) -> Optimizer:  # type: ignore[override]
+        """See `Strategy`. Its step commits the gradient of `compute` on all ranks."""
+        return self._adamw
+
+    def ranks(self) -> list[int]:
+        """See `Strategy`. These are ranks of the launcher."""
+        members, num_shards = self._here.generation.members, self.plan.num_shards
+        return [
+            seat
+            for rank, (seat, _) in enumerate(members)
+            for _ in exchange.share(num_shards, rank=rank, world_size=len(members))
+        ]
+
+    @property
+    def _here(self) -> ElasticTrainer:
+        assert self._trainer is not None, "it has joined"
+        return self._trainer
+
+    def join(self, loop: Any, step: int) -> None:
+        """Wait for the other ranks, or join them and get their state. See `Strategy`."""
+        plan = json.dumps(self.plan.to_dict(), sort_keys=True).encode()
+        self._trainer = entrenar_py.elastic(
+            nn.ParameterList([self._weights, self._numbers]),
+            cast("Any", self._adamw),
+            micro_batches=self.plan.num_shards,
+            state=[loop, self],
+            first_step=step,
+            # No number is drawn from it. A rank with another configuration is refused.
+            seed=int(hashlib.sha256(plan).hexdigest()[:12], 16),
+            deadline_s=DEADLINE_S,
+        )
+        self._generation = self._here.generation.number
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes. All ranks must ask in each generation."""
+        generation = self._here.generation
+        if self._writer not in generation.members:
+            self._writer = generation.members[generation.source]
+        return generation.members[self._here.rank] == self._writer
+
+    def compute(self, step: Step) -> Tensor:
+        """Implement `Strategy.compute`, with the losses of all ranks. Raises Regrouped."""
+        losses, num_shards = self._shards.zeros(), self.plan.num_shards
+
+        def gradients(shard: int) -> tuple[Tensor, Tensor]:
+            (gradient,) = self._vector.gradients(step, range(shard, shard + 1), losses)
+            numbers = torch.zeros_like(self._numbers)
+            numbers[shard] = losses[shard]
+            if shard == self._here.shards.start:
+                numbers[num_shards:] = self._own
+            return gradient, numbers
+
+        self._exchange_all(gradients)
+        # Its mean was divided by a power of two.
+        assert self._weights.grad is not None
+        assert self._numbers.grad is not None
+        torch.mul(self._weights.grad, num_shards, out=self._vector.gradient)
+        self._vector.divide(step)
+        numbers = self._numbers.grad.double() * num_shards
+        self._others = numbers[num_shards:]
+        return numbers[:num_shards]
+
+    def _exchange_all(self, gradients: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        """Leave the mean of all shards' `gradients` in both `.grad`s. Raises Regrouped."""
+        trainer = self._here
+        next(trainer.steps(sys.maxsize))
+        self._require_same_ranks()
+        for shard in trainer.fold(range(self.plan.num_shards)):
+            with torch.enable_grad():
+                found = [one.clone() for one in gradients(shard)]
+                backward([self._weights, self._numbers], found)
+        if self._weights.grad is None:
+            self._commit()
+            self._require_same_ranks()
+
+    def _require_same_ranks(self) -> None:
+        number = self._here.generation.number
+        if number != self._generation:
+            self._generation = number
+            raise Regrouped
+
+    def _commit(self) -> None:
+        self._here.commit()
+
+    def total(self, computed: Tensor, own: Tensor) -> Tensor:
+        """See `Strategy`. Other ranks get this rank's `own` with the next step."""
+        self._own = own
+        return torch.cat([computed, self._others])
+
+    def skip(self) -> None:
+        """See `Strategy`. A step that changes no weight tells ranks that have no gradient yet."""
+        self._commit()
+
+    def close(self) -> bool:
+        """End the run. Return False if ranks died or joined, and this one may be the writer now.
+
+        Other ranks wait here for the writer.
+        """
+        if not self._is_closed:
+            zeros = torch.zeros_like(self._weights), torch.zeros_like(self._numbers)
+            try:
+                self._exchange_all(lambda _: zeros)
+            except Regrouped:
+                return False
+            self._commit()
+            self._is_closed = True
+        for _ in self._here.steps(self._here.step):
+            raise AssertionError("all steps are made")
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a newcomer gets, besides the state of the loop."""
+        return {"writer": list(self._writer), "is_closed": self._is_closed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of another rank."""
+        seat, incarnation = state["writer"]
+        self._writer, self._is_closed = (seat, incarnation), state["is_closed"]
+
+
+class _Committed(Optimizer):
+    """A rank's optimizer. To the loop its step is a commit, and to the trainer an update."""
+
+    def __init__(self, adamw: VectorAdamW, commit: Callable[[], None]) -> None:
+        self._adamw, self._commit = adamw, commit
+        self._rate: float | None = None
+
+    def clip(self, norm: float, clip_norm: float | None) -> float:
+        return self._adamw.clip(norm, clip_norm)
+
+    def step(self, rate: float | None = None) -> None:
+        if rate is not None:
+            self._rate = rate
+            self._commit()  # which calls this function, without a rate
+            self._rate = None
+        elif self._rate is not None:
+            self._adamw.step(self._rate)
+
+    def moment(self, kind: str, parameter: nn.Parameter) -> Tensor:
+        return self._adamw.moment(kind, parameter)
+
+    def restore(self, count: int, moments: Moments) -> None:
+        self._adamw.restore(count, moments)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._adamw.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._adamw.load_state_dict(state)
+
+
+class SharedRecord(Record):
+    """The record of an elastic run, written by the rank for which `is_writer` returns True.
+
+    Other ranks keep what they would have written after the last step.
+    """
+
+    def share(self, *, is_writer: Callable[[], bool], begun: Callable[[], bool]) -> None:
+        """`begun` says whether another process has begun the record, and says so to others."""
+        self._is_writer, self._is_begun = is_writer, begun
+        self._is_open = self._is_finished = self._follows = False
+        self._last: tuple[Step, Made] | None = None
+        self._scores: Scored | None = None
+        self._resume = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this rank has to end the record and to write the output."""
+        return self._is_open and not self._is_finished
+
+    def open(self, *, resume: bool, is_compiled: bool) -> State | None:
+        """Return the state to resume from. Files are opened by `begin`.
+
+        A process that starts again, or joins, resumes.
+        """
+        self._resume, self._is_compiled = resume, is_compiled
+        return self.read(resume=resume)
+
+    def begin(self, state: State) -> None:
+        """Begin the record, or continue it, if this rank is the writer now."""
+        if not self._is_writer() or self._is_open:
+            return
+        follows = self._is_begun()
+        stored = self._opened(resume=self._resume or follows, follows=follows)
+        self._is_open, self._follows = True, follows
+        if self._last is not None and self._last[0].number >= self._standing.num_made:
+            super().made(*self._last)
+        super().begin(state)
+        if self._scores is not None:
+            self.scored(self._scores)
+        if follows and state.step > (stored.step if stored else 0):
+            super().save(state)
+
+    def _opened(self, *, resume: bool, follows: bool) -> State | None:
+        end = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                return super().open(resume=resume, is_compiled=self._is_compiled)
+            except UsageError:  # its last writer may still be ending
+                self.close()
+                if not follows or time.monotonic() > end:
+                    raise
+            time.sleep(_POLL_S)
+
+    def _lacks(self, what: str, step: int) -> bool:
+        """Return whether this rank has to write a line of the metrics."""
+        if not self._is_open or not self._follows:
+            return self._is_open
+        for line in (self._folder / METRICS).read_bytes().splitlines():
+            with suppress(ValueError, LookupError, TypeError):
+                found = json_text.load(line)
+                if (found["what"], found["step"]) == (what, step):
+                    return False
+        return True
+
+    def made(self, step: Step, result: Made) -> None:
+        """Record a step, unless it is recorded."""
+        self._last, self._scores = (step, result), None
+        if self._is_open and step.number >= self._standing.num_made:
+            super().made(step, result)
+
+    def scored(self, scores: Scored) -> None:
+        self._scores = scores
+        if self._lacks("evaluation", scores.step):
+            super().scored(scores)
+
+    def lacks_scores(self, step: int) -> bool:
+        return self._follows and self._lacks("evaluation", step)
+
+    def save(self, state: State) -> None:
+        if self._is_open:
+            super().save(state)
+
+    def note(self, what: str, step: int, text: str) -> None:
+        if self._lacks(what, step):
+            super().note(what, step, text)
+
+    @property
+    def _is_over(self) -> bool:
+        """True if a writer that died has recorded the end."""
+        return super()._is_over or (self._follows and self._standing.end is not None)
+
+    def finish(self, *arguments: Any, events: Sequence[Event], **more: Any) -> None:
+        if self._is_open:
+            super().finish(*arguments, events=() if self._is_over else events, **more)
+
+    def written(self) -> None:
+        """Note that the output is written."""
+        self._is_finished = True

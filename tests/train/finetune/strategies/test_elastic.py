@@ -1,0 +1,213 @@
+"""`elastic: true`: ranks that are killed change no bit, and no line of the record."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from entrenar_py import entrenar as cli
+from entrenar_py.shared import trace
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.trace import ledger
+from entrenar_py.train.finetune import cli as finetune_cli
+from entrenar_py.train.finetune.strategies import vector
+from entrenar_py.train.finetune.strategies.elastic import Elastic
+from entrenar_py.train.service import exit_codes
+from tests import extras
+from tests.train.finetune.strategies import ranks, runs
+from tests.train.finetune.strategies.runs import Case
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+extras.require("peft", "transformers")
+
+BY_HAND = pytest.mark.by_hand
+MORE = {"evaluate_every": 2, "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def case(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(
+        folder=tmp_path_factory.mktemp("elastic"),
+        model=small / "model",
+        small=small,
+        lora={"dropout": 0.2},
+        data={"validation": runs.VALIDATION},
+        training={"clip_norm": 0.5, "epochs": 3},
+        more=MORE,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(case: Case) -> Path:
+    """The output of one rank of `ddp_canonical`, without `elastic`."""
+    assert ranks.torchrun(case.write("one", "ddp_canonical"), 1)[0] == [exit_codes.DONE]
+    return case.folder / "one"
+
+
+def elastic(case: Case, name: str) -> Path:
+    config = case.write(name, "ddp_canonical")
+    config.write_text(config.read_text("utf-8") + "elastic: true\n", "utf-8")
+    return config
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        {},
+        {1: "train:2"},
+        {0: "made:1"},
+        {0: "page"},
+        {0: "scored:2", 1: "scored:2"},
+        pytest.param({0: "train:1"}, marks=BY_HAND),
+        pytest.param({0: "save:2"}, marks=BY_HAND),
+        pytest.param({0: "scored:2"}, marks=BY_HAND),
+        pytest.param({0: "output"}, marks=BY_HAND),
+        pytest.param({0: "made:0", 1: "train:3"}, marks=BY_HAND),
+        pytest.param({0: "train:3", 1: "train:3"}, marks=BY_HAND),
+        pytest.param({0: "train:1", 1: "train:1"}, marks=BY_HAND),
+    ],
+    ids=str,
+)
+def test_deaths_change_nothing(
+    case: Case, undisturbed: Path, deaths: dict[int, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "out" + "-".join(f"{seat}{at.replace(':', '')}" for seat, at in deaths.items())
+    codes, told = ranks.elastically(elastic(case, name), 2, deaths=deaths, waits_before=3)
+    ends = {seat: [None, 0] if seat in deaths else [0] for seat in range(2)}
+    assert codes == ends, told
+    output = case.folder / name
+    assert runs.digest(output) == runs.digest(undisturbed)
+    assert [one.step for one in runs.steps(output)] == [*range(6)]
+    for here, there in zip(runs.steps(output), runs.steps(undisturbed), strict=True):
+        assert (here.loss, here.grad_norm, here.applied_norm) == (
+            there.loss,
+            there.grad_norm,
+            there.applied_norm,
+        )
+    assert [one["step"] for one in runs.noted(output, "step")] == [*range(6)]
+    assert [one["step"] for one in runs.noted(output, "evaluation")] == [2, 4, 6]
+    record = ledger.load(output / "ledger.jsonl")
+    assert {one.step for one in record.of(trace.Saved)} >= {2, 4, 6}
+    if len(deaths) == 1 and all(
+        at[-1] in "012" for at in deaths.values()
+    ):  # a newcomer has trained, too
+        assert {one.rank for one in record.of(trace.Shard) if one.step == 5} == {0, 1}
+    assert [one.status for one in record.of(trace.End)] == ["completed"]
+    assert (output / "report.html").exists()
+    assert cli.main(["ledger", "verify", str(output / "ledger.jsonl")]) == exit_codes.DONE
+    assert "twice" not in capsys.readouterr().out
+
+
+def test_a_signal_stops_all_ranks_and_the_run_is_resumed(case: Case, undisturbed: Path) -> None:
+    """One rank gets it. Ranks of `ddp_canonical` without `elastic` could go on, too."""
+    config = elastic(case, "stopped")
+    codes, told = ranks.elastically(config, 2, deaths={1: "stop:2"})
+    assert codes == {0: [exit_codes.STOPPED], 1: [exit_codes.STOPPED]}, told
+    assert "a rank was stopped by a signal" in told
+    codes, told = ranks.elastically(config, 2)
+    assert codes == {0: [exit_codes.INVALID], 1: [exit_codes.INVALID]}
+    assert told.count("it already exists; continue with --resume") == 2
+    codes, told = ranks.elastically(config, 2, "--resume", deaths={0: "train:5"})
+    assert codes == {0: [None, 0], 1: [0]}, told
+    assert runs.digest(case.folder / "stopped") == runs.digest(undisturbed)
+    assert [one.step for one in runs.steps(case.folder / "stopped")] == [*range(6)]
+
+
+def test_a_halt_is_one_of_all_ranks(case: Case) -> None:
+    """A rank that dies meanwhile gets to know of it."""
+    training = {"learning_rate": 1e30, "weight_decay": 0.0, "schedule": "constant"}
+    config = elastic(replace(case, method="full", lora={}, training=training), "halted")
+    codes, told = ranks.elastically(config, 2, deaths={0: "page"})
+    assert codes[1] == [exit_codes.WRONG], told
+    assert codes[0][0] is None
+    record = ledger.load(case.folder / "halted" / "ledger.jsonl")
+    assert len(record.of(trace.Halt)) == 1
+    assert [one.status for one in record.of(trace.End)] == ["halted"]
+    assert (case.folder / "halted" / "report.html").exists()
+
+
+def test_three_ranks_have_the_same_bits(case: Case, undisturbed: Path) -> None:
+    """The tree needs no power of two. Two deaths leave a single rank."""
+    deaths = {0: "train:2", 2: "made:1"}
+    codes, told = ranks.elastically(elastic(case, "three"), 3, deaths=deaths)
+    assert codes == {0: [None, 0], 1: [0], 2: [None, 0]}, told
+    assert runs.digest(case.folder / "three") == runs.digest(undisturbed)
+    assert [one.step for one in runs.steps(case.folder / "three")] == [*range(6)]
+
+
+def test_a_newcomer_with_another_configuration_is_refused(case: Case, undisturbed: Path) -> None:
+    """It would take other steps than the rest, which go on without it."""
+    config = elastic(replace(case, more={}), "edited")
+    other = config.with_name("other.yaml")
+    other.write_text(config.read_text("utf-8").replace("epochs: 3", "epochs: 4"), "utf-8")
+    deaths = {1: "train:1"}
+    codes, told = ranks.elastically(config, 2, deaths=deaths, waits_before=3, successors=other)
+    assert codes == {0: [0], 1: [None, exit_codes.INVALID]}, told
+    assert "ranks with different settings may get different bits" in told
+    assert runs.digest(case.folder / "edited") == runs.digest(undisturbed)
+
+
+def test_ranks_of_several_hosts_are_refused(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    problem = "elastic: true with 2 ranks, 1 of them on this host: any rank may have to write"
+    assert finetune_cli.rank([str(elastic(case, "hosts"))], place) == exit_codes.INVALID
+    assert problem in capsys.readouterr().err
+
+
+def test_more_weights_than_a_vector_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector, "is_small", lambda *_: False)
+    shards: Any = SimpleNamespace(workload=SimpleNamespace(module=torch.nn.Linear(1, 1)))
+    with pytest.raises(UsageError, match="elastic: true with more than 256 MiB of trained weights"):
+        Elastic(shards)
+
+
+@BY_HAND
+def test_torchrun_starts_a_rank_in_place_of_a_killed_one(case: Case, tmp_path: Path) -> None:
+    """As a user does, in processes of their own."""
+    case = replace(case, folder=tmp_path, training={"epochs": 100}, more={}, data={})
+    config = elastic(case, "out")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    module = ["-m", "entrenar_py.supervise", "-m", finetune_cli.PROG, str(config)]
+    process = subprocess.Popen(
+        [sys.executable, *command, *module],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output = tmp_path / "out"
+    while process.poll() is None:
+        metrics = output / "metrics.jsonl"
+        if metrics.exists() and len(runs.noted(output, "step")) > 20:
+            break
+        time.sleep(0.1)
+    (rank, _) = sorted(one for one in _processes() if _is_rank(one, config))
+    os.kill(rank, signal.SIGKILL)
+    told, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, told
+    assert "ended with status -9: starts again, 9 more times" in told
+    assert [one.step for one in runs.steps(output)] == [*range(200)]
+    assert ranks.torchrun(case.write("one", "ddp_canonical"), 1)[0] == [exit_codes.DONE]
+    assert runs.digest(output) == runs.digest(tmp_path / "one")
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def _is_rank(process: int, config: Path) -> bool:
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return False
+    return str(config) in words and "entrenar_py.supervise" not in " ".join(words)
