@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -87,6 +88,18 @@ def test_a_script_that_is_used_wrongly_is_not_started_again(status: int, starts:
     code = supervise(Ended(status), seat, start=start, max_restarts=2, say=told.append)
     assert len(started) == starts
     assert code == (status if status in (0, 2) else 1)
+
+
+def test_a_newcomer_that_is_used_wrongly_does_not_end_the_run() -> None:
+    """Its seat stays empty, as the others go on: here until nobody is left."""
+    store, told = HashStore(), list[str]()
+    generation = {"members": [[1, 1]], "source": 0, "behind": [], "dispute": ""}
+    store.set("record/0", json.dumps(generation))
+    store.set("gone/1", "")
+    seat, newcomer = Seat(store, 0, 2), Ended(2)
+    code = supervise(newcomer, seat, start=lambda: newcomer, max_restarts=2, say=told.append)
+    assert code == 1
+    assert "does not start again: the others go on without it" in told[0]
 
 
 @pytest.mark.parametrize(

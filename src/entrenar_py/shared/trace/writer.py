@@ -102,6 +102,18 @@ class Writer:
             left = left[self._file.write(left) :]
 
 
+def require_new(path: Path) -> None:
+    """Raise UsageError if there is a ledger at `path`."""
+    if path.exists():
+        raise _exists(path)
+
+
+def _exists(path: Path) -> UsageError:
+    return UsageError(
+        f"ledger {path}: it already exists; continue with --resume, or give another path"
+    )
+
+
 def create(path: Path, head: Head) -> Writer:
     """Create a trace's file at `path`.
 
@@ -110,9 +122,7 @@ def create(path: Path, head: Head) -> Writer:
     try:
         file = FileIO(path, "x")
     except FileExistsError as error:
-        raise UsageError(
-            f"ledger {path}: it already exists; continue with --resume, or give another path"
-        ) from error
+        raise _exists(path) from error
     except OSError as error:
         problem = f"can't be made ({error.strerror}); give another path"
         raise UsageError(f"ledger {path}: {problem}") from error

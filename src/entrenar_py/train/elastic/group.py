@@ -195,9 +195,9 @@ class NcclGroup(Group):
 
     def connect_all(self) -> None:
         """Connect with all ranks, for all collectives. Raises ConnectionLostError if it was cut."""
+        self._require_whole()
         self._group.eager_connect_single_device(self.device)
-        if self.is_cut:
-            raise ConnectionLostError("the group was cut before it was connected")
+        self._require_whole()
         # The first collective of a kind connects ranks, and blocks its caller until all are there.
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
@@ -206,6 +206,10 @@ class NcclGroup(Group):
             self.all_gather(row, row[self._rank : self._rank + 1])
             self.broadcast(row, source=0)
         stream.synchronize()
+
+    def _require_whole(self) -> None:
+        if self.is_cut:
+            raise ConnectionLostError("the group was cut before it was connected")
 
     def wait(self) -> None:
         """Wait, on the calling thread, until all collectives are over that were started."""

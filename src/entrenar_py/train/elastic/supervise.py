@@ -54,8 +54,9 @@ def supervise(
     """Keep a process at `seat` until the run ends: `process`, then those that `start` returns.
 
     Returns the exit status for the launcher. A process that ends with 2 isn't started again: it
-    was used wrongly, as by its command line. After `max_restarts`, or if it is convicted, the seat
-    stays empty. The status is then 0 if the others end the run, and 1 if no seat is left.
+    was used wrongly, as by its command line. If the run has not begun, neither will it elsewhere,
+    and the status is 2. Otherwise, after `max_restarts`, or if it is convicted, the seat stays
+    empty. The status is then 0 if the others end the run, and 1 if no seat is left.
     """
     from entrenar_py.train.elastic.membership import Roll
 
@@ -65,10 +66,10 @@ def supervise(
         if roll.has("ended"):
             return status if roll.trains(seat.seat, roll.newest()) else 0
         roll.bury(seat.seat)
-        if status in (0, _USAGE):
+        if status == 0 or (status == _USAGE and roll.newest() < 0):
             roll.leave(seat.seat)
             return status
-        if roll.convicted(seat.seat):
+        if status == _USAGE or roll.convicted(seat.seat):
             break
         if left:
             say(f"{name} ended with status {status}: starts again, {left - 1} more times")
@@ -126,7 +127,9 @@ def _run(command: list[str], max_restarts: int) -> int:
     processes: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:
-        processes.append(subprocess.Popen(command, preexec_fn=end_with_parent))
+        # In a group of its own: torchrun sends a signal to a whole group, and `end` sends it on.
+        new = subprocess.Popen(command, preexec_fn=end_with_parent, process_group=0)
+        processes.append(new)
         return processes[-1]
 
     def end(number: int, _: object) -> None:

@@ -211,7 +211,7 @@ class ElasticTrainer:
                 self._keep(shard)
             self._shard = None
             self._buckets.finish(self._wait)
-            self._audit.settle(self._wait)
+            self._audit.settle(self._wait_for_valid)
             self._require_valid()
             self._reduced = True
         except InterruptedGenerationError:
@@ -307,6 +307,11 @@ class ElasticTrainer:
         self._members.wait(is_over, deadline_s=self._deadline_s, what="an exchange between ranks")
         started.check()
 
+    def _wait_for_valid(self, started: Started) -> None:
+        """Wait for a collective, and refuse what a cut may have left. Raises as `_wait`."""
+        self._wait(started)
+        self._require_valid()
+
     def _require_valid(self) -> None:
         """Raise InterruptedGenerationError if what was received may be garbage.
 
@@ -400,6 +405,7 @@ class ElasticTrainer:
         rank = generation.members.index((self._members.seat, self._members.incarnation))
         client, self._client = self._client, None  # the thread below may never give it back
         unconnected, ended = list[NcclGroup](), list[Group | Exception]()
+        ending = self._members.ending()
         is_wanted, lock = True, threading.Lock()
 
         def begin(group: NcclGroup) -> None:
@@ -427,6 +433,7 @@ class ElasticTrainer:
                     self._client = store
                     ended.append(group)
                     return
+            ending.void()
             group.abort(lambda: True, self._deadline_s)
 
         threading.Thread(target=connect_all, name="entrenar-elastic-connect", daemon=True).start()
@@ -436,7 +443,7 @@ class ElasticTrainer:
             with lock:
                 is_wanted = False
             if not (ended and isinstance(ended[0], Group)):
-                self._members.ending().void()
+                ending.void()
                 for one in unconnected:  # in a thread, as it may wait for the one above
                     threading.Thread(target=one.cut, daemon=True).start()
                 raise
@@ -469,7 +476,11 @@ class ElasticTrainer:
             own = (self.step, self._tensors(), [each.state_dict() for each in states])
         is_behind = self.rank in generation.behind
         sent = broadcast(
-            own, self._group, source=generation.source, wait=self._wait, keeps=is_behind
+            own,
+            self._group,
+            source=generation.source,
+            wait=self._wait_for_valid,
+            keeps=is_behind,
         )
         if not is_behind:
             return

@@ -106,6 +106,7 @@ def elastically(
     """Run the configuration by elastic ranks; return each seat's exit codes, and what they said.
 
     A seat's first process kills itself at its moment of `deaths`, such as `made:1` (`_kill_at`),
+    or lags (`_lag`),
     and gets a successor, as from a supervisor. Before step `waits_before`, ranks wait for it.
     It runs the configuration `successors`, by default the same.
     """
@@ -191,7 +192,9 @@ def main(pipe: Connection) -> NoReturn:
 
         if job.get("waits_before") is not None:
             _before(job["waits_before"], _wait_for_newcomers)
-        if job.get("kills_at"):
+        if (job.get("kills_at") or "").startswith("lags:"):
+            _lag(int(job["kills_at"].removeprefix("lags:")))
+        elif job.get("kills_at"):
             _kill_at(job["kills_at"])
         if job.get("dies_before") is not None:
             _before(job["dies_before"], lambda _: os._exit(9))
@@ -240,6 +243,24 @@ def _before(step: int, action: Callable[[Any], object]) -> None:
         return train(loop)
 
     Loop._train = changed  # type: ignore[method-assign, assignment]
+
+
+def _lag(step: int) -> None:
+    """Let the others commit `step`, and not this process, once: as if it had not received all."""
+    from entrenar_py.train.elastic.membership import InterruptedGenerationError
+    from entrenar_py.train.elastic.trainer import ElasticTrainer
+
+    before, lagged = ElasticTrainer._require_valid, list[int]()
+
+    def changed(trainer: ElasticTrainer) -> None:
+        if trainer.step == step and not lagged:
+            lagged.append(step)
+            time.sleep(0.5)
+            trainer._members.interrupt("a test")
+            raise InterruptedGenerationError
+        before(trainer)
+
+    ElasticTrainer._require_valid = changed  # type: ignore[method-assign, assignment]
 
 
 def _kill_at(moment: str) -> None:

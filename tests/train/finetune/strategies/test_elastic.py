@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,6 +61,26 @@ def elastic(case: Case, name: str) -> Path:
     return config
 
 
+def assert_undisturbed(output: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Assert that the output and its record are those of the undisturbed run."""
+    assert runs.digest(output) == runs.digest(undisturbed)
+    assert [one.step for one in runs.steps(output)] == [*range(6)]
+    for here, there in zip(runs.steps(output), runs.steps(undisturbed), strict=True):
+        assert (here.loss, here.grad_norm, here.applied_norm) == (
+            there.loss,
+            there.grad_norm,
+            there.applied_norm,
+        )
+    assert [one["step"] for one in runs.noted(output, "step")] == [*range(6)]
+    assert [one["step"] for one in runs.noted(output, "evaluation")] == [2, 4, 6]
+    record = ledger.load(output / "ledger.jsonl")
+    assert {one.step for one in record.of(trace.Saved)} >= {2, 4, 6}
+    assert [one.status for one in record.of(trace.End)] == ["completed"]
+    assert (output / "report.html").exists()
+    assert cli.main(["ledger", "verify", str(output / "ledger.jsonl")]) == exit_codes.DONE
+    assert "twice" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "deaths",
     [
@@ -86,26 +107,22 @@ def test_deaths_change_nothing(
     ends = {seat: [None, 0] if seat in deaths else [0] for seat in range(2)}
     assert codes == ends, told
     output = case.folder / name
-    assert runs.digest(output) == runs.digest(undisturbed)
-    assert [one.step for one in runs.steps(output)] == [*range(6)]
-    for here, there in zip(runs.steps(output), runs.steps(undisturbed), strict=True):
-        assert (here.loss, here.grad_norm, here.applied_norm) == (
-            there.loss,
-            there.grad_norm,
-            there.applied_norm,
-        )
-    assert [one["step"] for one in runs.noted(output, "step")] == [*range(6)]
-    assert [one["step"] for one in runs.noted(output, "evaluation")] == [2, 4, 6]
-    record = ledger.load(output / "ledger.jsonl")
-    assert {one.step for one in record.of(trace.Saved)} >= {2, 4, 6}
+    assert_undisturbed(output, undisturbed, capsys)
     if len(deaths) == 1 and all(
         at[-1] in "012" for at in deaths.values()
     ):  # a newcomer has trained, too
-        assert {one.rank for one in record.of(trace.Shard) if one.step == 5} == {0, 1}
-    assert [one.status for one in record.of(trace.End)] == ["completed"]
-    assert (output / "report.html").exists()
-    assert cli.main(["ledger", "verify", str(output / "ledger.jsonl")]) == exit_codes.DONE
-    assert "twice" not in capsys.readouterr().out
+        shards = ledger.load(output / "ledger.jsonl").of(trace.Shard)
+        assert {one.rank for one in shards if one.step == 5} == {0, 1}
+
+
+def test_a_writer_that_lags_writes_what_the_others_committed(
+    case: Case, undisturbed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It gets the step from another rank, with its numbers, and scores and saves after it."""
+    codes, told = ranks.elastically(elastic(case, "lags"), 2, deaths={0: "lags:1"})
+    assert codes == {0: [0], 1: [0]}, told
+    assert "repeats step 2, since a test" in told
+    assert_undisturbed(case.folder / "lags", undisturbed, capsys)
 
 
 def test_a_signal_stops_all_ranks_and_the_run_is_resumed(case: Case, undisturbed: Path) -> None:
@@ -157,6 +174,18 @@ def test_a_newcomer_with_another_configuration_is_refused(case: Case, undisturbe
     assert runs.digest(case.folder / "edited") == runs.digest(undisturbed)
 
 
+def test_a_ledger_of_another_run_is_refused_by_all(case: Case, undisturbed: Path) -> None:
+    """Nobody continues it in place of a rank that could not begin."""
+    config = elastic(case, "left")
+    (case.folder / "left").mkdir()
+    there = (undisturbed / "ledger.jsonl").read_bytes()
+    (case.folder / "left" / "ledger.jsonl").write_bytes(there)
+    codes, told = ranks.elastically(config, 2)
+    assert codes == {0: [exit_codes.INVALID], 1: [exit_codes.INVALID]}
+    assert "ledger.jsonl: it already exists; continue with --resume" in told
+    assert (case.folder / "left" / "ledger.jsonl").read_bytes() == there
+
+
 def test_ranks_of_several_hosts_are_refused(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     problem = "elastic: true with 2 ranks, 1 of them on this host: any rank may have to write"
@@ -168,7 +197,7 @@ def test_more_weights_than_a_vector_has_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(vector, "is_small", lambda *_: False)
     shards: Any = SimpleNamespace(workload=SimpleNamespace(module=torch.nn.Linear(1, 1)))
     with pytest.raises(UsageError, match="elastic: true with more than 256 MiB of trained weights"):
-        Elastic(shards)
+        Elastic(shards, record=Mock(), settings="")
 
 
 @BY_HAND

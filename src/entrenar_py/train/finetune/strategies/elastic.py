@@ -27,7 +27,7 @@ from torch.autograd import backward
 
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.trace import Event
+from entrenar_py.shared.trace import Event, Spike, ledger, writer
 from entrenar_py.shared.untrusted import json_text
 from entrenar_py.train.elastic import exchange
 from entrenar_py.train.elastic.trainer import ElasticTrainer
@@ -39,7 +39,8 @@ from entrenar_py.train.finetune.strategies.data_parallel import (
 from entrenar_py.train.finetune.strategies.optimizers import Moments, Optimizer, VectorAdamW
 from entrenar_py.train.finetune.strategies.record import Made, Record, State
 from entrenar_py.train.finetune.strategies.strategy import Regrouped, Shards, Step, trainable_of
-from entrenar_py.train.finetune.task import METRICS
+from entrenar_py.train.finetune.task import LEDGER, METRICS
+from entrenar_py.train.service.measures import Memory
 from entrenar_py.train.service.run_events import Scored
 
 DEADLINE_S = 1800.0  # for another rank: loading a model, or writing the output, may take long
@@ -50,7 +51,8 @@ _POLL_S = 0.2
 class Elastic(Canonical):
     """The canonical all-reduce of one vector, for ranks that may die and join."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Shards, *, record: SharedRecord, settings: str) -> None:
+        """`settings` are those of the run: another rank with others is refused."""
         if not vector.is_small(shards, trainable_of(shards.workload.module)):
             raise UsageError(
                 "elastic: true with more than 256 MiB of trained weights: elastic ranks exchange "
@@ -64,6 +66,7 @@ class Elastic(Canonical):
         self._own = self._others = torch.zeros(3, dtype=torch.float64, device=self.device)
         self._adamw = _Committed(self._vector.optimizer, self._commit)
         self._trainer: ElasticTrainer | None = None
+        self._record, self._settings = record, settings
         self._generation = -1  # the number of the one that this rank knows
         self._writer = (-1, -1)  # seat and incarnation
         self._is_closed = False  # whether the output is written
@@ -93,15 +96,15 @@ class Elastic(Canonical):
 
     def join(self, loop: Any, step: int) -> None:
         """Wait for the other ranks, or join them and get their state. See `Strategy`."""
-        plan = json.dumps(self.plan.to_dict(), sort_keys=True).encode()
+        settings = f"{json.dumps(self.plan.to_dict(), sort_keys=True)} {self._settings}"
         self._trainer = entrenar_py.elastic(
             nn.ParameterList([self._weights, self._numbers]),
             cast("Any", self._adamw),
             micro_batches=self.plan.num_shards,
-            state=[loop, self],
+            state=[loop, self, self._record],
             first_step=step,
             # No number is drawn from it. A rank with another configuration is refused.
-            seed=int(hashlib.sha256(plan).hexdigest()[:12], 16),
+            seed=int(hashlib.sha256(settings.encode()).hexdigest()[:12], 16),
             deadline_s=DEADLINE_S,
         )
         self._generation = self._here.generation.number
@@ -231,10 +234,21 @@ class SharedRecord(Record):
     Other ranks keep what they would have written after the last step.
     """
 
-    def share(self, *, is_writer: Callable[[], bool], begun: Callable[[], bool]) -> None:
-        """`begun` says whether another process has begun the record, and says so to others."""
-        self._is_writer, self._is_begun = is_writer, begun
+    def share(
+        self,
+        *,
+        is_writer: Callable[[], bool],
+        begun: Callable[[], bool],
+        refuse: Callable[[str], None],
+    ) -> None:
+        """Take what the ranks know of one another.
+
+        `begun` says whether another process has begun the record, and says so to others. It raises
+        UsageError if one called `refuse`, with the reason for which it couldn't.
+        """
+        self._is_writer, self._is_begun, self._refuse = is_writer, begun, refuse
         self._is_open = self._is_finished = self._follows = False
+        self._num_made = 0  # steps that are in the ledger
         self._last: tuple[Step, Made] | None = None
         self._scores: Scored | None = None
         self._resume = False
@@ -247,25 +261,43 @@ class SharedRecord(Record):
     def open(self, *, resume: bool, is_compiled: bool) -> State | None:
         """Return the state to resume from. Files are opened by `begin`.
 
-        A process that starts again, or joins, resumes.
+        A process that starts again, or joins, resumes. Raises UsageError for files of another run.
         """
         self._resume, self._is_compiled = resume, is_compiled
+        if not resume:
+            writer.require_new(self._folder / LEDGER)
         return self.read(resume=resume)
 
     def begin(self, state: State) -> None:
         """Begin the record, or continue it, if this rank is the writer now."""
-        if not self._is_writer() or self._is_open:
+        if not self._is_writer():
+            return
+        if self._is_open:
+            # Others may have committed a step that this rank did not, and gone on without it.
+            self._follows = self._write_last() or self._follows
             return
         follows = self._is_begun()
-        stored = self._opened(resume=self._resume or follows, follows=follows)
+        try:
+            stored = self._opened(resume=self._resume or follows, follows=follows)
+        except UsageError as error:
+            self._refuse(str(error))
+            raise
         self._is_open, self._follows = True, follows
-        if self._last is not None and self._last[0].number >= self._standing.num_made:
-            super().made(*self._last)
+        self._num_made = self._standing.num_made
+        self._write_last()
         super().begin(state)
         if self._scores is not None:
             self.scored(self._scores)
         if follows and state.step > (stored.step if stored else 0):
             super().save(state)
+
+    def _write_last(self) -> bool:
+        """Write the last step of all ranks, unless it is written. Return whether it was not."""
+        if self._last is None or self._last[0].number < self._num_made:
+            return False
+        super().made(*self._last)
+        self._num_made = self._last[0].number + 1
+        return True
 
     def _opened(self, *, resume: bool, follows: bool) -> State | None:
         end = time.monotonic() + _LOCK_S
@@ -292,8 +324,8 @@ class SharedRecord(Record):
     def made(self, step: Step, result: Made) -> None:
         """Record a step, unless it is recorded."""
         self._last, self._scores = (step, result), None
-        if self._is_open and step.number >= self._standing.num_made:
-            super().made(step, result)
+        if self._is_open:
+            self._write_last()
 
     def scored(self, scores: Scored) -> None:
         self._scores = scores
@@ -310,6 +342,29 @@ class SharedRecord(Record):
     def note(self, what: str, step: int, text: str) -> None:
         if self._lacks(what, step):
             super().note(what, step, text)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last step, which another rank may have to write."""
+        if self._last is None:
+            return {}
+        step, result = self._last
+        spike = () if result.spike is None else (result.spike,)
+        own = {"spike": ledger.dump_events(spike).decode(), "memory": [*result.memory]}
+        shards = [[*map(int, ids)] for ids in step.shards]
+        return {"step": {**vars(step), "shards": shards}, "made": {**vars(result), **own}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the last step of another rank."""
+        self._last = self._scores = None
+        if not state:
+            return
+        step, result = state["step"], state["made"]
+        spikes = cast("list[Spike]", ledger.load_events(result["spike"].encode()))
+        own = {"spike": spikes[0] if spikes else None, "memory": Memory(*result["memory"])}
+        self._last = (
+            Step(**{**step, "shards": (*map(tuple, step["shards"]),)}),
+            Made(**result | own),
+        )
 
     @property
     def _is_over(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -20,6 +21,7 @@ from entrenar_py.shared.errors import BackendUnavailable, EntrenarError, UsageEr
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill import student
+from entrenar_py.train.elastic.group import prepare
 from entrenar_py.train.elastic.launcher import seat_of_launcher
 from entrenar_py.train.finetune import foresight, outputs, settings_file, task
 from entrenar_py.train.finetune.strategies.data_parallel import (
@@ -225,6 +227,7 @@ def train_elastically(
             "may have to write the output folder; start all on one host, or leave elastic out"
         )
     store, me = seat_of_launcher().store, str(uuid.uuid4())
+    prepare(here.device)
     dist.init_process_group(
         "nccl" if here.device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1
     )
@@ -236,9 +239,12 @@ def train_elastically(
             hardware=[_hardware(here.device)],
             tensorboard=tensorboard,
         )
-        strategy = Elastic(shards)
+        told = [settings_file.to_record(prepared.settings), shards.workload.is_compiled]
+        strategy = Elastic(shards, record=record, settings=json.dumps(told, default=str))
         record.share(
-            is_writer=lambda: strategy.is_writer, begun=lambda: _first(store, "begun", me) != me
+            is_writer=lambda: strategy.is_writer,
+            begun=lambda: _is_begun(store, me),
+            refuse=lambda reason: _say(store, "unopened", reason),
         )
         resume = resume or store.check([_KEY.format("begun")])
         with closing(record):
@@ -272,6 +278,17 @@ _KEY = "finetune/{}"  # of the launcher's store
 def _first(store: Store, name: str, value: str) -> str:
     """Return the value of the first process that called this function with `name`."""
     return bytes(store.compare_set(_KEY.format(name), "", value)).decode()
+
+
+def _say(store: Store, name: str, value: str) -> None:
+    _first(store, name, value)
+
+
+def _is_begun(store: Store, me: str) -> bool:
+    """Return whether another process has begun the record. Raises UsageError if it couldn't."""
+    if store.check([_KEY.format("unopened")]):
+        raise UsageError(_first(store, "unopened", ""))
+    return _first(store, "begun", me) != me
 
 
 def _look_first(store: Store, here: World, look: Callable[[], None]) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from entrenar_py.compute.on_torch import placed
 from entrenar_py.shared import trace
+from entrenar_py.shared.trace import ledger
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic import optimizer, sharding
 from entrenar_py.train.arithmetic.on_device import MOMENTS
@@ -159,18 +160,15 @@ class Loop:
         self.begin_record()
         self._saved = self._step if resumes else -1
         num_steps = self._plan.num_steps
-        if (
-            self._record is not None
-            and 0 < self._step < num_steps
-            and self._scoring.is_due(self._step)
-            and self._record.lacks_scores(self._step)
-        ):
-            self._score()
+        self._score_if_lacking()
         while self._step < num_steps and self._over is None:
             try:
                 is_stopped = self._train()
-            except Regrouped:
+            except Regrouped:  # this rank may have another rank's state, and be the writer
                 self.begin_record()
+                if self._step and self._step % self._save_every == 0:
+                    self._save()
+                self._score_if_lacking()
                 continue
             except Halted as error:
                 self._over, self._events = ("halted", str(error)), error.events
@@ -204,6 +202,16 @@ class Loop:
         """Begin the record from the present state. Later calls are for an elastic run."""
         whole = self._state()
         self._on_record(lambda record: record.begin(whole))
+
+    def _score_if_lacking(self) -> None:
+        """Score if scores are due after this step and the record lacks them."""
+        if (
+            self._record is not None
+            and 0 < self._step < self._plan.num_steps
+            and self._scoring.is_due(self._step)
+            and self._record.lacks_scores(self._step)
+        ):
+            self._score()
 
     def _score(self) -> Scores | None:
         scores, step = self._scoring.scores(), self._step
@@ -312,6 +320,7 @@ class Loop:
             "position": [epoch, offset],
             "norms": list(self._norms.to_record()),
             "over": None if self._over is None else list(self._over),
+            "events": ledger.dump_events(self._events).decode(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -319,6 +328,7 @@ class Loop:
         self._step, self._position = state["step"], sharding.Position(*state["position"])
         self._norms, over = GradientNorms(state["norms"]), state["over"]
         self._over = None if over is None else (over[0], over[1])
+        self._events = tuple(ledger.load_events(state["events"].encode()))
 
     def _save(self) -> None:
         if self._saved != self._step:
