@@ -8,6 +8,7 @@ ELASTIC_DEVICE=cuda each rank trains on a GPU of its own.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -401,6 +402,23 @@ def cut(report: Report) -> int:
     return train(report, passes, deadline_s=PATIENT_S)
 
 
+def leave(report: Report) -> int:
+    """Fail in an exchange, and call what Python would call at the end of a process."""
+    atexit._clear()  # what was registered before the fork
+    process = (os.environ["RANK"], os.environ["INCARNATION"])
+
+    def passes(step: int, moment: str) -> None:
+        if (step, moment, process) == (2, "exchange", ("1", "1")):
+            raise ZeroDivisionError
+
+    try:
+        return train(report, passes, waits=True, deadline_s=PATIENT_S)
+    finally:
+        if process == ("1", "1"):
+            atexit._run_exitfuncs()
+        report(f"cuts {seat_of_launcher().store.add('cut/0', 0)}")
+
+
 def planned(*names: str) -> dict[str, Any]:
     """Make the named runs of `test_elastic.py`, or all, and return what came of them."""
     few = 2 if ON_GPUS else 3
@@ -429,6 +447,7 @@ def planned(*names: str) -> dict[str, Any]:
         frozen = Death(1, step, "exchange", signal.SIGSTOP)
         plans[name] = partial(run, few, target=dying(frozen, deadline_s=FREEZE_S))
     plans["cut"] = partial(run, few, target=cut)
+    plans["leaves"] = partial(run, few, target=leave)
     plans["fails"] = partial(run, 2, target=fail, max_restarts=1)
     outcomes = dict[str, Any]()
     for name in names or plans:

@@ -53,6 +53,7 @@ def said(outcome: Outcome, word: str) -> list[list[str]]:
         "freezes",
         "freezes at once",
         "cut",
+        "leaves",
     ],
 )
 def test_a_run_ends_with_the_bits_of_one_process(outcomes: dict[str, Any], name: str) -> None:
@@ -68,7 +69,7 @@ def test_runs_on_gpus_end_with_the_bits_of_one_process() -> None:
     """Over NCCL ranks die, freeze and join as over gloo."""
     outcomes = planned(ELASTIC_DEVICE="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
     right, fails = outcomes.pop("one process"), outcomes.pop("fails")
-    assert len(outcomes) >= 15
+    assert len(outcomes) >= 16
     for name, outcome in outcomes.items():
         assert {digest for (digest,) in said(outcome, "digest")} == {right}, name
         assert set(outcome["statuses"]) == {0}, name
@@ -126,6 +127,13 @@ def test_nobody_commits_what_a_cut_may_have_left(outcomes: dict[str, Any]) -> No
     repeats = said(outcomes["cut"], "repeats")
     assert [step for step, *_ in repeats] == ["2"] * 3
     assert len(said(outcomes["cut"], "joined")) == 3
+
+
+def test_a_process_that_fails_says_that_its_exchanges_end(outcomes: dict[str, Any]) -> None:
+    """The one that fails says so at its end, and the two others before they abandon theirs."""
+    cuts = [int(count) for (count,) in said(outcomes["leaves"], "cuts")]
+    assert len(cuts) == 4
+    assert max(cuts) == 3
 
 
 def test_all_ranks_die(outcomes: dict[str, Any]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import threading
 import time
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -110,6 +112,8 @@ class ElasticTrainer:
         self._members = Membership(
             seat.store, seat=seat.seat, num_seats=seat.num_seats, facts=facts
         )
+        if seat.num_seats > 1:  # it also keeps the group until then
+            atexit.register(self._leave)
         self._audit = Audit(
             audit, micro_batches=micro_batches, seed=seed, parameters=self._parameters
         )
@@ -324,6 +328,12 @@ class ElasticTrainer:
     def _see(self) -> None:
         if self._guard is not None:
             self._guard.see()
+
+    def _leave(self) -> None:
+        """Say, before this process ends, that exchanges in flight end with it."""
+        if not self._ended and self._ending is not None:
+            with suppress(RuntimeError):  # without a store nobody can commit
+                self._ending.void()
 
     def _close_guard(self) -> None:
         if self._guard is not None:
