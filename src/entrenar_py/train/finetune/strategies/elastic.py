@@ -146,8 +146,8 @@ class Elastic(Canonical):
         self._require_same_ranks()
         for shard in trainer.fold(range(self.plan.num_shards)):
             with torch.enable_grad():
-                found = [one.clone() for one in gradients(shard)]
-                backward([self._weights, self._numbers], found)
+                copies = [one.clone() for one in gradients(shard)]
+                backward([self._weights, self._numbers], copies)
         if self._weights.grad is None:
             self._commit()
             self._require_same_ranks()
@@ -239,7 +239,7 @@ class SharedRecord(Record):
         *,
         is_writer: Callable[[], bool],
         begun: Callable[[], bool],
-        refuse: Callable[[str], None],
+        refuse: Callable[[str], object],
     ) -> None:
         """Take what the ranks know of one another.
 
@@ -316,8 +316,8 @@ class SharedRecord(Record):
             return self._is_open
         for line in (self._folder / METRICS).read_bytes().splitlines():
             with suppress(ValueError, LookupError, TypeError):
-                found = json_text.load(line)
-                if (found["what"], found["step"]) == (what, step):
+                entry = json_text.load(line)
+                if (entry["what"], entry["step"]) == (what, step):
                     return False
         return True
 

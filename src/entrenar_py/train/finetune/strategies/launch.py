@@ -239,12 +239,12 @@ def train_elastically(
             hardware=[_hardware(here.device)],
             tensorboard=tensorboard,
         )
-        told = [settings_file.to_record(prepared.settings), shards.workload.is_compiled]
-        strategy = Elastic(shards, record=record, settings=json.dumps(told, default=str))
+        settings = [settings_file.to_record(prepared.settings), shards.workload.is_compiled]
+        strategy = Elastic(shards, record=record, settings=json.dumps(settings, default=str))
         record.share(
             is_writer=lambda: strategy.is_writer,
             begun=lambda: _is_begun(store, me),
-            refuse=lambda reason: _say(store, "unopened", reason),
+            refuse=partial(_first, store, "unopened"),
         )
         resume = resume or store.check([_KEY.format("begun")])
         with closing(record):
@@ -278,10 +278,6 @@ _KEY = "finetune/{}"  # of the launcher's store
 def _first(store: Store, name: str, value: str) -> str:
     """Return the value of the first process that called this function with `name`."""
     return bytes(store.compare_set(_KEY.format(name), "", value)).decode()
-
-
-def _say(store: Store, name: str, value: str) -> None:
-    _first(store, name, value)
 
 
 def _is_begun(store: Store, me: str) -> bool:
