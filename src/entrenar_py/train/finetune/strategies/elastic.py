@@ -68,7 +68,6 @@ class Elastic(Canonical):
         self._trainer: ElasticTrainer | None = None
         self._record, self._settings = record, settings
         self._generation = -1  # the number of the one that this rank knows
-        self._writer = (-1, -1)  # seat and incarnation
         self._is_closed = False  # whether the output is written
 
     @property
@@ -111,11 +110,8 @@ class Elastic(Canonical):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes. All ranks must ask in each generation."""
-        generation = self._here.generation
-        if self._writer not in generation.members:
-            self._writer = generation.members[generation.source]
-        return generation.members[self._here.rank] == self._writer
+        """Whether this rank writes."""
+        return self._here.generation.lead == self._here.rank
 
     def compute(self, step: Step) -> Tensor:
         """Implement `Strategy.compute`, with the losses of all ranks. Raises Regrouped."""
@@ -189,12 +185,11 @@ class Elastic(Canonical):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a newcomer gets, besides the state of the loop."""
-        return {"writer": list(self._writer), "is_closed": self._is_closed}
+        return {"is_closed": self._is_closed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the state of another rank."""
-        seat, incarnation = state["writer"]
-        self._writer, self._is_closed = (seat, incarnation), state["is_closed"]
+        self._is_closed = state["is_closed"]
 
 
 class _Committed(Optimizer):
