@@ -245,6 +245,7 @@ def train_elastically(
             is_writer=lambda: strategy.is_writer,
             begun=lambda: _is_begun(store, me),
             refuse=partial(_first, store, "unopened"),
+            since=partial(_first, store, "since"),
         )
         resume = resume or store.check([_KEY.format("begun")])
         with closing(record):
