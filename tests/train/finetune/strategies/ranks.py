@@ -103,13 +103,15 @@ def elastically(
     waits_before: int | None = None,
     successors: Path | None = None,
     spikes: bool = False,
+    least_s: float | None = None,
 ) -> tuple[dict[int, list[int | None]], str]:
     """Run the configuration by elastic ranks; return each seat's exit codes, and what they said.
 
     A seat's first process kills itself at its moment of `deaths`, such as `made:1` (`_kill_at`) or
-    `write:7:0.5` (`_kill_in_write`), or lags (`_lag`), and gets a successor, as from a supervisor.
-    Before step `waits_before`, ranks wait for it. It runs the configuration `successors`, by
-    default the same. With `spikes`, nearly every norm is a spike.
+    `write:7:0.5` (`_kill_in_write`), hangs (`_hang`) or lags (`_lag`), and gets a successor, as
+    from a supervisor. Before step `waits_before`, ranks wait for it. It runs the configuration
+    `successors`, by default the same. With `spikes`, nearly every norm is a spike. A rank that
+    hangs may take `least_s` in steps that only compute.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     roll = Roll(PrefixStore("entrenar-elastic//0", store))
@@ -124,6 +126,7 @@ def elastically(
                 "waits_before": waits_before,
                 "spike_factor": 0.1 if spikes else None,
                 "spike_least": 1 if spikes else None,
+                "least_s": least_s,
                 "environment": {
                     "RANK": str(seat),
                     "LOCAL_RANK": str(seat),
@@ -197,6 +200,8 @@ def main(pipe: Connection) -> NoReturn:
             _before(job["waits_before"], _wait_for_newcomers)
         if (job.get("kills_at") or "").startswith("lags:"):
             _lag(int(job["kills_at"].removeprefix("lags:")))
+        elif (job.get("kills_at") or "").startswith("hangs:"):
+            _before(int(job["kills_at"].removeprefix("hangs:")), _hang)
         elif (job.get("kills_at") or "").startswith("write:"):
             _kill_in_write(*job["kills_at"].removeprefix("write:").split(":"))
         elif job.get("kills_at"):
@@ -215,6 +220,10 @@ def main(pipe: Connection) -> NoReturn:
             on_device.BYTES_MAX = 0
         measures.FACTOR = job.get("spike_factor") or measures.FACTOR
         measures.STEPS_LEAST = job.get("spike_least") or measures.STEPS_LEAST
+        if job.get("least_s") is not None:
+            from entrenar_py.train.finetune.strategies import elastic
+
+            elastic.LEAST_S = job["least_s"]
         rendezvous = f"file://{job['folder']}/rendezvous"
         try:
             code = cli.rank(job["argv"], job["environment"], rendezvous)
@@ -235,6 +244,14 @@ def _wait_for_newcomers(loop: Any) -> None:
         if members.roll.has(key):
             break
         time.sleep(0.01)
+
+
+def _hang(loop: Any) -> None:
+    """Wait until the others have given up this rank. Then end, as by a supervisor."""
+    members = loop._strategy._trainer._members
+    while not members.roll.excludes(members.seat):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _before(step: int, action: Callable[[Any], object]) -> None:

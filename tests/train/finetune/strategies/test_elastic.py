@@ -256,6 +256,15 @@ def test_three_ranks_have_the_same_bits(case: Case, undisturbed: Path) -> None:
     assert [one.step for one in runs.steps(case.folder / "three")] == [*range(6)]
 
 
+def test_a_rank_that_hangs_is_given_up_by_the_time_of_steps(case: Case, undisturbed: Path) -> None:
+    """Not after half an hour, which ranks may need to save, to score or to load a model."""
+    config = elastic(replace(case, more={}), "hangs")
+    codes, told = ranks.elastically(config, 2, deaths={1: "hangs:3"}, least_s=2.0)
+    assert codes == {0: [0], 1: [None, 0]}, told
+    assert "repeats step 3, since an exchange between ranks took longer than " in told
+    assert runs.digest(case.folder / "hangs") == runs.digest(undisturbed)
+
+
 def test_a_newcomer_with_another_configuration_is_refused(case: Case, undisturbed: Path) -> None:
     """It would take other steps than the rest, which go on without it."""
     config = elastic(replace(case, more={}), "edited")
@@ -291,7 +300,7 @@ def test_more_weights_than_a_vector_has_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(vector, "is_small", lambda *_: False)
     shards: Any = SimpleNamespace(workload=SimpleNamespace(module=torch.nn.Linear(1, 1)))
     with pytest.raises(UsageError, match="elastic: true with more than 256 MiB of trained weights"):
-        Elastic(shards, record=Mock(), settings="")
+        Elastic(shards, record=Mock(), settings="", is_followed=bool)
 
 
 @BY_HAND

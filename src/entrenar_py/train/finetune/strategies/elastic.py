@@ -46,6 +46,8 @@ from entrenar_py.train.service.measures import Memory
 from entrenar_py.train.service.run_events import Happening
 
 DEADLINE_S = 1800.0  # for another rank: loading a model, or writing the output, may take long
+# For another rank in a step that only computes, and follows one in this process.
+STEPS_LONG, LEAST_S = 10, 300.0  # the longest one so far, as often, but a kernel may be compiled
 _LOCK_S = 60.0  # until the supervisor has killed a writer that hung
 _POLL_S = 0.2
 
@@ -53,8 +55,18 @@ _POLL_S = 0.2
 class Elastic(Canonical):
     """The canonical all-reduce of one vector, for ranks that may die and join."""
 
-    def __init__(self, shards: Shards, *, record: SharedRecord, settings: str) -> None:
-        """`settings` are those of the run: another rank with others is refused."""
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        record: SharedRecord,
+        settings: str,
+        is_followed: Callable[[int], bool],
+    ) -> None:
+        """`settings` are those of the run: another rank with others is refused.
+
+        `is_followed` says whether ranks save or score after so many steps, which may take long.
+        """
         if not vector.is_small(shards, trainable_of(shards.workload.module)):
             raise UsageError(
                 "elastic: true with more than 256 MiB of trained weights: elastic ranks exchange "
@@ -70,6 +82,8 @@ class Elastic(Canonical):
         self._trainer: ElasticTrainer | None = None
         self._record, self._settings = record, settings
         self._generation = -1  # the one that the loop knows: to join is a change, too
+        self._is_followed, self._longest_s = is_followed, 0.0
+        self._is_settled = False  # whether the loop's ranks have made a step together
         self._is_closed = False  # whether the output is written
 
     @property
@@ -126,7 +140,15 @@ class Elastic(Canonical):
                 numbers[num_shards:] = self._own
             return gradient, numbers
 
+        is_plain = self._is_settled and not (
+            self._is_followed(step.number) or self._is_followed(step.number + 1)
+        )
+        self._here.patience_s = self._patience_s if is_plain else DEADLINE_S
+        begin = time.monotonic()
         self._exchange_all(gradients)
+        self._is_settled = True
+        if is_plain:
+            self._longest_s = max(self._longest_s, time.monotonic() - begin)
         # Its mean was divided by a power of two.
         assert self._weights.grad is not None
         assert self._numbers.grad is not None
@@ -135,6 +157,13 @@ class Elastic(Canonical):
         numbers = self._numbers.grad.double() * num_shards
         self._others = numbers[num_shards:]
         return numbers[:num_shards]
+
+    @property
+    def _patience_s(self) -> float:
+        """Return how long another rank may take for a step that only computes."""
+        if not self._longest_s:
+            return DEADLINE_S
+        return min(max(STEPS_LONG * self._longest_s, LEAST_S), DEADLINE_S)
 
     def _exchange_all(self, gradients: Callable[[int], tuple[Tensor, Tensor]]) -> None:
         """Leave the mean of all shards' `gradients` in both `.grad`s. Raises Regrouped."""
@@ -152,7 +181,7 @@ class Elastic(Canonical):
     def _require_same_ranks(self) -> None:
         number = self._here.generation.number
         if number != self._generation:
-            self._generation = number
+            self._generation, self._is_settled = number, False
             raise Regrouped
 
     def _commit(self) -> None:
@@ -173,6 +202,7 @@ class Elastic(Canonical):
         Other ranks wait here for the writer.
         """
         if not self._is_closed:
+            self._here.patience_s = DEADLINE_S
             zeros = torch.zeros_like(self._weights), torch.zeros_like(self._numbers)
             try:
                 self._exchange_all(lambda _: zeros)
