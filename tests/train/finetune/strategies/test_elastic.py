@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -169,6 +170,21 @@ def test_a_writer_that_dies_in_a_write_loses_no_line(
     output = case.folder / name
     assert lines(output) == lines(spiky)
     assert runs.digest(output) == runs.digest(spiky)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=BY_HAND) for n in range(1, 30))])
+def test_both_ranks_die_in_a_write(case: Case, spiky: Path, seed: int) -> None:
+    """The second one as a writer, or not at all. If none is left, the checkpoint is continued."""
+    draw, name = random.Random(seed), f"both{seed}"
+    deaths = {
+        seat: f"write:{draw.randrange(NUM_WRITES // (seat + 1))}:{draw.choice([0, 0.7])}"
+        for seat in range(2)
+    }
+    codes, told = ranks.elastically(elastic(case, name), 2, deaths=deaths, spikes=True)
+    assert codes[0] == [None, 0], told
+    assert codes[1] in ([0], [None, 0]), told
+    assert lines(case.folder / name) == lines(spiky)
+    assert runs.digest(case.folder / name) == runs.digest(spiky)
 
 
 def test_a_writer_that_lags_writes_what_the_others_committed(
