@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -166,6 +167,7 @@ def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         precision="bfloat16",
         method="qlora" if given.qlora else "lora",
         compile=not given.eager,
+        attention=given.attention,
         lora=Lora(targets=tuple(TARGETS[given.targets])),
         data=Data(train=folder / "rows.jsonl", max_tokens=given.tokens),
     )
@@ -207,6 +209,7 @@ def ours(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         "output": str(out),
         "precision": "bfloat16",
         "compile": not given.eager,
+        "attention": given.attention,
         "checkpoint_every": 10**6,
         "lora": {"targets": TARGETS[given.targets]},
         "data": {"train": str(folder / "rows.jsonl"), "max_tokens": given.tokens},
@@ -251,7 +254,9 @@ class Memory:
         self._thread.join()
 
     def _look(self) -> None:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        place = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        query = ["nvidia-smi", f"--id={place}", "--query-gpu=memory.used"]
+        query += ["--format=csv,noheader,nounits"]
         while not self._ends.wait(0.5):
             told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
             self._most = max(self._most, int(told.split()[0]))
@@ -282,6 +287,7 @@ def main() -> None:
     parser.add_argument("--targets", choices=TARGETS, default="qv")
     parser.add_argument("--qlora", action="store_true")
     parser.add_argument("--eager", action="store_true", help="ours without compilation")
+    parser.add_argument("--attention", choices=("torch", "cudnn"), default="torch", help="ours")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", type=Path, help="keep checkpoint and rows there")
     parser.add_argument("--sides", default="peer,liger,ours")

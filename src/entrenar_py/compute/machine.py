@@ -33,7 +33,10 @@ class Found:
 
 
 NONE = "not installed"
-PACKAGES = ("triton", "wgpu", "transformers", "peft", "accelerate", "lightning")
+PACKAGES = (
+    *("triton", "wgpu", "transformers", "peft", "accelerate", "lightning"),
+    "nvidia-cudnn-frontend",
+)
 # The limits of an adapter that restrict the size of a step, in bytes, invocations and workgroups.
 LIMITS = (
     "max-buffer-size",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
@@ -64,6 +65,27 @@ def _like(
 
 
 decode.register_fake(_like)
+
+
+def quantised(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes of whole blocks of weights, and the scale of each block.
+
+    The weights are a vector on the CPU. The codes are uint8 [n / 2, 1], two a byte, as `decode`
+    takes them. The scales are float32 [blocks]. Finite weights have the bits of bitsandbytes 0.50.
+    """
+    blocks = weights.reshape(-1, BLOCK).float()
+    scales = blocks.abs().amax(1)
+    blocks = (blocks * scales.clamp(min=_LEAST).reciprocal()[:, None]).clamp_(-1, 1)
+    shares = blocks.reshape(-1).numpy()
+    codes, is_above = np.zeros(shares.shape, np.uint8), np.empty(shares.shape, np.bool_)
+    for middle in _MIDDLES:  # NumPy compares six times as fast as torch
+        codes += np.greater(shares, middle, out=is_above).view(np.uint8)
+    return torch.from_numpy(codes[::2] << 4 | codes[1::2])[:, None], scales
+
+
+_LEAST = 1e-38  # a block of zeros has no scale to divide by
+_levels = np.array(LEVELS, np.float32)
+_MIDDLES = (_levels[:-1] + _levels[1:]) / np.float32(2)
 
 
 def levels(codes: Tensor, size: int) -> Tensor:

@@ -112,10 +112,16 @@ def test_appended_bytes_are_refused(content: bytes, extra: bytes) -> None:
     assert "truncated or was changed" in _refused(content + extra)
 
 
-@pytest.mark.parametrize("content_", [b"", b"\n", b"PK\x03\x04", b"entrenar-checkpoint 2 x\n"])
+@pytest.mark.parametrize("content_", [b"", b"\n", b"PK\x03\x04", b"entrenar-checkpoint x\n"])
 def test_other_files_are_refused(content_: bytes) -> None:
-    """Empty files, foreign files and files of another version are refused."""
+    """Empty and foreign files are refused."""
     assert "its first line is not a checkpoint's" in _refused(content_)
+
+
+def test_another_version_is_named(content: bytes) -> None:
+    """Whatever follows: nothing of it can be understood."""
+    later = content.replace(b"checkpoint 1 ", b"checkpoint 2 ", 1)
+    assert "version 2: this release reads version 1; go on with the release" in _refused(later)
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def train(
     optimizer.register_step_pre_hook(lambda *_: passes(trainer.step, "optimizer"))
     report(f"joined {trainer.step} {trainer.rank} {trainer.world_size}")
     for step in trainer.steps(STEPS):
-        if waits and step == STEPS - 3 and trainer.world_size < int(os.environ["WORLD_SIZE"]):
+        if waits and step >= STEPS - 3 and trainer.world_size < int(os.environ["WORLD_SIZE"]):
             wait_for_newcomers(trainer)
         for batch in trainer.fold([*batches(step)]):
             passes(step, "forward")

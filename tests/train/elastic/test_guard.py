@@ -75,7 +75,7 @@ def ending(group: FakeGroup) -> FakeEnding:
 @pytest.fixture
 def watcher(group: Any, ending: Any) -> Iterator[Guard]:
     """Watch over the group, and close it after the test."""
-    made = Guard(group, ending, DEADLINE_S)
+    made = Guard(group, ending, lambda: DEADLINE_S)
     yield made
     made.close()
 

@@ -63,7 +63,7 @@ def test_all_who_start_agree() -> None:
         members = [launcher.member(seat) for seat in (2, 0, 1)]
         generations = {asked.result() for asked in [launcher.asks(one) for one in members]}
     (generation,) = generations
-    assert generation == Generation(0, ((0, 1), (1, 1), (2, 1)), source=0, behind=(1, 2))
+    assert generation == Generation(0, ((0, 1), (1, 1), (2, 1)), source=0, behind=(1, 2), lead=0)
 
 
 def test_the_most_advanced_state_counts() -> None:
@@ -74,7 +74,24 @@ def test_the_most_advanced_state_counts() -> None:
         for member in (first, second, third):
             member.wait(lambda member=member: member.interrupted, deadline_s=5, what="the watch")  # type: ignore[misc]
         asked = [launcher.asks(second, 4, trained=True), launcher.asks(third, 5, trained=True)]
-        assert {one.result() for one in asked} == {Generation(1, ((1, 1), (2, 1)), 1, (0,))}
+        assert {one.result() for one in asked} == {Generation(1, ((1, 1), (2, 1)), 1, (0,), 1)}
+
+
+def test_the_lead_stays_although_a_member_misses_generations() -> None:
+    """It is in the record. Each member would otherwise have to see all generations."""
+    with seats(3) as launcher:
+        first, second, third = launcher.started(3)
+        launcher.roll.bury(0)
+        for step in (4, 4, 5):
+            for member in (first, second, third):
+                member.interrupt("a test")
+                member.wait(lambda member=member: member.interrupted, deadline_s=5, what="the end")  # type: ignore[misc]
+            # The third one commits a step that the lead doesn't get.
+            steps = {second: 4, third: step}
+            asked = [launcher.asks(one, at, trained=True) for one, at in steps.items()]
+            (generation,) = {one.result() for one in asked}
+            assert generation.members[generation.lead] == (1, 1)
+        assert generation.source == 1
 
 
 def test_a_trained_state_counts_more_than_a_late_checkpoint() -> None:
@@ -171,7 +188,7 @@ def test_newcomers_join_after_the_same_step_everywhere() -> None:
         assert (first.pauses(6), second.pauses(6)) == (True, True)
         asked = [launcher.asks(member, 6, trained=True) for member in (first, second)]
         assert {one.result() for one in (*asked, newcomer)} == {
-            Generation(1, ((0, 1), (1, 1), (2, 1)), source=0, behind=(2,))
+            Generation(1, ((0, 1), (1, 1), (2, 1)), source=0, behind=(2,), lead=0)
         }
 
 
@@ -182,7 +199,7 @@ def test_if_all_have_ended_the_run_starts_again() -> None:
         launcher.roll.bury(0)
         launcher.roll.bury(1)
         asked = [launcher.asks(launcher.member(seat)) for seat in range(2)]
-        assert {one.result() for one in asked} == {Generation(1, ((0, 2), (1, 2)), 0, (1,))}
+        assert {one.result() for one in asked} == {Generation(1, ((0, 2), (1, 2)), 0, (1,), 0)}
 
 
 def test_nobody_waits_for_a_seat_that_stays_empty() -> None:

@@ -93,7 +93,7 @@ def test_a_script_that_is_used_wrongly_is_not_started_again(status: int, starts:
 def test_a_newcomer_that_is_used_wrongly_does_not_end_the_run() -> None:
     """Its seat stays empty, as the others go on: here until nobody is left."""
     store, told = HashStore(), list[str]()
-    generation = {"members": [[1, 1]], "source": 0, "behind": [], "dispute": ""}
+    generation = {"members": [[1, 1]], "source": 0, "behind": [], "lead": 0, "dispute": ""}
     store.set("record/0", json.dumps(generation))
     store.set("gone/1", "")
     seat, newcomer = Seat(store, 0, 2), Ended(2)

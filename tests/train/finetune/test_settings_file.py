@@ -232,6 +232,16 @@ workers: yes
             "5:10: error: configuration: compile='often': use auto or true or false",
         ),
         (
+            SMALL + "attention: cudnn\n",
+            "5:12: error: attention: cudnn with precision: float32: it computes in 16 bits; leave "
+            "out one of the two",
+        ),
+        (
+            SMALL.replace("}", ", packing: true}") + "precision: bfloat16\nattention: cudnn\n",
+            "6:12: error: attention: cudnn with packing: true: packed rows need masks; leave out "
+            "one of the two",
+        ),
+        (
             SMALL + "compile: true\nrecompute: blocks\n",
             "5:10: error: compile: true with recompute: blocks: blocks that are computed again are "
             "not compiled; leave out one of the two",

@@ -79,3 +79,51 @@ def test_tables_of_tokens_stay_whole() -> None:
 )
 def test_what_ranks_can_share(kind: str, changes: dict[str, Any], size: int, problem: str) -> None:
     assert blocks.problem_of_sharing(model(kind, **changes), size) == problem
+
+
+def number_probed(module: nn.Module) -> int:
+    """Return how many blocks a probe of `module` sees."""
+    name, layers = blocks.place_of(module)
+    number = blocks.probed(module, lambda: len(list(module.get_submodule(name).children())))
+    assert blocks.of(module) is layers
+    return number
+
+
+def test_a_probe_sees_one_block_of_each_kind() -> None:
+    """Blocks that follow the last new kind are put aside, so that indices stay the same."""
+    assert number_probed(model("Qwen3", head_dim=8, num_hidden_layers=6)) == 1
+    turns = ["sliding_attention", "sliding_attention", "full_attention"]
+    mixed = {"head_dim": 8, "num_hidden_layers": 6, "layer_types": 2 * turns}
+    assert number_probed(model("Gemma2", **mixed)) == 3
+
+
+@pytest.mark.parametrize("change", ["dropout", "shape", "class", "setting"])
+def test_a_probe_sees_a_block_that_differs(change: str) -> None:
+    module = model("Qwen3", head_dim=8, num_hidden_layers=6)
+    block: Any = blocks.of(module)[3]
+    if change == "dropout":
+        block.mlp.act_fn = nn.Sequential(block.mlp.act_fn, nn.Dropout(0.1))
+    elif change == "shape":
+        block.mlp.up_proj = nn.Linear(32, 40, bias=False)
+    elif change == "class":
+        block.mlp = nn.Identity()
+    else:
+        block.self_attn.is_causal = False
+    assert number_probed(module) == 4
+
+
+def test_a_probe_sees_all_blocks_if_the_model_needs_them() -> None:
+    module = model("Qwen3", head_dim=8, num_hidden_layers=6)
+    assert blocks.probed(module, lambda: blocks.of(module)[5] is not None)
+    assert blocks.probed(nn.Linear(2, 2), lambda: True)
+
+
+def test_a_probe_that_fails_puts_all_blocks_back() -> None:
+    module = model("Qwen3", head_dim=8, num_hidden_layers=6)
+
+    def fails() -> None:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        blocks.probed(module, fails)
+    assert len(blocks.of(module)) == 6

@@ -42,7 +42,7 @@ def digests(process: subprocess.Popen[str]) -> dict[str, set[str]]:
 @pytest.mark.parametrize("task", ["text", "classify"])
 def test_bits_dont_depend_on_the_order_of_shapes(small: Path, task: str) -> None:
     """Each batch is computed as it comes, then recorded, then replayed."""
-    orders = ("0,1,2,3,0,1,2,3,0,1,2,3", "3,3,2,1,0,3,0,2,1,0")
+    orders = ("0,1,2,3,0,1,2,3,0,1,2,3", "warm,3,3,2,1,0,3,0,2,1,0")
     one, other = map(digests, [started(small, task, order) for order in orders])
     assert {number: len(found) for number, found in one.items()} == dict.fromkeys("0123", 1)
     assert one == other

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from entrenar_py.compute import nf4 as stored
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.model import model, precision, workload
@@ -237,3 +238,28 @@ def test_threads_change_no_bit(
         assert torch.equal(one.data, other.data)
         assert torch.equal(one.quant_state.absmax, other.quant_state.absmax)
         assert torch.equal(one.quant_state.offset, other.quant_state.offset)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_codes_are_those_of_the_library(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they would differ, the library computes them."""
+    quantise = torch.ops.bitsandbytes.quantize_4bit.default
+    draws = torch.Generator().manual_seed(0)
+    right, used = stored.quantised, list[int]()
+
+    def quantised(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        used.append(len(weights))
+        codes, scales = right(weights)
+        return codes ^ is_wrong, scales
+
+    monkeypatch.setattr(stored, "quantised", quantised)
+    monkeypatch.setattr(precision, "_PIECE", 2**10)
+    for dtype, scale in ((torch.float32, 1.0), (torch.bfloat16, 1e4), (torch.float16, 1e-4)):
+        weights = (torch.randn(32, 256, generator=draws) * scale).to(dtype)
+        weights[3] = 0
+        weights[5, :64] = weights[5, 0]
+        expected = quantise(weights, 64, "nf4", torch.uint8)
+        with precision.InThreads():  # type: ignore[no-untyped-call]
+            found = quantise(weights, 64, "nf4", torch.uint8)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert set(used) == ({64} if is_wrong else {64, 2**10})

@@ -1,8 +1,9 @@
 """Faults at any time, and how soon after the last one a run goes on.
 
 A worker or the coordinator is cut off in one direction, its clock jumps, its process or its machine
-dies, or the coordinator is started again from an older checkpoint. Whatever happened, the next step
-is applied within `bound_s` of the last fault's end.
+dies, it is started again with another version of the protocol, or the coordinator from an older
+checkpoint. Whatever happened, the next step is applied within `bound_s` of the last fault's end,
+and ends of different versions never train together.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrenar_py.train.wire import effects as do
+from entrenar_py.train.wire.frames import MAGIC, Decoder, Received
 from entrenar_py.train.wire.mesh_worker import MeshWorker
+from entrenar_py.train.wire.messages import VERSION, Welcome
 from entrenar_py.train.wire.terms import Run, Timing
 from entrenar_py.train.wire.worker import Worker
 from entrenar_py.train.wire_io.injections import unmeddled
@@ -26,6 +29,7 @@ from tests.train.wire_io.mesh_fakes import FakeMeshMember, FakeMeshServer
 
 TIMING = Timing(heartbeat_s=2.0, dead_after_s=10.0, hello_s=4.0, gather_s=100.0)
 NUM_WORKERS = 3
+OTHER = VERSION + 1  # of the protocol
 JUMP_S_MAX = 60.0
 # Connecting, loading, and a whole step of this run; two clock ticks, and two attempts to connect.
 STEP_S = 6.0
@@ -33,6 +37,7 @@ KINDS = (  # each fault with the processes that it can hit
     *((kind, who) for kind in ("deaf", "mute", "ahead", "back") for who in (None, 0, 1, 2)),
     *((kind, who) for kind in ("kill", "vanish") for who in (0, 1, 2)),
     *(("restart", None), ("move", None)),
+    *(("version", who) for who in (None, 0, 1, 2)),
 )
 
 
@@ -43,7 +48,8 @@ class Fault:
     A `deaf` process gets no bytes for `seconds`, a `mute` one sends none. A clock jumps by
     `seconds`. A killed process, or one whose machine vanishes, is replaced at once. The
     coordinator is started again from a checkpoint `seconds` % 3 steps ago; if it moves, its old
-    machine vanished.
+    machine vanished. A process that is replaced by one of another `version` is replaced by one of
+    this version after `seconds`; the coordinator as if started again.
     """
 
     kind: str
@@ -63,6 +69,18 @@ def bound_s(faults: list[Fault], worker: type[Worker]) -> float:
     return TIMING.dead_after_s + back_s + hello_s + STEP_S
 
 
+class Told(Simulation):
+    """A simulation that keeps the reasons for which workers closed connections."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        self.reasons: list[str] = []
+        super().__init__(*arguments, **more)
+
+    def _closed(self, node: Node, peer: do.Peer, reason: str) -> None:
+        self.reasons.append(reason)
+        super()._closed(node, peer, reason)
+
+
 class Trial:
     """One run under faults; `applied_s` has the time of each step that was applied."""
 
@@ -70,7 +88,7 @@ class Trial:
         self._is_mesh = issubclass(worker, MeshWorker)
         self.hands, self.applied_s = self._new_hands(), list[float]()
         member = FakeMeshMember if self._is_mesh else FakeMember
-        self.simulation = Simulation(
+        self.simulation = Told(
             self._run(0),
             self.hands,
             member,
@@ -100,14 +118,27 @@ class Trial:
                 self.workers[fault.who] = self.simulation.start(None, "cpu")
             case "restart" | "move":
                 self._restart(int(fault.seconds) % 3, silently=fault.kind == "move")
+            case "version":
+                self._replace(fault, OTHER)
+                self.simulation.later(fault.seconds, lambda: self._replace(fault, VERSION))
+                return fault.seconds
         return 0.0
 
-    def _restart(self, lost_steps: int, *, silently: bool) -> None:
+    def _replace(self, fault: Fault, version: int) -> None:
+        """Start a process of `version` in place of the one that the fault hits."""
+        if fault.who is None:
+            self._restart(int(fault.seconds) % 3, silently=False, version=version)
+        else:
+            self.simulation.kill(self.workers[fault.who])
+            self.workers[fault.who] = self.simulation.start(None, "cpu", version=version)
+
+    def _restart(self, lost_steps: int, *, silently: bool, version: int = VERSION) -> None:
         """Start the coordinator again; the last checkpoints are lost."""
         step = max(0, self.step - lost_steps)
         self.hands = self._new_hands()
         self.hands.made = list(range(step))
-        self.simulation.restart(self._run(step), self.hands, silently=silently)
+        run = self._run(step)
+        self.simulation.restart(run, self.hands, silently=silently, version=version)
 
     @property
     def step(self) -> int:
@@ -125,6 +156,9 @@ class Trial:
     def _notify(self, effect: do.Effect) -> None:
         if isinstance(effect, do.Gather):
             self.applied_s.append(self.simulation.now)
+        if isinstance(effect, do.Send) and isinstance(effect.message, Welcome):
+            worker = self.simulation._connections[effect.peer].node.end
+            assert worker.version == self.simulation.coordinator.version, "admitted"
 
 
 def run(worker: type[Worker], faults: list[Fault], seed: int) -> Trial:
@@ -171,3 +205,30 @@ def test_a_run_goes_on(worker: type[Worker], faults: list[Fault], seed: int) -> 
 def test_a_fault_alone(worker: type[Worker], kind: str, who: int | None) -> None:
     """Each fault, of the coordinator or of a worker."""
     run(worker, [Fault(kind, 5.0, who, 25.0)], seed=0)
+
+
+@pytest.mark.parametrize("worker", [Worker, MeshWorker])
+@pytest.mark.parametrize("who", [None, 0])
+def test_the_reason_names_both_versions(worker: type[Worker], who: int | None) -> None:
+    """The worker reads the first frame of the coordinator, whichever of them is newer."""
+    theirs, ours = (OTHER, VERSION) if who is None else (VERSION, OTHER)
+    trial = run(worker, [Fault("version", 5.0, who, 25.0)], seed=0)
+    reason = f"version={theirs}: this end speaks version {ours}"
+    assert trial.simulation.reasons.count(reason) > 1
+
+
+@pytest.mark.parametrize("worker", [Worker, MeshWorker])
+@pytest.mark.parametrize("who", [None, 0])
+def test_an_end_that_reads_any_version_is_found(
+    worker: type[Worker], who: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted bug: frames of other versions are read as if they were of this one."""
+    right = Decoder._end_prefix
+
+    def any_version(decoder: Decoder) -> Received | None:
+        (decoder.version,) = decoder._prefix[len(MAGIC) : len(MAGIC) + 1]
+        return right(decoder)
+
+    monkeypatch.setattr(Decoder, "_end_prefix", any_version)
+    with pytest.raises(AssertionError, match="admitted"):
+        run(worker, [Fault("version", 5.0, who, 25.0)], seed=0)

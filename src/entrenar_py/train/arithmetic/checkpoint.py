@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import reprlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,6 +113,7 @@ def _in_state(name: str) -> str:
 
 
 MAGIC = b"entrenar-checkpoint 1 "
+_ANY_VERSION = re.compile(rb"entrenar-checkpoint (\d{1,9}) ")
 Arrays = Mapping[str, NDArray[Any]]
 _ADVICE = "use an earlier checkpoint"
 # Room in the file for everything except the tensors: their names, the plan, the progress.
@@ -168,7 +170,7 @@ def load(
         raise CheckpointError(f"checkpoint {path}: {problem}") from error
     header, _, payload = content.partition(b"\n")
     if not header.startswith(MAGIC):
-        raise CheckpointError(f"checkpoint {path}: its first line is not a checkpoint's; {_ADVICE}")
+        raise CheckpointError(f"checkpoint {path}: {_foreign(header)}")
     if header[len(MAGIC) :] != blake3(payload).hexdigest().encode():
         raise CheckpointError(
             f"checkpoint {path}: its BLAKE3 digest does not match its content: the file is "
@@ -180,6 +182,17 @@ def load(
         raise CheckpointError(
             f"checkpoint {path}: its content is not a checkpoint's ({error!r}); {_ADVICE}"
         ) from error
+
+
+def _foreign(header: bytes) -> str:
+    """Return what is wrong with the first line of a file that doesn't begin with MAGIC."""
+    versioned = _ANY_VERSION.match(header)
+    if versioned is None:
+        return f"its first line is not a checkpoint's; {_ADVICE}"
+    return (
+        f"version {int(versioned[1])}: this release reads version {int(MAGIC.split()[1])}; go on "
+        f"with the release that wrote it, or {_ADVICE}"
+    )
 
 
 def _progress(payload: bytes) -> dict[str, Any]:

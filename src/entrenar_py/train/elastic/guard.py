@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from entrenar_py.train.elastic.group import NcclGroup
@@ -19,9 +20,12 @@ _ANSWER_S = 1.0  # for exchanges to be over
 
 
 class Guard:
-    """Watches over the exchanges of a generation that `group` connects, until it is closed."""
+    """Watches over the exchanges of a generation that `group` connects, until it is closed.
 
-    def __init__(self, group: NcclGroup, ending: Ending, deadline_s: float) -> None:
+    `deadline_s` returns how long they may take.
+    """
+
+    def __init__(self, group: NcclGroup, ending: Ending, deadline_s: Callable[[], float]) -> None:
         self._group, self._ending, self._deadline_s = group, ending, deadline_s
         self._closed = threading.Event()
         self.see()
@@ -43,15 +47,15 @@ class Guard:
                         self._ending.void()
                     self._group.cut()
                 return
-            seen = self._seen
-            if time.monotonic() - seen <= self._deadline_s:
+            seen, deadline_s = self._seen, self._deadline_s()
+            if time.monotonic() - seen <= deadline_s:
                 continue
             if self._is_idle():
                 self.see()  # the script computes something that takes long
             elif self._seen == seen and not self._closed.is_set():
                 with suppress(RuntimeError):
                     self._ending.interrupt(
-                        f"an exchange between ranks took longer than {self._deadline_s:g} s, and "
+                        f"an exchange between ranks took longer than {deadline_s:g} s, and "
                         "a rank waits for its GPU"
                     )
 

@@ -85,14 +85,16 @@ class _Presence:
 class Generation:
     """Processes that train together. `members[rank]` is (seat, incarnation), in order of seats.
 
-    The ranks `behind` get the state of rank `source`, which has committed the most steps. `dispute`
-    is what an earlier generation left open (`Roll.dispute`).
+    The ranks `behind` get the state of rank `source`, which has committed the most steps. Rank
+    `lead` is the last generation's, or `source` if that one is no member any more. `dispute` is
+    what an earlier generation left open (`Roll.dispute`).
     """
 
     number: int
     members: tuple[tuple[int, int], ...]
     source: int
     behind: tuple[int, ...]
+    lead: int
     dispute: str = ""
 
     @classmethod
@@ -100,8 +102,8 @@ class Generation:
         """Return the generation of a record."""
         fields = json_text.load(text)
         members = tuple((seat, incarnation) for seat, incarnation in fields["members"])
-        behind = tuple(fields["behind"])
-        return cls(number, members, fields["source"], behind, fields["dispute"])
+        ranks = fields["source"], tuple(fields["behind"]), fields["lead"]
+        return cls(number, members, *ranks, fields["dispute"])
 
 
 class Roll:
@@ -409,8 +411,9 @@ class Membership:
             for seat in range(self._num_seats)
             if (presence := self._presence(number, seat)) is not None
         }
-        last = self.roll.generation(number - 1).members if number else ()
-        alive = [(seat, one) for seat, one in last if not self.roll.has(f"dead/{seat}.{one}")]
+        last = self.roll.generation(number - 1) if number else None
+        before = last.members if last else ()
+        alive = [(seat, one) for seat, one in before if not self.roll.has(f"dead/{seat}.{one}")]
         if alive:
             missing = [seat for seat, _ in alive if seat not in here]
         else:  # the run starts, or all have ended: wait for all seats
@@ -423,15 +426,19 @@ class Membership:
         # One that was here and has stopped since can't write: then it is the next one's turn.
         if late < _TURN_S * writers.index(self.seat) and (missing or writers[0] != self.seat):
             return
-        members = sorted(here)
-        advance = {seat: (here[seat].trained, here[seat].step) for seat in members}
-        source = max(members, key=lambda seat: advance[seat])  # the first of the most advanced
+        seats = sorted(here)
+        members = [(seat, here[seat].incarnation) for seat in seats]
+        advance = {seat: (here[seat].trained, here[seat].step) for seat in seats}
+        source = max(seats, key=lambda seat: advance[seat])  # the first of the most advanced
+        lead = last.members[last.lead] if last else None
         record = {
-            "members": [(seat, here[seat].incarnation) for seat in members],
-            "source": members.index(source),
+            "members": members,
+            "source": seats.index(source),
+            # Not left to each member: one that is interrupted early may miss a generation.
+            "lead": members.index(lead) if lead in members else seats.index(source),
             "behind": [
                 rank
-                for rank, seat in enumerate(members)
+                for rank, seat in enumerate(seats)
                 if seat != source and not (here[seat].trained and advance[seat] == advance[source])
             ],
             "dispute": self.roll.dispute(number - 1),

@@ -56,9 +56,12 @@ class ElasticTrainer:
 
     `step` counts committed steps. `rank`, `world_size` and `shards`, the global indices of this
     rank's micro-batches, change when ranks die or join: then `generation` is another one.
+    `patience_s` is how long this rank waits for another one that is silent. It begins as
+    `deadline_s`, and may be less in steps that a caller knows.
     """
 
     generation: Generation
+    patience_s: float
 
     _is_made = False  # in this process, which has one seat
 
@@ -98,6 +101,7 @@ class ElasticTrainer:
         self._optimizer = optimizer
         self._schedulers, self._state = list(schedulers), list(state)
         self._micro_batches, self._seed, self._deadline_s = micro_batches, seed, deadline_s
+        self.patience_s = deadline_s
         self._switches = requirements.switches()
         facts = {
             "micro_batches": micro_batches,
@@ -308,7 +312,7 @@ class ElasticTrainer:
             self._see()
             return started.is_over()
 
-        self._members.wait(is_over, deadline_s=self._deadline_s, what="an exchange between ranks")
+        self._members.wait(is_over, deadline_s=self.patience_s, what="an exchange between ranks")
         started.check()
 
     def _wait_for_valid(self, started: Started) -> None:
@@ -350,7 +354,7 @@ class ElasticTrainer:
             try:
                 try:
                     generation = self._members.agree(
-                        self.step, trained=self._trained, deadline_s=self._deadline_s
+                        self.step, trained=self._trained, deadline_s=self.patience_s
                     )
                 finally:
                     # Not before: another rank may still receive what this one has sent.
@@ -358,7 +362,9 @@ class ElasticTrainer:
                 self._tell(generation)
                 self._use(self._connect(generation), generation)
                 if isinstance(self._group, NcclGroup):
-                    self._guard = Guard(self._group, self._members.ending(), self._deadline_s)
+                    self._guard = Guard(
+                        self._group, self._members.ending(), lambda: self.patience_s
+                    )
                 if generation.behind:
                     self._bring_up(generation)
             except InterruptedGenerationError:

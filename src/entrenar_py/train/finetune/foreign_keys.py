@@ -69,6 +69,13 @@ ROWS = (
     _same("bf16", "fp16", ours="precision", note="float32 or bfloat16"),
     _same("gradient_checkpointing", ours="recompute", note="blocks"),
     Row(
+        axolotl=("attn_implementation", "flash_attention"),
+        trl=("attn_implementation",),
+        llama_factory=("flash_attn",),
+        ours="attention",
+        note="torch or cudnn",
+    ),
+    Row(
         axolotl=("datasets",),
         trl=("dataset_name",),
         llama_factory=("dataset",),

@@ -106,14 +106,19 @@ def show_remarks(path: Path, facts: Facts) -> None:
 _BANDWIDTH = 1e9  # any value: only memory is checked
 
 
-def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
+def devices_of(settings: Settings, names: Sequence[str]) -> list[Device]:
+    """Return the devices of the backends `names`, with the memory that is free on them now."""
+    return plan.of_backends(names, settings.devices)
+
+
+def look(path: Path, prepared: Prepared, names: Sequence[str], devices: Sequence[Device]) -> None:
     """Print what is unusual in the configuration at `path`; refuse a run that does not fit.
 
-    Workers compute on the backends `names`, in turns. If a model's memory can't be estimated, a
-    warning says so, and the run is allowed. Raises ContractError for values with which training is
-    impossible, and UsageError for a device with too little memory.
+    Workers compute on the backends `names`, in turns, which have `devices`. If a model's memory
+    can't be estimated, a warning says so, and the run is allowed. Raises ContractError for values
+    with which training is impossible, and UsageError for a device with too little memory.
     """
-    devices, places = plan.of_backends(names, prepared.settings.devices), list(dict.fromkeys(names))
+    places = list(dict.fromkeys(names))
     _look(path, prepared, devices, "star", turns=[places.index(name) for name in names])
 
 

@@ -13,7 +13,7 @@ import secrets
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -24,8 +24,9 @@ import torch
 
 from entrenar_py import compute as backends
 from entrenar_py.compute import Backend
+from entrenar_py.compute.on_torch import CudaBackend
 from entrenar_py.shared import scenario, trace
-from entrenar_py.shared.errors import SystemFailure, UsageError
+from entrenar_py.shared.errors import BackendUnavailable, SystemFailure, UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.arithmetic.reduction import Aside
@@ -54,9 +55,9 @@ def work(pipe: Connection) -> None:
     """Do the one job that arrives through `pipe`, in three parts.
 
     The backend's name comes at once, and the settings when the coordinator has read the rows. So
-    libraries, device and model are loaded while the coordinator loads its own. The rest comes when
-    the coordinator listens. Until then failures are kept: if one is the coordinator's too, the
-    coordinator reports it.
+    libraries, device and model are loaded while the coordinator loads its own, and the model's
+    blocks are compiled on a GPU. The rest comes when the coordinator listens. Until then failures
+    are kept: if one is the coordinator's too, the coordinator reports it.
     """
     torch.set_num_threads(1)  # the number of threads changes the order of sums
     desk = Job(pipe)
@@ -65,7 +66,7 @@ def work(pipe: Connection) -> None:
     backend = _kept(lambda: _opened_ahead(name.decode()))
     if (settings := desk.next()) is None:
         return
-    workload = _kept(lambda: _loaded(settings.decode()))
+    workload = _kept(lambda: _loaded(settings.decode(), backend()))
     if (job := desk.next()) is None:
         return
     try:
@@ -94,8 +95,16 @@ def _opened_ahead(name: str) -> Backend:
     return backends.open_backend(name)
 
 
-def _loaded(settings: str) -> Finetuning:
-    return student.workload(preparation.prepare(settings_file.of_text(settings, "the settings")))
+def _loaded(settings: str, backend: Backend) -> Finetuning:
+    prepared = preparation.prepare(settings_file.of_text(settings, "the settings"))
+    workload = student.workload(prepared)
+    if isinstance(backend, CudaBackend) and not workload.may_wait:
+        training = prepared.settings.training
+        num_rows = min(workload.num_samples, training.batch_size) // training.num_shards
+        # The first step meets the same problem, and reports it.
+        with suppress(BackendUnavailable, UsageError), backend.failures():
+            workload.warm_up(backend.place, max(1, num_rows))
+    return workload
 
 
 async def _stay(
@@ -201,10 +210,16 @@ def train(
         num_workers, limit = _staff(prepared, names, resume=resume)
         settings = replace(settings, workers=num_workers)
         prepared = replace(prepared, settings=settings)
-        foresight.look(path, prepared, names)
+        free = foresight.devices_of(settings, names)
         workers.open(num_workers)
         workers.settings = settings
-        if settings.distill is None:  # a student may have to wait for its teacher
+        # They load while this process looks, unless a wrong run could fill the host's memory: a GPU
+        # refuses what it has no memory for. A student may have to wait for its teacher.
+        are_early = all(scenario.backend_kind(name) == "cuda" for name in names)
+        if settings.distill is None and are_early:
+            workers.load()
+        foresight.look(path, prepared, names, free)
+        if settings.distill is None:
             workers.load()
         torch.set_num_threads(1)  # more would wait for each other while a checkpoint is mapped
         workload = student.workload(prepared)

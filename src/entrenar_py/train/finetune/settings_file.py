@@ -30,6 +30,7 @@ from entrenar_py.train.model.settings import (
     BY_SHARDS,
     CANONICAL,
     COMPILABLE,
+    CUDNN,
     LAYER_PIPELINE,
     WHOLE_LAYERS,
     WHOLE_MODELS,
@@ -54,12 +55,13 @@ def of_pipeline(settings: Settings, root: MapNode) -> Iterator[tuple[Position, s
         if attrgetter(".".join(keys))(settings):
             at = innermost(root, keys).at
             yield at, f"strategy: {LAYER_PIPELINE} does not read {what}; leave it out"
-    if "compile" in root.fields:
-        yield (
-            root.fields["compile"].at,
-            f"strategy: {LAYER_PIPELINE} does not read compile: a stage runs its blocks as they "
-            "are; leave it out",
-        )
+    for key in ("compile", "attention"):
+        if key in root.fields:
+            yield (
+                root.fields[key].at,
+                f"strategy: {LAYER_PIPELINE} does not read {key}: a stage runs its blocks as they "
+                "are; leave it out",
+            )
     wait = ("coordinator", "wait_for")
     if (node := innermost(root, wait)) is not innermost(root, wait[:1]):
         yield (
@@ -465,6 +467,12 @@ class _Conflicts:
                 f"weights={settings.classes.weights} with oversample: true: all classes are "
                 "equally frequent then, so each weight would be 1; give only one of the two",
                 *("classes", "weights"),
+            )
+        if settings.attention == CUDNN and (settings.precision == "float32" or data.packing):
+            given = "packing: true" if data.packing else "precision: float32"
+            why = "packed rows need masks" if data.packing else "it computes in 16 bits"
+            self._error(
+                f"attention: {CUDNN} with {given}: {why}; leave out one of the two", "attention"
             )
         if settings.compile is True and settings.recompute != "none":
             self._error(

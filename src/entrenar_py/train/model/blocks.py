@@ -8,12 +8,16 @@ inputs). Models on torch's meta device have such a plan, too.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
 from entrenar_py.shared.errors import UsageError
+
+T = TypeVar("T")
 
 
 def of(module: nn.Module) -> nn.ModuleList:
@@ -35,6 +39,61 @@ def place_of(module: nn.Module) -> tuple[str, nn.ModuleList]:
         f"model: {type(module).__name__} has no list of {number} blocks, which this needs; use "
         "strategy: ddp and recompute: none"
     )
+
+
+def probed(module: nn.Module, run: Callable[[], T]) -> T:
+    """Return the result of `run`, which asks about all blocks what it could ask about each kind.
+
+    `run` calls `module` to see what it does. Blocks with the same structure and the same settings
+    do the same, so it first sees only as many blocks as have one of each kind. It sees all of them
+    where there is no list of blocks, and where `module` fails without the others.
+    """
+    try:
+        with _few(module):
+            return run()
+    except (UsageError, *_FAILURES):
+        return run()
+
+
+_FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_OWN = ("layer_idx", "training")  # what differs between blocks of one kind, or passes
+
+
+@contextmanager
+def _few(module: nn.Module) -> Iterator[None]:
+    """Leave only the first blocks in `module`: as many as have one of each kind."""
+    name, layers = place_of(module)
+    kinds, number = list[Any](), 0
+    for index, block in enumerate(layers):
+        if (kind := _kind(block)) not in kinds:
+            kinds.append(kind)
+            number = index + 1
+    above, _, last = name.rpartition(".")
+    parent = module.get_submodule(above)
+    setattr(parent, last, layers[:number])
+    try:
+        yield
+    finally:
+        setattr(parent, last, layers)
+
+
+def _kind(block: nn.Module) -> list[Any]:
+    """Return what `block` consists of: its parts, their classes, plain attributes and shapes."""
+    return [
+        (
+            name,
+            type(part),
+            {key: one for key, one in vars(part).items() if key not in _OWN and _is_plain(one)},
+            [(key, one.shape, one.dtype) for key, one in part.named_parameters(recurse=False)],
+        )
+        for name, part in block.named_modules()
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 COLUMNS, ROWS = "colwise", "rowwise"

@@ -24,7 +24,7 @@ from torch import nn
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model import blocks, masks, model_folder, objectives, precision, stock
 from entrenar_py.train.model.precision import in_evaluation
-from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.settings import CUDNN, Settings
 
 _MARKERS = ("▁",)  # marks the start of a word; even tokenizers without files have it
 _SHOWN = 12  # layers in a message
@@ -80,6 +80,10 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
         stock.require_padding(settings, module, pad_token)
         stock.set_padding(module, pad_token)
         stock.freeze_beside(module)
+        if settings.attention == CUDNN:
+            from entrenar_py.train.model import attention  # imports transformers
+
+            attention.use(module)
         if settings.adapts:
             module = stock.adapted(settings, module, new)
             stock.start(settings, module)
@@ -202,7 +206,7 @@ def _require_causal(settings: Settings, module: nn.Module) -> None:
     """
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
     with in_evaluation(module), precision.applied(precision.of_products(settings), tokens.device):
-        logits = module(input_ids=tokens, use_cache=False).logits
+        logits = blocks.probed(module, lambda: module(input_ids=tokens, use_cache=False).logits)
     require_blind(settings, logits)
 
 

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic.tensors import Batch
-from entrenar_py.train.model import precision
+from entrenar_py.train.model import blocks, precision
 from entrenar_py.train.model.precision import in_evaluation
 
 LOGITS_MAX = 2**26  # computed at a time: 256 MiB in float32
@@ -41,18 +41,20 @@ def head_of(module: nn.Module) -> nn.Linear | None:
     head = cast("Any", module).get_output_embeddings()
     if not _is_plain(head):
         return None
-    place = head.weight.device
-    tokens = torch.tensor([_PROBED_TOKENS], device=place)
-    with in_evaluation(module):
+    tokens = torch.tensor([_PROBED_TOKENS], device=head.weight.device)
+
+    def is_last() -> bool:
         logits = module(input_ids=tokens, use_cache=False).logits
         with replaced_by_identity(head):
             hidden = module(input_ids=tokens, use_cache=False).logits
-        is_last = (
+        return (
             hidden.shape[-1] == head.in_features
             and hidden.dtype == head.weight.dtype  # some models convert the head's input
             and torch.equal(head(hidden), logits)
         )
-    return cast("nn.Linear", head) if is_last else None
+
+    with in_evaluation(module):
+        return cast("nn.Linear", head) if blocks.probed(module, is_last) else None
 
 
 def _is_plain(layer: Any) -> bool:
@@ -120,6 +122,14 @@ class _Select(torch.autograd.Function):
         found = torch.searchsorted(places, rows).clamp_(max=len(places) - 1)
         is_there = places.index_select(0, found) == rows
         return gradient.index_select(0, found) * is_there[:, None], None
+
+
+def load_kernel(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the kernel of a fused `cross_entropy` for the CUDA `device`, or load it."""
+    from entrenar_py.train.model import loss_kernel  # needs triton
+
+    logits = torch.zeros(1, vocabulary, dtype=dtype, device=device)
+    loss_kernel.loss_of_logits(logits, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -293,6 +303,11 @@ class Objective(nn.Module, ABC):
     def is_static(self) -> bool:
         """See `Workload`."""
 
+    @property
+    @abstractmethod
+    def head(self) -> nn.Linear | None:
+        """The layer that computes the logits; None if other operations change them."""
+
     @abstractmethod
     def kind(self, batch: Batch) -> tuple[bool, ...]:
         """Return what the operations depend on."""
@@ -312,6 +327,7 @@ class ClassObjective(Objective):
         )
 
     is_static = False  # the mask is read on the host
+    head = None
 
     def kind(self, batch: Batch) -> tuple[bool, ...]:
         """Return what the operations depend on: if there is one row, and if there is padding."""
@@ -345,7 +361,6 @@ class NextTokens(Objective):
 
     @property
     def head(self) -> nn.Linear | None:
-        """The layer that computes the logits; None if other operations change them."""
         return self._head[0]
 
     def kind(self, batch: Batch) -> tuple[bool, ...]:

@@ -23,7 +23,7 @@ from entrenar_py.shared.untrusted import files, json_text
 from entrenar_py.train.model import model, model_folder, precision, rendering, samples
 from entrenar_py.train.model.preference import DirectPreference
 from entrenar_py.train.model.samples import Samples
-from entrenar_py.train.model.settings import AUTO, CHATS, COMPILABLE, Lora, Settings
+from entrenar_py.train.model.settings import AUTO, CHATS, COMPILABLE, CUDNN, TORCH, Lora, Settings
 from entrenar_py.train.model.workload import Finetuning, Tuned
 
 TRAINER = "parameter_server"
@@ -72,6 +72,7 @@ class Prepared:
             products=precision.of_products(self.settings),
             packed_tokens=self.settings.data.max_tokens if self.settings.data.packing else None,
             compiles=compiles(self.settings, len(self.train)),
+            by_cudnn=self.settings.attention == CUDNN,
             **options_of(self.settings),
             **more,
         )
@@ -254,6 +255,8 @@ def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
     if settings.task == "classify":
         decisive |= {"classes.labels": list(classes.labels), "classes.weights": classes.weights}
     decisive |= workload.decisive
+    if settings.attention != TORCH:
+        decisive["attention"] = settings.attention
     if data.date is not None:
         decisive["data.date"] = data.date
     if settings.adapts:

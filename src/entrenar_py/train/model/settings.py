@@ -46,6 +46,7 @@ KINDS = ("cpu", "cuda", "wgpu")  # of backends
 TEACHER_PRECISIONS = ("float32", "bfloat16", "int8")
 ALL_LINEAR = "all-linear"  # of lora.targets, as in peft
 AUTO = "auto"  # of compile
+TORCH, CUDNN = ATTENTIONS = ("torch", "cudnn")
 COMPILABLE = ("ddp", "ddp_canonical", "tensor_parallel")  # strategies, as measured on GPUs
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
@@ -491,11 +492,19 @@ class Settings:
     compile: Annotated[
         bool | str,
         Key(
-            "compile the model's blocks on CUDA devices, which takes a minute at the start; auto: "
+            "compile the model's blocks on CUDA devices, which takes seconds at the start; auto: "
             "if the run is long enough; never with dropout, or with recompute: blocks",
             choices=(AUTO, True, False),
         ),
     ] = AUTO
+    attention: Annotated[
+        str,
+        Key(
+            "library that computes causal attention on CUDA devices; cudnn is faster on GPUs of "
+            "Hopper's generation, and needs nvidia-cudnn-frontend",
+            choices=ATTENTIONS,
+        ),
+    ] = TORCH
     trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False
     data: Annotated[Data, Key("the rows")]
     classes: Annotated[Classes, Key("the classes of `task: classify`")] = Classes()

@@ -28,6 +28,7 @@ from torch.func import functional_call
 from entrenar_py.compute import draws, on_torch
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic.engine import Dropout
+from entrenar_py.train.arithmetic.reduction import Aside
 from entrenar_py.train.arithmetic.tensors import (
     Array,
     Batch,
@@ -37,7 +38,7 @@ from entrenar_py.train.arithmetic.tensors import (
     TensorSpec,
     Workload,
 )
-from entrenar_py.train.model import objectives, precision
+from entrenar_py.train.model import blocks, objectives, precision
 from entrenar_py.train.model.masks import Masks
 from entrenar_py.train.model.objectives import (
     IGNORED,
@@ -291,12 +292,14 @@ class Finetuning(Tuned):
         products: torch.dtype = torch.float32,
         packed_tokens: int | None = None,
         compiles: bool = False,
+        by_cudnn: bool = False,
     ) -> None:
-        """Take the arguments of `Tuned`, and two more.
+        """Take the arguments of `Tuned`, and three more.
 
         `products` is the dtype of the model's matrix products. With `compiles`, the model is
-        compiled when it is moved to a device in COMPILED, unless it has dropout. The module
-        `objective` returns the summed loss of a result of `batch`.
+        compiled when it is moved to a device in COMPILED, unless it has dropout. With `by_cudnn`,
+        the module is one that `attention.use` was called for. The module `objective` returns the
+        summed loss of a result of `batch`.
         """
         super().__init__(
             *(module, samples),
@@ -308,6 +311,8 @@ class Finetuning(Tuned):
         self.products, self._compiles, self.is_compiled = products, compiles, False
         self._shown: set[tuple[bool, ...]] = set()  # kinds of batches that are compiled
         self._dropout_key: Tensor | None = None
+        self._by_cudnn = by_cudnn
+        self._warns = False  # after the next shard, if cuDNN should compute attention but doesn't
         with precision.applied(products, next(module.parameters()).device):
             self.objective = self.new_objective(class_weights)
         self.objective.train()
@@ -339,10 +344,21 @@ class Finetuning(Tuned):
         """Return whether the model draws random numbers in its forward pass on an example."""
         device = next(self.module.parameters()).device
         batch = self.objective.example((False, False), LENGTHS)
-        before, masks = torch.get_rng_state(), Masks(torch.zeros(2, dtype=torch.int32).to(device))
-        with torch.no_grad(), self.formats(device), masks:
-            self.objective(*(one.to(device) for one in batch))
-        return masks.num_drawn > 0 or not torch.equal(before, torch.get_rng_state())
+        batch = tuple(one.to(device) for one in batch)
+        head = self.objective.head
+
+        def has_drawn() -> bool:
+            before = torch.get_rng_state()
+            masks = Masks(torch.zeros(2, dtype=torch.int32).to(device))
+            with torch.no_grad(), self.formats(device), masks:
+                if head is None:
+                    self.objective(*batch)
+                else:  # a large vocabulary takes longer than the blocks
+                    with objectives.replaced_by_identity(head):
+                        self.module(input_ids=batch[0], use_cache=False)
+            return masks.num_drawn > 0 or not torch.equal(before, torch.get_rng_state())
+
+        return blocks.probed(self.module, has_drawn)
 
     @property
     def constants(self) -> Tensors:
@@ -365,7 +381,13 @@ class Finetuning(Tuned):
         if self.is_compiled and (kind := self.objective.kind(batch)) not in self._shown:
             self._show(kind, tensors)
         self.seed(drop)
-        return self._loss(tensors, batch)
+        loss = self._loss(tensors, batch)
+        if self._warns:
+            from entrenar_py.train.model import attention  # imports transformers
+
+            self._warns = False
+            attention.warn_if_unused()
+        return loss
 
     def _loss(self, tensors: Tensors, batch: Batch) -> Tensor:
         objective = partial(functional_call, self.objective, named(tensors, batch))
@@ -407,10 +429,16 @@ class Finetuning(Tuned):
     def move(self, device: torch.device) -> None:
         """Move the module `objective` to `device`, and choose the kernels of its blocks and loss.
 
-        Raises UsageError if the run compiles on CUDA, and torch can't compile here.
+        Raises UsageError if the run needs compilation on CUDA, or attention by cuDNN, and this
+        process can't do that.
         """
         self.objective.to(device)
         self._device = device
+        if self._by_cudnn and device.type == "cuda":
+            from entrenar_py.train.model import attention  # imports transformers
+
+            attention.require(self.module, device)
+            self._warns = True
         if self.is_compiled or not self._compiles or self.drops or device.type not in COMPILED:
             return
         if device.type == "cuda" and (problem := on_torch.compiler_problem()):
@@ -423,6 +451,32 @@ class Finetuning(Tuned):
         if device.type == "cuda" and isinstance(self.objective, objectives.NextTokens):
             self.objective.is_fused = True
 
+    def warm_up(self, device: torch.device, num_samples: int) -> None:
+        """Move to the CUDA `device`, and compile for batches of `num_samples`, before a step does.
+
+        Raises as `move` does.
+        """
+        loaded = Aside().start(partial(self._load_kernels, device))
+        self.move(device)
+        loaded()
+        if not self.is_compiled:
+            return
+        held = dict(self.module.named_parameters())
+        own = {spec.name: held[spec.name] for spec in self.specs}
+        step = on_torch.DeviceStep(device, self, own, scale=1.0)
+        step.weights.zero_()
+        self._show(self.objective.kind(self.batch(range(num_samples))), step.tensors)
+
+    def _load_kernels(self, device: torch.device) -> None:
+        """Load kernels that torch doesn't compile, with the first call of each."""
+        if self._by_cudnn:
+            from entrenar_py.train.model import attention  # imports transformers
+
+            attention.require(self.module, device)
+        head = self.objective.head
+        if self._compiles and head is not None and not on_torch.compiler_problem():
+            objectives.load_kernel(len(head.weight), self.products, device)
+
     def as_it_is(self) -> AbstractContextManager[Any]:
         """Return a context in which blocks run without compilation, as for scores."""
         stance = cast("Any", torch.compiler).set_stance
@@ -434,9 +488,9 @@ class Finetuning(Tuned):
         Which kernels are compiled may depend on the shapes that come first. So every process starts
         with the same shapes, whichever samples it gets.
         """
-        self._shown.add(kind)
         loss = self._loss(tensors, self.objective.example(kind, self._longest))
         torch.autograd.grad(loss, [tensors[spec.name] for spec in self.specs])
+        self._shown.add(kind)
 
 
 def _head(module: Any) -> Any:

@@ -30,6 +30,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 _NAMES = {StepMade: "step", StepAveraged: "step", Scored: "evaluation"}
 
+
+def kind_of(happening: Happening) -> str:
+    """Return `what` in the metrics' line of an event."""
+    return happening.what if isinstance(happening, Noted) else _NAMES[type(happening)]
+
+
 # keys that only layer pipelines have, and (margin) pairs
 _OF_SOME = ("passes_us", "idle_share", "margin")
 
@@ -58,8 +64,8 @@ class Metrics:
 
     def __call__(self, happening: Happening) -> None:
         """Write the line of one event."""
-        what = {} if isinstance(happening, Noted) else {"what": _NAMES[type(happening)]}
-        record = {"time": round(time.time(), 3), **what, **asdict(happening)}
+        what = kind_of(happening)
+        record = {"time": round(time.time(), 3), "what": what, **asdict(happening)}
         for key in _OF_SOME:
             if record.get(key) in (None, {}):
                 record.pop(key, None)

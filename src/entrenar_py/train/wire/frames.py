@@ -186,6 +186,8 @@ def new_room(message: Message, num_bytes: int) -> memoryview:
 class Encoder:
     """Encodes one direction of a connection; `key` is the session key."""
 
+    version = VERSION
+
     def __init__(self, key: bytes = NO_KEY, *, direction: int = TO_COORDINATOR) -> None:
         self.key = key
         self._direction = direction
@@ -201,7 +203,7 @@ class Encoder:
         for start in range(0, max(whole.nbytes, 1), CHUNK_BYTES):
             chunk = whole[start : start + CHUNK_BYTES]
             fields = FIELDS.pack(
-                *(MAGIC, VERSION, message.tag, start == 0, self._direction, self._number),
+                *(MAGIC, self.version, message.tag, start == 0, self._direction, self._number),
                 *(len(header), chunk.nbytes, whole.nbytes),
             )
             self._number += 1
@@ -221,6 +223,8 @@ class Decoder:
     until `filled` returns the message; after that the caller owns it. Until then, the message
     passed to `room` and the bytes in the memory are unverified and may be damaged.
     """
+
+    version = VERSION
 
     def __init__(
         self,
@@ -283,7 +287,8 @@ class Decoder:
         magic, version, tag, first, direction, number, *sizes = FIELDS.unpack_from(self._prefix)
         header_bytes, chunk_bytes, whole_bytes = sizes
         _require(magic == MAGIC, f"magic={magic!r}: not a frame of this protocol")
-        _require(version == VERSION, f"version={version}: this end speaks version {VERSION}")
+        ours = self.version
+        _require(version == ours, f"version={version}: this end speaks version {ours}")
         _require(tag in MESSAGES, f"tag={tag}: no message has it")
         _require(number == self._number, f"frame {number} came where {self._number} was due")
         in_turn = direction == self._direction and first == (self._received is None)

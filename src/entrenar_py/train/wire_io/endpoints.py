@@ -28,6 +28,7 @@ from entrenar_py.train.wire.frames import (
     Room,
 )
 from entrenar_py.train.wire.messages import (
+    VERSION,
     Average,
     Message,
     NonFinite,
@@ -249,8 +250,11 @@ class Connection:
 class End:
     """An endpoint with its connections, and the effects that coordinator and worker share.
 
-    `finished` is the Finish effect, None until the state machine requests it.
+    `finished` is the Finish effect, None until the state machine requests it. `version` is that of
+    its frames; a simulation sets another one.
     """
+
+    version = VERSION
 
     machine: Coordinator | Worker
     hands: ServerHands | MemberHands
@@ -304,7 +308,9 @@ class End:
         self._do(self.machine.tick(self._clock()))
 
     def _stream(self, direction: int, meter: Meter) -> Stream:
-        return Stream(self._sizes, self.hands.room, direction, meter)
+        stream = Stream(self._sizes, self.hands.room, direction, meter)
+        stream.decoder.version = stream.encoder.version = self.version
+        return stream
 
     def _require(self, peer: Peer, received: Received) -> None:
         raise NotImplementedError

@@ -22,7 +22,7 @@ from entrenar_py.train.wire.effects import Peer
 from entrenar_py.train.wire.frames import Buffer
 from entrenar_py.train.wire.mesh_coordinator import MeshCoordinator
 from entrenar_py.train.wire.mesh_worker import MeshWorker
-from entrenar_py.train.wire.messages import Message
+from entrenar_py.train.wire.messages import VERSION, Message
 from entrenar_py.train.wire.pipeline_peers import PipelineCoordinator, PipelineWorker
 from entrenar_py.train.wire.terms import NONCE_BYTES, Run, Timing
 from entrenar_py.train.wire.worker import Worker
@@ -242,10 +242,21 @@ class Simulation:
         self.coordinator = self._new_coordinator(run, hands)
         self._tick(lambda: self.coordinator.tick(), lambda: True)
 
-    def start(self, rank: int | None, backend: str, speak: Speak = truthfully) -> Node:
-        """Return a new worker process; it connects at once, and requests `rank` unless None."""
+    def start(
+        self,
+        rank: int | None,
+        backend: str,
+        speak: Speak = truthfully,
+        *,
+        version: int = VERSION,
+    ) -> Node:
+        """Return a new worker process; it connects at once, and requests `rank` unless None.
+
+        `version` is the one of the protocol that it speaks.
+        """
         node = Node(self._num_started)
         node.end = self._new_end(node, rank, backend, speak)
+        node.end.version = version
         self._num_started += 1
         self.nodes = [*(other for other in self.nodes if other.alive), node]
         self._connect(node)
@@ -280,10 +291,12 @@ class Simulation:
         """Schedule `action` for `seconds` from now."""
         self._time.later(seconds, action)
 
-    def restart(self, run: Run, hands: ServerHands, *, silently: bool = False) -> None:
+    def restart(
+        self, run: Run, hands: ServerHands, *, silently: bool = False, version: int = VERSION
+    ) -> None:
         """End the coordinator's process and its connections; start a new process for `run`.
 
-        If its machine failed `silently`, workers aren't told.
+        If its machine failed `silently`, workers aren't told. `version` is as for `start`.
         """
         for connection in self._connections.values():
             if connection.to is not None:
@@ -295,6 +308,7 @@ class Simulation:
         self._connections.clear()
         self._guests.clear()
         self.coordinator = self._new_coordinator(run, hands)
+        self.coordinator.version = version
 
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
         machine = _coordinator_of(self._worker)(

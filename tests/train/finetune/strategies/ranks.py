@@ -100,13 +100,16 @@ def elastically(
     deaths: Mapping[int, str] | None = None,
     waits_before: int | None = None,
     successors: Path | None = None,
+    spikes: bool = False,
+    least_s: float | None = None,
 ) -> tuple[dict[int, list[int | None]], str]:
     """Run the configuration by elastic ranks; return each seat's exit codes, and what they said.
 
-    A seat's first process kills itself at its moment of `deaths`, such as `made:1` (`_kill_at`),
-    or lags (`_lag`),
-    and gets a successor, as from a supervisor. Before step `waits_before`, ranks wait for it.
-    It runs the configuration `successors`, by default the same.
+    A seat's first process kills itself at its moment of `deaths`, such as `made:1` (`_kill_at`) or
+    `write:7:0.5` (`_kill_in_write`), hangs (`_hang`) or lags (`_lag`), and gets a successor, as
+    from a supervisor. Before step `waits_before`, ranks wait for it. It runs the configuration
+    `successors`, by default the same. With `spikes`, nearly every norm is a spike. A rank that
+    hangs may take `least_s` in steps that only compute.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     roll = Roll(PrefixStore("entrenar-elastic//0", store))
@@ -119,6 +122,9 @@ def elastically(
                 "folder": folder,
                 "kills_at": death,
                 "waits_before": waits_before,
+                "spike_factor": 0.1 if spikes else None,
+                "spike_least": 1 if spikes else None,
+                "least_s": least_s,
                 "environment": {
                     "RANK": str(seat),
                     "LOCAL_RANK": str(seat),
@@ -192,6 +198,10 @@ def main(pipe: Connection) -> NoReturn:
             _before(job["waits_before"], _wait_for_newcomers)
         if (job.get("kills_at") or "").startswith("lags:"):
             _lag(int(job["kills_at"].removeprefix("lags:")))
+        elif (job.get("kills_at") or "").startswith("hangs:"):
+            _before(int(job["kills_at"].removeprefix("hangs:")), _hang)
+        elif (job.get("kills_at") or "").startswith("write:"):
+            _kill_in_write(*job["kills_at"].removeprefix("write:").split(":"))
         elif job.get("kills_at"):
             _kill_at(job["kills_at"])
         if job.get("dies_before") is not None:
@@ -207,6 +217,11 @@ def main(pipe: Connection) -> NoReturn:
 
             on_device.BYTES_MAX = 0
         measures.FACTOR = job.get("spike_factor") or measures.FACTOR
+        measures.STEPS_LEAST = job.get("spike_least") or measures.STEPS_LEAST
+        if job.get("least_s") is not None:
+            from entrenar_py.train.finetune.strategies import elastic
+
+            elastic.LEAST_S = job["least_s"]
         rendezvous = f"file://{job['folder']}/rendezvous"
         try:
             code = cli.rank(job["argv"], job["environment"], rendezvous)
@@ -227,6 +242,14 @@ def _wait_for_newcomers(loop: Any) -> None:
         if members.roll.has(key):
             break
         time.sleep(0.01)
+
+
+def _hang(loop: Any) -> None:
+    """Wait until the others have given up this rank. Then end, as by a supervisor."""
+    members = loop._strategy._trainer._members
+    while not members.roll.excludes(members.seat):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _before(step: int, action: Callable[[Any], object]) -> None:
@@ -296,6 +319,43 @@ def _kill_at(moment: str) -> None:
         return before(*arguments, **more)
 
     setattr(owner, function, changed)
+
+
+def _kill_in_write(number: str, share: str) -> None:
+    """Kill this process in its write `number` to the record: a `share` of its bytes is written.
+
+    Counted are lines of the ledger that are written together, lines of the metrics, and
+    checkpoints, which are written as a whole or not at all.
+    """
+    from io import FileIO
+
+    from entrenar_py.shared.trace import writer
+    from entrenar_py.train.arithmetic import checkpoint
+    from entrenar_py.train.finetune import task
+    from entrenar_py.train.service import metrics
+
+    left = [int(number)]
+
+    def is_last() -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    class Dying(FileIO):
+        def write(self, data: Any) -> int:
+            if is_last():
+                super().write(data[: int(len(data) * float(share))])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().write(data)
+
+    save = checkpoint.save
+
+    def save_or_die(path: Path, *arguments: Any) -> None:
+        if path.name == task.CHECKPOINT and is_last():
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(path, *arguments)
+
+    writer.FileIO = metrics.FileIO = Dying  # type: ignore[attr-defined]
+    checkpoint.save = save_or_die  # type: ignore[assignment]
 
 
 def _compile_for_cpu() -> None:

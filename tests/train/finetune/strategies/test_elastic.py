@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +119,74 @@ def test_deaths_change_nothing(
         assert {one.rank for one in shards if one.step == 5} == {0, 1}
 
 
+@pytest.fixture(scope="module")
+def spiky(case: Case) -> Path:
+    """The output of two elastic ranks that nothing disturbs. Nearly every step has a spike."""
+    codes, told = ranks.elastically(elastic(case, "spiky"), 2, spikes=True)
+    assert codes == {0: [0], 1: [0]}, told
+    return case.folder / "spiky"
+
+
+def lines(output: Path) -> list[object]:
+    """Return what the record says, in order, but for processes and times."""
+    record = ledger.load(output / "ledger.jsonl")
+    of_processes = (trace.Start, trace.Attempt)
+    events = [
+        replace(event, rank=0) if isinstance(event, trace.Shard) else event
+        for event in record.events
+        if not isinstance(event, of_processes)
+    ]
+    metrics = list[object]()
+    for line in (output / "metrics.jsonl").read_text("utf-8").splitlines():
+        with suppress(ValueError):  # a part of one stays, and the line follows as a whole
+            entry = json.loads(line)
+            if entry["what"] != "began":
+                metrics.append((entry["what"], entry["step"]))
+    return [*events, *metrics]
+
+
+NUM_WRITES = 40
+# Of step 1: some of its shards, no spike, no note of it, no line. Then the checkpoint's line, and
+# the note of the end.
+SHOWN = [(5, 0.7), (6, 0), (7, 0), (8, 0), (10, 0), (38, 0)]
+
+
+@pytest.mark.parametrize(
+    ("number", "share"),
+    [
+        pytest.param(number, share, marks=() if (number, share) in SHOWN else BY_HAND)
+        for number in range(NUM_WRITES)
+        for share in (0, 0.7)
+    ],
+)
+def test_a_writer_that_dies_in_a_write_loses_no_line(
+    case: Case, spiky: Path, number: int, share: float
+) -> None:
+    """Its successor writes what is missing, and nothing twice."""
+    name = f"write{number}-{share}"
+    config = elastic(case, name)
+    codes, told = ranks.elastically(config, 2, deaths={0: f"write:{number}:{share}"}, spikes=True)
+    assert codes == {0: [None, 0], 1: [0]}, told
+    output = case.folder / name
+    assert lines(output) == lines(spiky)
+    assert runs.digest(output) == runs.digest(spiky)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=BY_HAND) for n in range(1, 30))])
+def test_both_ranks_die_in_a_write(case: Case, spiky: Path, seed: int) -> None:
+    """The second one as a writer, or not at all. If none is left, the checkpoint is continued."""
+    draw, name = random.Random(seed), f"both{seed}"
+    deaths = {
+        seat: f"write:{draw.randrange(NUM_WRITES // (seat + 1))}:{draw.choice([0, 0.7])}"
+        for seat in range(2)
+    }
+    codes, told = ranks.elastically(elastic(case, name), 2, deaths=deaths, spikes=True)
+    assert codes[0] == [None, 0], told
+    assert codes[1] in ([0], [None, 0]), told
+    assert lines(case.folder / name) == lines(spiky)
+    assert runs.digest(case.folder / name) == runs.digest(spiky)
+
+
 def test_a_writer_that_lags_writes_what_the_others_committed(
     case: Case, undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,32 +197,70 @@ def test_a_writer_that_lags_writes_what_the_others_committed(
     assert_undisturbed(case.folder / "lags", undisturbed, capsys)
 
 
-def test_a_signal_stops_all_ranks_and_the_run_is_resumed(case: Case, undisturbed: Path) -> None:
-    """One rank gets it. Ranks of `ddp_canonical` without `elastic` could go on, too."""
-    config = elastic(case, "stopped")
-    codes, told = ranks.elastically(config, 2, deaths={1: "stop:2"})
+@pytest.fixture(scope="module")
+def stopped(case: Case) -> Path:
+    """The output of a run that one of its ranks was told to stop."""
+    codes, told = ranks.elastically(elastic(case, "stopped"), 2, deaths={1: "stop:2"})
     assert codes == {0: [exit_codes.STOPPED], 1: [exit_codes.STOPPED]}, told
     assert "a rank was stopped by a signal" in told
-    codes, told = ranks.elastically(config, 2)
+    return case.folder / "stopped"
+
+
+def test_a_stopped_run_has_to_be_resumed(stopped: Path) -> None:
+    codes, told = ranks.elastically(stopped.with_suffix(".yaml"), 2)
     assert codes == {0: [exit_codes.INVALID], 1: [exit_codes.INVALID]}
     assert told.count("it already exists; continue with --resume") == 2
-    codes, told = ranks.elastically(config, 2, "--resume", deaths={0: "train:5"})
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        "train:5",
+        "write:0:0",  # before it says that it goes on: the last line is the end of the stopped run
+        "write:1:0",
+        *(pytest.param(f"write:{number}:0", marks=BY_HAND) for number in range(2, 13)),
+    ],
+)
+def test_a_stopped_run_is_resumed(case: Case, undisturbed: Path, stopped: Path, death: str) -> None:
+    """Ranks of `ddp_canonical` without `elastic` could go on, too."""
+    name = "resumed-" + death.replace(":", "-")
+    config, output = elastic(case, name), case.folder / name
+    shutil.copytree(stopped, output)
+    codes, told = ranks.elastically(config, 2, "--resume", deaths={0: death})
     assert codes == {0: [None, 0], 1: [0]}, told
-    assert runs.digest(case.folder / "stopped") == runs.digest(undisturbed)
-    assert [one.step for one in runs.steps(case.folder / "stopped")] == [*range(6)]
+    assert runs.digest(output) == runs.digest(undisturbed)
+    record = ledger.load(output / "ledger.jsonl")
+    assert [one.step for one in record.of(trace.Update)] == [*range(6)]
+    assert [one.step for one in record.of(trace.Saved)] == [2, 4, 6]
+    assert [one.status for one in record.of(trace.End)] == ["failed", "completed"]
+    is_started = [isinstance(one, trace.Start) for one in record.events]
+    assert any(is_started[record.events.index(record.of(trace.End)[0]) :])
+    assert [one["step"] for one in runs.noted(output, "step")] == [*range(6)]
+    assert [one["step"] for one in runs.noted(output, "evaluation")] == [2, 6]
+    assert [one["step"] for one in runs.noted(output, "completed")] == [6]
 
 
-def test_a_halt_is_one_of_all_ranks(case: Case) -> None:
+@pytest.mark.parametrize(
+    "death",
+    [
+        "page",
+        "write:10:0",  # between the halt and the end, which are two lines of the ledger
+        *(pytest.param(f"write:{number}:0", marks=BY_HAND) for number in (*range(4, 10), 11)),
+    ],
+)
+def test_a_halt_is_one_of_all_ranks(case: Case, death: str) -> None:
     """A rank that dies meanwhile gets to know of it."""
     training = {"learning_rate": 1e30, "weight_decay": 0.0, "schedule": "constant"}
-    config = elastic(replace(case, method="full", lora={}, training=training), "halted")
-    codes, told = ranks.elastically(config, 2, deaths={0: "page"})
+    name = "halted-" + death.replace(":", "-")
+    config = elastic(replace(case, method="full", lora={}, training=training), name)
+    codes, told = ranks.elastically(config, 2, deaths={0: death})
     assert codes[1] == [exit_codes.WRONG], told
     assert codes[0][0] is None
-    record = ledger.load(case.folder / "halted" / "ledger.jsonl")
+    record = ledger.load(case.folder / name / "ledger.jsonl")
     assert len(record.of(trace.Halt)) == 1
     assert [one.status for one in record.of(trace.End)] == ["halted"]
-    assert (case.folder / "halted" / "report.html").exists()
+    assert len(runs.noted(case.folder / name, "halted")) == 1
+    assert (case.folder / name / "report.html").exists()
 
 
 def test_three_ranks_have_the_same_bits(case: Case, undisturbed: Path) -> None:
@@ -160,6 +270,15 @@ def test_three_ranks_have_the_same_bits(case: Case, undisturbed: Path) -> None:
     assert codes == {0: [None, 0], 1: [0], 2: [None, 0]}, told
     assert runs.digest(case.folder / "three") == runs.digest(undisturbed)
     assert [one.step for one in runs.steps(case.folder / "three")] == [*range(6)]
+
+
+def test_a_rank_that_hangs_is_given_up_by_the_time_of_steps(case: Case, undisturbed: Path) -> None:
+    """Not after half an hour, which ranks may need to save, to score or to load a model."""
+    config = elastic(replace(case, more={}), "hangs")
+    codes, told = ranks.elastically(config, 2, deaths={1: "hangs:3"}, least_s=2.0)
+    assert codes == {0: [0], 1: [None, 0]}, told
+    assert "repeats step 3, since an exchange between ranks took longer than " in told
+    assert runs.digest(case.folder / "hangs") == runs.digest(undisturbed)
 
 
 def test_a_newcomer_with_another_configuration_is_refused(case: Case, undisturbed: Path) -> None:
@@ -197,7 +316,7 @@ def test_more_weights_than_a_vector_has_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(vector, "is_small", lambda *_: False)
     shards: Any = SimpleNamespace(workload=SimpleNamespace(module=torch.nn.Linear(1, 1)))
     with pytest.raises(UsageError, match="elastic: true with more than 256 MiB of trained weights"):
-        Elastic(shards, record=Mock(), settings="")
+        Elastic(shards, record=Mock(), settings="", is_followed=bool)
 
 
 @BY_HAND

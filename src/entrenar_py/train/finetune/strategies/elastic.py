@@ -5,10 +5,10 @@ the exchange of a step knows other ranks: it adds gradients, losses and signals 
 die or join, it raises `Regrouped`, and the loop goes on from its state, which may be another rank's
 by then.
 
-One rank writes the record, until it dies. Its successor has the same state. It doesn't write again
-what it finds in the files, and writes what is missing there: a rank doesn't make a step before the
-writer has recorded the last one. The end of a run is a step of its own, in which the writer writes
-the output. If it dies, its successor does.
+One rank writes the record, until it dies. Its successor has the same state, and repeats what that
+one did after the last step: a rank doesn't make a step before the writer has recorded the last one.
+Lines that are in the files already are not written again. The end of a run is a step of its own, in
+which the writer writes the output. If it dies, its successor does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -27,8 +28,8 @@ from torch.autograd import backward
 
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.shared.trace import Event, Spike, ledger, writer
-from entrenar_py.shared.untrusted import json_text
+from entrenar_py.shared.trace import Attempt, End, Event, Spike, Start, ledger, writer
+from entrenar_py.shared.untrusted import files, json_text
 from entrenar_py.train.elastic import exchange
 from entrenar_py.train.elastic.trainer import ElasticTrainer
 from entrenar_py.train.finetune.strategies import vector
@@ -40,10 +41,13 @@ from entrenar_py.train.finetune.strategies.optimizers import Moments, Optimizer,
 from entrenar_py.train.finetune.strategies.record import Made, Record, State
 from entrenar_py.train.finetune.strategies.strategy import Regrouped, Shards, Step, trainable_of
 from entrenar_py.train.finetune.task import LEDGER, METRICS
+from entrenar_py.train.service import metrics
 from entrenar_py.train.service.measures import Memory
-from entrenar_py.train.service.run_events import Scored
+from entrenar_py.train.service.run_events import Happening
 
 DEADLINE_S = 1800.0  # for another rank: loading a model, or writing the output, may take long
+# For another rank in a step that only computes, and follows one in this process.
+STEPS_LONG, LEAST_S = 10, 300.0  # the longest one so far, as often, but a kernel may be compiled
 _LOCK_S = 60.0  # until the supervisor has killed a writer that hung
 _POLL_S = 0.2
 
@@ -51,8 +55,18 @@ _POLL_S = 0.2
 class Elastic(Canonical):
     """The canonical all-reduce of one vector, for ranks that may die and join."""
 
-    def __init__(self, shards: Shards, *, record: SharedRecord, settings: str) -> None:
-        """`settings` are those of the run: another rank with others is refused."""
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        record: SharedRecord,
+        settings: str,
+        is_followed: Callable[[int], bool],
+    ) -> None:
+        """`settings` are those of the run: another rank with others is refused.
+
+        `is_followed` says whether ranks save or score after so many steps, which may take long.
+        """
         if not vector.is_small(shards, trainable_of(shards.workload.module)):
             raise UsageError(
                 "elastic: true with more than 256 MiB of trained weights: elastic ranks exchange "
@@ -67,8 +81,9 @@ class Elastic(Canonical):
         self._adamw = _Committed(self._vector.optimizer, self._commit)
         self._trainer: ElasticTrainer | None = None
         self._record, self._settings = record, settings
-        self._generation = -1  # the number of the one that this rank knows
-        self._writer = (-1, -1)  # seat and incarnation
+        self._generation = -1  # the one that the loop knows: to join is a change, too
+        self._is_followed, self._longest_s = is_followed, 0.0
+        self._is_settled = False  # whether the loop's ranks have made a step together
         self._is_closed = False  # whether the output is written
 
     @property
@@ -107,15 +122,11 @@ class Elastic(Canonical):
             seed=int(hashlib.sha256(settings.encode()).hexdigest()[:12], 16),
             deadline_s=DEADLINE_S,
         )
-        self._generation = self._here.generation.number
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes. All ranks must ask in each generation."""
-        generation = self._here.generation
-        if self._writer not in generation.members:
-            self._writer = generation.members[generation.source]
-        return generation.members[self._here.rank] == self._writer
+        """Whether this rank writes."""
+        return self._here.generation.lead == self._here.rank
 
     def compute(self, step: Step) -> Tensor:
         """Implement `Strategy.compute`, with the losses of all ranks. Raises Regrouped."""
@@ -129,7 +140,15 @@ class Elastic(Canonical):
                 numbers[num_shards:] = self._own
             return gradient, numbers
 
+        is_plain = self._is_settled and not (
+            self._is_followed(step.number) or self._is_followed(step.number + 1)
+        )
+        self._here.patience_s = self._patience_s if is_plain else DEADLINE_S
+        begin = time.monotonic()
         self._exchange_all(gradients)
+        self._is_settled = True
+        if is_plain:
+            self._longest_s = max(self._longest_s, time.monotonic() - begin)
         # Its mean was divided by a power of two.
         assert self._weights.grad is not None
         assert self._numbers.grad is not None
@@ -138,6 +157,13 @@ class Elastic(Canonical):
         numbers = self._numbers.grad.double() * num_shards
         self._others = numbers[num_shards:]
         return numbers[:num_shards]
+
+    @property
+    def _patience_s(self) -> float:
+        """Return how long another rank may take for a step that only computes."""
+        if not self._longest_s:
+            return DEADLINE_S
+        return min(max(STEPS_LONG * self._longest_s, LEAST_S), DEADLINE_S)
 
     def _exchange_all(self, gradients: Callable[[int], tuple[Tensor, Tensor]]) -> None:
         """Leave the mean of all shards' `gradients` in both `.grad`s. Raises Regrouped."""
@@ -155,7 +181,7 @@ class Elastic(Canonical):
     def _require_same_ranks(self) -> None:
         number = self._here.generation.number
         if number != self._generation:
-            self._generation = number
+            self._generation, self._is_settled = number, False
             raise Regrouped
 
     def _commit(self) -> None:
@@ -176,6 +202,7 @@ class Elastic(Canonical):
         Other ranks wait here for the writer.
         """
         if not self._is_closed:
+            self._here.patience_s = DEADLINE_S
             zeros = torch.zeros_like(self._weights), torch.zeros_like(self._numbers)
             try:
                 self._exchange_all(lambda _: zeros)
@@ -189,12 +216,11 @@ class Elastic(Canonical):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a newcomer gets, besides the state of the loop."""
-        return {"writer": list(self._writer), "is_closed": self._is_closed}
+        return {"is_closed": self._is_closed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the state of another rank."""
-        seat, incarnation = state["writer"]
-        self._writer, self._is_closed = (seat, incarnation), state["is_closed"]
+        self._is_closed = state["is_closed"]
 
 
 class _Committed(Optimizer):
@@ -228,10 +254,14 @@ class _Committed(Optimizer):
         self._adamw.load_state_dict(state)
 
 
+Key = tuple[str, str, int | None, int | None]  # a line: its file, what it is, step and shard
+
+
 class SharedRecord(Record):
     """The record of an elastic run, written by the rank for which `is_writer` returns True.
 
-    Other ranks keep what they would have written after the last step.
+    What a step adds to it follows from the state after the step. All ranks keep that, so each
+    writer hands over all of it again, and lines are left out that are in the files already.
     """
 
     def share(
@@ -240,18 +270,20 @@ class SharedRecord(Record):
         is_writer: Callable[[], bool],
         begun: Callable[[], bool],
         refuse: Callable[[str], object],
+        since: Callable[[str], str],
     ) -> None:
         """Take what the ranks know of one another.
 
         `begun` says whether another process has begun the record, and says so to others. It raises
-        UsageError if one called `refuse`, with the reason for which it couldn't.
+        UsageError if one called `refuse`, with the reason for which it couldn't. `since` returns
+        the argument of its first call in all processes.
         """
         self._is_writer, self._is_begun, self._refuse = is_writer, begun, refuse
-        self._is_open = self._is_finished = self._follows = False
-        self._num_made = 0  # steps that are in the ledger
+        self._since_when = since
+        self._is_open = self._is_finished = False
         self._last: tuple[Step, Made] | None = None
-        self._scores: Scored | None = None
         self._resume = False
+        self._written = set[Key]()  # lines of this run, from the last step on
 
     @property
     def is_due(self) -> bool:
@@ -272,76 +304,79 @@ class SharedRecord(Record):
         """Begin the record, or continue it, if this rank is the writer now."""
         if not self._is_writer():
             return
-        if self._is_open:
-            # Others may have committed a step that this rank did not, and gone on without it.
-            self._follows = self._write_last() or self._follows
-            return
+        was_open = self._is_open
+        if not was_open:
+            self._open_files(state.step)
+        if self._last is not None:  # of the writer that died, or that others made without this one
+            super().made(*self._last)
+        if not was_open:
+            super().begin(state)
+
+    def _open_files(self, step: int) -> None:
         follows = self._is_begun()
         try:
-            stored = self._opened(resume=self._resume or follows, follows=follows)
+            self._wait_for_files(resume=self._resume or follows, follows=follows)
         except UsageError as error:
             self._refuse(str(error))
             raise
-        self._is_open, self._follows = True, follows
-        self._num_made = self._standing.num_made
-        self._write_last()
-        super().begin(state)
-        if self._scores is not None:
-            self.scored(self._scores)
-        if follows and state.step > (stored.step if stored else 0):
-            super().save(state)
+        # Where this run begins in files that an earlier one may have begun.
+        sizes = {name: (self._folder / name).stat().st_size for name in (LEDGER, METRICS)}
+        text = self._since_when(json.dumps({"resumed": self._resumed, **sizes}))
+        since = json_text.load(text)
+        self._resumed = since["resumed"]
+        self._written = {
+            key
+            for name in sizes
+            for key in _keys(self._folder / name, since[name])
+            if key[2] is None or key[2] >= step - 1  # of the last step, and later ones
+        }
+        self._is_open = True
 
-    def _write_last(self) -> bool:
-        """Write the last step of all ranks, unless it is written. Return whether it was not."""
-        if self._last is None or self._last[0].number < self._num_made:
-            return False
-        super().made(*self._last)
-        self._num_made = self._last[0].number + 1
-        return True
-
-    def _opened(self, *, resume: bool, follows: bool) -> State | None:
+    def _wait_for_files(self, *, resume: bool, follows: bool) -> None:
         end = time.monotonic() + _LOCK_S
         while True:
             try:
-                return super().open(resume=resume, is_compiled=self._is_compiled)
+                super().open(resume=resume, is_compiled=self._is_compiled)
+                return
             except UsageError:  # its last writer may still be ending
                 self.close()
                 if not follows or time.monotonic() > end:
                     raise
             time.sleep(_POLL_S)
 
-    def _lacks(self, what: str, step: int) -> bool:
-        """Return whether this rank has to write a line of the metrics."""
-        if not self._is_open or not self._follows:
-            return self._is_open
-        for line in (self._folder / METRICS).read_bytes().splitlines():
-            with suppress(ValueError, LookupError, TypeError):
-                entry = json_text.load(line)
-                if (entry["what"], entry["step"]) == (what, step):
-                    return False
-        return True
+    def _is_new(self, key: Key) -> bool:
+        """Return whether the line was not written, and note that it is now."""
+        is_new = key not in self._written
+        self._written.add(key)
+        return is_new
+
+    def _write(self, *events: Event) -> None:
+        # Each process that writes says that it has started.
+        of_process = (Attempt, Start)
+        super()._write(
+            *(one for one in events if isinstance(one, of_process) or self._is_new(_key(one)))
+        )
+
+    def tell(self, happening: Happening) -> None:
+        if self._is_open and self._is_new(
+            (METRICS, metrics.kind_of(happening), happening.step, None)
+        ):
+            super().tell(happening)
 
     def made(self, step: Step, result: Made) -> None:
         """Record a step, unless it is recorded."""
-        self._last, self._scores = (step, result), None
+        self._last = step, result
+        self._written = {key for key in self._written if key[2] is None or key[2] >= step.number}
         if self._is_open:
-            self._write_last()
-
-    def scored(self, scores: Scored) -> None:
-        self._scores = scores
-        if self._lacks("evaluation", scores.step):
-            super().scored(scores)
+            super().made(step, result)
 
     def lacks_scores(self, step: int) -> bool:
-        return self._follows and self._lacks("evaluation", step)
+        key = METRICS, "evaluation", step, None
+        return self._is_open and step > self._resumed and key not in self._written
 
     def save(self, state: State) -> None:
         if self._is_open:
             super().save(state)
-
-    def note(self, what: str, step: int, text: str) -> None:
-        if self._lacks(what, step):
-            super().note(what, step, text)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last step, which another rank may have to write."""
@@ -355,7 +390,7 @@ class SharedRecord(Record):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the last step of another rank."""
-        self._last = self._scores = None
+        self._last = None
         if not state:
             return
         step, result = state["step"], state["made"]
@@ -369,12 +404,30 @@ class SharedRecord(Record):
     @property
     def _is_over(self) -> bool:
         """True if a writer that died has recorded the end."""
-        return super()._is_over or (self._follows and self._standing.end is not None)
+        return super()._is_over or _key(End(status="")) in self._written
 
-    def finish(self, *arguments: Any, events: Sequence[Event], **more: Any) -> None:
+    def finish(self, *arguments: Any, **more: Any) -> None:
         if self._is_open:
-            super().finish(*arguments, events=() if self._is_over else events, **more)
+            super().finish(*arguments, **more)
 
     def written(self) -> None:
         """Note that the output is written."""
         self._is_finished = True
+
+
+def _key(event: Event) -> Key:
+    step, shard = getattr(event, "step", None), getattr(event, "shard", None)
+    return LEDGER, event.kind, step, shard
+
+
+def _keys(path: Path, start: int) -> Iterator[Key]:
+    """Yield the keys of the lines in the ledger or the metrics at `path`, from byte `start` on."""
+    with files.open_file(path) as file:
+        file.seek(start)
+        for line in files.lines(file):
+            with suppress(ValueError, LookupError, TypeError):  # cut, or not ours
+                entry = json_text.load(line)
+                kind = entry["kind" if path.name == LEDGER else "what"]
+                numbers = entry.get("step"), entry.get("shard")
+                if isinstance(kind, str) and all(isinstance(one, int | None) for one in numbers):
+                    yield path.name, kind, *numbers

@@ -240,11 +240,19 @@ def train_elastically(
             tensorboard=tensorboard,
         )
         settings = [settings_file.to_record(prepared.settings), shards.workload.is_compiled]
-        strategy = Elastic(shards, record=record, settings=json.dumps(settings, default=str))
+        ends = shards.plan.num_steps
+        every = prepared.settings.checkpoint_every, prepared.settings.evaluate_every
+        strategy = Elastic(
+            shards,
+            record=record,
+            settings=json.dumps(settings, default=str),
+            is_followed=lambda made: made >= ends or any(made % steps == 0 for steps in every),
+        )
         record.share(
             is_writer=lambda: strategy.is_writer,
             begun=lambda: _is_begun(store, me),
             refuse=partial(_first, store, "unopened"),
+            since=partial(_first, store, "since"),
         )
         resume = resume or store.check([_KEY.format("begun")])
         with closing(record):

@@ -91,6 +91,7 @@ class Record:
         self._listeners: list[Listener] = []
         self._ledger: writer.Writer | None = None
         self._since: trace.Gap | None = None
+        self._resumed = -1  # from the checkpoint of this step
         self._standing = Standing(is_new=True)
         self._watch = Stopwatch(time.monotonic)
 
@@ -107,6 +108,7 @@ class Record:
         self._is_compiled = is_compiled
         self._claim()
         state = self.read(resume=resume)
+        self._resumed = -1 if state is None else state.step
         self._watch.begin()
         self._open_ledger(resume=resume)
         metrics = Metrics(self._folder / METRICS)
@@ -285,10 +287,12 @@ class Record:
         return False
 
     def save(self, state: State) -> None:
-        """Write the checkpoint before step `state.step`.
+        """Write the checkpoint before step `state.step`, unless the run was resumed from it.
 
         If it can't be written, a note says so, the run continues, and the last checkpoint stays.
         """
+        if state.step <= self._resumed:
+            return
         assert self._ledger is not None, "it was opened"
         self._ledger.sync()
         path, moments = self._folder / CHECKPOINT, self._flat_moments(state)

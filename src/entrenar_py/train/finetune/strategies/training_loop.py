@@ -158,17 +158,13 @@ class Loop:
             self._restore(state)
         self._strategy.join(self, self._step)
         self.begin_record()
-        self._saved = self._step if resumes else -1
         num_steps = self._plan.num_steps
-        self._score_if_lacking()
         while self._step < num_steps and self._over is None:
             try:
                 is_stopped = self._train()
             except Regrouped:  # this rank may have another rank's state, and be the writer
                 self.begin_record()
-                if self._step and self._step % self._save_every == 0:
-                    self._save()
-                self._score_if_lacking()
+                self._follow_up(is_repeated=True)
                 continue
             except Halted as error:
                 self._over, self._events = ("halted", str(error)), error.events
@@ -177,10 +173,7 @@ class Loop:
             if is_stopped and self._step < num_steps:
                 self._over = "stopped", "a rank was stopped by a signal"
                 break
-            if self._step % self._save_every == 0:
-                self._save()
-            if self._scoring.is_due(self._step) and self._step < num_steps:
-                self._score()
+            self._follow_up(is_repeated=False)
         return self.end()
 
     def end(self) -> Ended:
@@ -200,17 +193,20 @@ class Loop:
 
     def begin_record(self) -> None:
         """Begin the record from the present state. Later calls are for an elastic run."""
-        whole = self._state()
+        self._saved, whole = -1, self._state()
         self._on_record(lambda record: record.begin(whole))
 
-    def _score_if_lacking(self) -> None:
-        """Score if scores are due after this step and the record lacks them."""
-        if (
-            self._record is not None
-            and 0 < self._step < self._plan.num_steps
-            and self._scoring.is_due(self._step)
-            and self._record.lacks_scores(self._step)
-        ):
+    def _follow_up(self, *, is_repeated: bool) -> None:
+        """Save and score, if that is due after this step.
+
+        If `is_repeated`, only the rank that records them makes scores, if the record lacks them.
+        """
+        if self._step and self._step % self._save_every == 0:
+            self._save()
+        if not 0 < self._step < self._plan.num_steps or not self._scoring.is_due(self._step):
+            return
+        record = self._record
+        if not is_repeated or (record is not None and record.lacks_scores(self._step)):
             self._score()
 
     def _score(self) -> Scores | None:

@@ -1,0 +1,296 @@
+"""Attention by cuDNN, beside torch in float64.
+
+Without a GPU and nvidia-cudnn-frontend, a stand-in on the CPU takes the place of the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+import transformers
+from torch import Tensor, nn
+from torch.fx.experimental import _config as shape_config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.model import attention
+
+HEADS, SHARED, WIDTH = 8, 2, 64  # of queries; of keys and values
+
+
+def tensors(rows: int, length: int, *, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """Return query, key and value as a model's layers make them, [n, heads, t, width]."""
+    draws = torch.Generator().manual_seed(length)
+    shapes = [(rows, length, heads, WIDTH) for heads in (HEADS, SHARED, SHARED)]
+    return [
+        torch.randn(shape, generator=draws).to(dtype=dtype, device=device).transpose(1, 2)
+        for shape in shapes
+    ]
+
+
+class Layer(nn.Module):
+    """What transformers' function reads of a layer."""
+
+    is_causal, num_key_value_groups = True, HEADS // SHARED
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_served"),
+    [
+        ({}, True),
+        ({"query": torch.float32}, False),
+        ({"value": torch.float32}, False),
+        ({"width": 136}, False),
+        ({"width": 60}, False),
+        ({"length": 1}, False),
+        ({"queries": 1}, False),
+    ],
+)
+def test_what_is_served(changed: dict[str, Any], is_served: bool) -> None:
+    """16-bit tensors with heads that cuDNN takes; not a cache that is longer than the query."""
+    length, width = changed.get("length", 16), changed.get("width", 64)
+    query, key, value = (
+        torch.zeros(2, heads, length, width, dtype=changed.get(name, torch.bfloat16))
+        for name, heads in (("query", HEADS), ("key", SHARED), ("value", SHARED))
+    )
+    query = query[:, :, : changed.get("queries", length)]
+    assert attention.is_served(query, key, value) is is_served
+
+
+@pytest.mark.parametrize("given", [{}, {"mask": True}, {"dropout": 0.5}, {"is_causal": False}])
+def test_the_rest_is_transformers_own(given: dict[str, Any]) -> None:
+    """Float32, masks, dropout and attention to all: the bits of the function that it replaces."""
+    query, key, value = tensors(2, 16, dtype=torch.float32)
+    mask = torch.ones(2, 1, 16, 16).bool().tril() if given.get("mask") else None
+    inputs = (Layer(), query, key, value, mask, given.get("dropout", 0.0), 0.2)
+    named = {"is_causal": given["is_causal"]} if "is_causal" in given else {}
+    found = []
+    for function in (attention._attention, sdpa_attention_forward):
+        torch.manual_seed(0)
+        found.append(function(*inputs, **named)[0])
+    assert torch.equal(*found)
+
+
+def tiny(**given: Any) -> Any:
+    """Return a Qwen3 of one block."""
+    config = transformers.Qwen3Config(
+        **{
+            "vocab_size": 32,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "head_dim": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            **given,
+        }
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def test_a_model_keeps_its_bits_on_a_cpu() -> None:
+    """Only the given model is changed, and its configuration in a file is not."""
+    model, other = tiny(), tiny()
+    tokens = torch.arange(24).view(2, 12)
+    before, written = model(input_ids=tokens).logits, model.config.to_dict()
+    attention.use(model)
+    assert torch.equal(model(input_ids=tokens).logits, before)
+    assert model.config.to_dict() == written
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_a_class_with_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda _: False)
+    with pytest.raises(UsageError, match="attention of Qwen3ForCausalLM can't be replaced"):
+        attention.use(model)
+
+
+@pytest.mark.skipif(find_spec("cudnn") is not None, reason="nvidia-cudnn-frontend is installed")
+def test_without_the_package() -> None:
+    with pytest.raises(UsageError, match=r"can't import nvidia-cudnn-frontend .*\[cudnn\]"):
+        attention.require(tiny(), torch.device("cuda"))
+
+
+@pytest.fixture
+def served() -> None:
+    """Skip unless cuDNN computes attention here."""
+    if not torch.cuda.is_available() or find_spec("cudnn") is None:
+        pytest.skip("no GPU, or no nvidia-cudnn-frontend")
+    attention.require(tiny(), torch.device("cuda"))
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("served")
+def test_heads_that_are_too_wide() -> None:
+    with pytest.raises(UsageError, match=r"can't compute heads of width 520 with it"):
+        attention.require(tiny(head_dim=520), torch.device("cuda"))
+
+
+FORWARD = (
+    "sdpa_fwd(Tensor q, Tensor k, Tensor v, float attn_scale, bool is_causal=False, "
+    "bool return_lse=True) -> (Tensor, Tensor)"
+)
+BACKWARD = (
+    "sdpa_bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    "float attn_scale, bool is_causal=False, bool is_deterministic=False) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Define the library's operations on the CPU, by torch's attention."""
+    if find_spec("cudnn") is not None:
+        pytest.skip("nvidia-cudnn-frontend is installed")
+    monkeypatch.setattr(attention, "_DEVICES", ("cpu",))
+    library: Any = torch.library.Library("cudnn", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for schema in (FORWARD, BACKWARD):
+        library.define(schema)
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, return_lse: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        assert is_causal
+        assert return_lse
+        out = exact(q, k, v, scale=scale).transpose(1, 2)
+        return torch.empty_like(q).copy_(out), q.new_zeros(*q.shape[:3], 1, dtype=torch.float32)
+
+    def backward(
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        _: Tensor,
+        __: Tensor,
+        scale: float,
+        is_causal: bool,
+        is_deterministic: bool,
+    ) -> tuple[Tensor, ...]:
+        assert is_causal
+        assert is_deterministic
+        # By hand: no derivatives are recorded below an operation.
+        group = q.shape[1] // k.shape[1]
+        keys, values = (one.double().repeat_interleave(group, 1) for one in (k, v))
+        scores = scale * q.double() @ keys.mT
+        shares = scores.masked_fill(~torch.ones_like(scores).bool().tril(), -torch.inf).softmax(-1)
+        of_shares = gradient.double() @ values.mT
+        of_scores = shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True)) * scale
+        found = (of_scores @ keys, of_scores.mT @ q.double(), shares.mT @ gradient.double())
+        return tuple(
+            torch.empty_like(one).copy_(
+                other.reshape(len(one), one.shape[1], -1, *one.shape[2:]).sum(2)
+            )
+            for one, other in zip((q, k, v), found, strict=True)
+        )
+
+    def shapes(q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
+
+    def shapes_of_gradients(_: Tensor, *given: Any, **__: object) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(one) for one in given[:3])
+
+    kinds = (("sdpa_fwd", forward, shapes), ("sdpa_bwd", backward, shapes_of_gradients))
+    for name, function, fake in kinds:
+        library.impl(name, function, "CPU")
+        torch.library.register_fake(f"cudnn::{name}", fake, lib=library)
+    yield
+    library._destroy()
+
+
+def computed(function: Any, given: list[Tensor]) -> list[Tensor]:
+    """Return the result and the gradients."""
+    leaves = [one.detach().requires_grad_() for one in given]
+    out = function(*leaves)
+    return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
+def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attention._attention(Layer(), query, key, value, None)[0]
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return out.transpose(1, 2)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_how_the_library_is_called(compiles: bool) -> None:
+    """The stand-in checks its arguments, and torch's compiler traces once for all lengths."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    function = ours
+    if compiles:
+        function = torch.compile(ours, dynamic=True, fullgraph=True, backend="aot_eager")
+    config: Any = shape_config
+    for rows, length in ((2, 48), (3, 200), (5, 80)):
+        given = tensors(rows, length, dtype=torch.bfloat16)
+        with config.patch(use_duck_shape=False):  # as for a model's blocks
+            found = computed(function, given)
+        wanted = computed(exact, [one.double() for one in given])
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).norm() < 0.02 * other.norm()
+    assert counters["unique_graphs"] - before == compiles
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_model_calls_it(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """A warning says if it doesn't."""
+    monkeypatch.setattr(attention, "_num_calls", 0)
+    model, tokens = tiny().bfloat16(), torch.arange(24).view(2, 12)
+    attention.use(model)
+    model(input_ids=tokens, attention_mask=torch.tensor([[1] * 12, [0] * 4 + [1] * 8]))
+    attention.warn_if_unused()
+    assert "attention: cudnn: torch computes this model's attention" in capsys.readouterr().err
+    model(input_ids=tokens).logits.float().sum().backward()
+    attention.warn_if_unused()
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_products_in_another_precision() -> None:
+    """Under autocast, float32 tensors are computed in 16 bits, as by torch's function."""
+    given = tensors(2, 64, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(*given).dtype == torch.bfloat16
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_is_attention(compiles: bool) -> None:
+    """Also compiled once for all lengths, and the same bits at each call."""
+    function = torch.compile(ours, dynamic=True) if compiles else ours
+    for rows, length in ((2, 64), (3, 200), (1, 1000)):
+        given = tensors(rows, length, dtype=torch.bfloat16, device="cuda")
+        found = computed(function, given)
+        wanted = computed(exact, [one.double() for one in given])
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).norm() < 0.01 * other.norm()
+        for _ in range(5):
+            again = computed(function, given)
+            assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("served")
+def test_can_be_recorded() -> None:
+    """A replay of recorded operations has the bits of the operations."""
+    given = tensors(2, 256, dtype=torch.bfloat16, device="cuda")
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        found = computed(ours, given)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        replayed = computed(ours, given)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, replayed, strict=True))
