@@ -468,11 +468,17 @@ class _Conflicts:
                 "equally frequent then, so each weight would be 1; give only one of the two",
                 *("classes", "weights"),
             )
-        if settings.attention == CUDNN and (settings.precision == "float32" or data.packing):
-            given = "packing: true" if data.packing else "precision: float32"
-            why = "packed rows need masks" if data.packing else "it computes in 16 bits"
+        if settings.attention == CUDNN and settings.precision == "float32":
             self._error(
-                f"attention: {CUDNN} with {given}: {why}; leave out one of the two", "attention"
+                f"attention: {CUDNN} with precision: float32: it computes in 16 bits; leave out "
+                "one of the two",
+                "attention",
+            )
+        if settings.attention == CUDNN and data.packing:
+            self._error(
+                f"attention: {CUDNN} with packing: true: packed rows need masks; leave out one of "
+                "the two",
+                "attention",
             )
         if settings.compile is True and settings.recompute != "none":
             self._error(

@@ -65,16 +65,16 @@ def require(module: nn.Module, device: torch.device) -> None:
         ) from error
     torch_op._GRAPH_CACHE_MAX = _PLANS_MAX
     try:
-        one = torch.zeros(1, heads, 64, width, dtype=torch.bfloat16, device=device)
+        zeros = torch.zeros(1, heads, 64, width, dtype=torch.bfloat16, device=device)
         with torch.cuda.device(device):
-            out, sums = _of_library(one, one, one, 1.0)
-            _gradients_of_library(out, one, one, one, out, sums, 1.0)
+            out, sums = _of_library(zeros, zeros, zeros, 1.0)
+            _gradients_of_library(out, zeros, zeros, zeros, out, sums, 1.0)
             torch.cuda.synchronize()
     except Exception as error:
-        told = escaping.shortened(" ".join(str(error).split()), chars_max=_CHARS_MAX)
+        reason = escaping.shortened(" ".join(str(error).split()), chars_max=_CHARS_MAX)
         raise UsageError(
             f"attention: cudnn: {torch.cuda.get_device_name(device)} can't compute heads of width "
-            f"{width} with it ({told}); use attention: torch"
+            f"{width} with it ({reason}); use attention: torch"
         ) from error
 
 
