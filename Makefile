@@ -8,17 +8,18 @@ READY := $(VENV)/.ready
 # Many processes load the same modules: what they compile is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: verify verify-reference verify-processes verify-wgpu verify-finetune test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs triton unconstrained bench bench-service lint docs site clean setup vulkan browser
+.PHONY: verify verify-reference verify-processes verify-wgpu verify-finetune verify-stages test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs triton unconstrained bench bench-service lint docs site clean setup vulkan browser
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
 # (without the clauses that probe no trainer: the first run has those); and the wgpu backend against
 # its own contract, on whatever adapter there is. And fine-tuning, without random scenarios and the
-# clause that starts ranks of torchrun. The four run side by side, each report is printed when it is whole, and all are, whatever
-# they say. An older make runs one after the other.
+# clause that starts ranks of torchrun; then layer pipelines and distillation, in a process of their
+# own, since one core would be idle while they wait for it. The five run side by side, each report is
+# printed when it is whole, and all are, whatever they say. An older make runs one after the other.
 SIDE_BY_SIDE := $(if $(filter output-sync,$(.FEATURES)),--jobs --output-sync)
 verify: setup
-	@echo "four runs of entrenar-check: about a minute and a quarter on two cores"
-	@$(MAKE) --no-print-directory --keep-going $(SIDE_BY_SIDE) verify-reference verify-processes verify-wgpu verify-finetune
+	@echo "five runs of entrenar-check: about a minute and a quarter on two cores"
+	@$(MAKE) --no-print-directory --keep-going $(SIDE_BY_SIDE) verify-reference verify-processes verify-wgpu verify-finetune verify-stages
 
 verify-reference:
 	$(BIN)/entrenar-check --contract distributed-training-v1.yaml --contract training-integrity-v1.yaml
@@ -31,7 +32,10 @@ verify-wgpu:
 	$(BIN)/entrenar-check --contract wgpu-backend-v1.yaml
 
 verify-finetune:
-	$(BIN)/entrenar-check --contract finetune-v1.yaml --contract layer-pipeline-v1.yaml --contract distillation-v1.yaml --examples 0 --exclude F-FT-016
+	$(BIN)/entrenar-check --contract finetune-v1.yaml --examples 0 --exclude F-FT-016
+
+verify-stages:
+	$(BIN)/entrenar-check --contract layer-pipeline-v1.yaml --contract distillation-v1.yaml --examples 0
 
 # All tests but those of `make integrations`; how long each took is in durations.txt afterwards.
 TESTS := -m pytest -m 'not integrations and not by_hand' -p tests.spread -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable

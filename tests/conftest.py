@@ -27,6 +27,7 @@ from entrenar_py.shared.verdict import Finding
 from entrenar_py.systems import preload
 from tests import pile
 from tests.command_line import contract_file
+from tests.train.service.nursery import CHECKPOINT_MODULES, without_gpu
 
 OF_CHECKPOINTS = ("finetuned", "finetuned_by_stages", "distilled")  # systems
 VARIANTS_AT_ONCE = 6  # of the kill matrix, that a process takes; but all of a kind that takes long
@@ -59,9 +60,11 @@ def _set_preload_of_all(context: BaseContext, names: list[str]) -> None:
     """Set what the fork server loads to `names`, and what torch ranks need.
 
     A process has one fork server, which loads what its first crew says. If that trains a
-    checkpoint, each rank of a later crew would import a second's worth of modules itself.
+    checkpoint, each rank of a later crew would import a second's worth of modules itself. And
+    each process that trains a checkpoint would import its model.
     """
-    _set_preload(context, list(dict.fromkeys([*names, *preload.of_ranks()])))
+    more = without_gpu(CHECKPOINT_MODULES) if "peft" in names else ()
+    _set_preload(context, list(dict.fromkeys([*names, *preload.of_ranks(), *more])))
 
 
 ForkServerContext.set_forkserver_preload = _set_preload_of_all  # type: ignore[assignment, method-assign]

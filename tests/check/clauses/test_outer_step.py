@@ -24,7 +24,8 @@ def step(round_: Round, *, ahead: bool = True) -> Vectors:
     for name, mean in round_.mean.items():
         gradient = round_.before[name] - mean
         kept = 0.9 * round_.momentum.get(name, np.zeros(2)) + gradient
-        weights[name] = round_.before[name] - 0.7 * (gradient + 0.9 * kept if ahead else kept)
+        move = gradient + 0.9 * kept if ahead else kept
+        weights[name] = round_.before[name] - 0.7 * move
     return weights
 
 

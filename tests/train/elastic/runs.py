@@ -318,7 +318,7 @@ def run(
                     pids[seat] = int(file.read_text())
             if fault is not None and len(pids) == num_ranks:
                 fault(pids)
-            time.sleep(0.001)
+            time.sleep(0.01 if fault is None else 0.001)
         reports = {
             file.name: file.read_text().splitlines()
             for file in folder.iterdir()

@@ -36,11 +36,17 @@ MESSAGE_BYTES_MAX = 2**16
 # messages of which name, and the step from which on.
 Strike: TypeAlias = tuple[str, str, str, int]
 _FINE_TUNING = ("finetune", "distill")  # commands
-_LIBRARIES = (
-    "entrenar_py.train.finetune.serving",
+CHECKPOINT_MODULES = (
     "peft",
+    "tests.train.model.conversions",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
+)  # what a process imports that trains one of the tests'
+_OF_FINE_TUNING = (
+    "entrenar_py.compute.wgpu",
+    "entrenar_py.train.finetune.serving",
+    "entrenar_py.train.stages.stage_step",
+    *CHECKPOINT_MODULES,
 )
 
 
@@ -156,6 +162,8 @@ def _nursery() -> Nursery:
 
 def serve(asked: socket.socket) -> None:
     """Fork on request until the socket is closed."""
+    from entrenar_py import entrenar  # noqa: F401
+    from entrenar_py.train import cli  # noqa: F401
     from entrenar_py.train.service import coordinator, retraining, worker  # noqa: F401  (bring torch)
 
     gc.freeze()  # collections in forked processes pass over all modules
@@ -190,7 +198,7 @@ def serve(asked: socket.socket) -> None:
 @functools.cache
 def _load_libraries() -> None:
     """Import what fine-tuning needs, which takes seconds in each process that doesn't have it."""
-    for name in without_gpu(_LIBRARIES):
+    for name in without_gpu(_OF_FINE_TUNING):
         with suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()

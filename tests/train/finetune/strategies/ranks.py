@@ -25,15 +25,13 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from entrenar_py.shared.patience import Patience
 from entrenar_py.train.elastic.membership import Roll
 from entrenar_py.train.wire_io.processes import Crew, Hand, Job
-from tests.train.service.nursery import without_gpu
+from tests.train.service.nursery import CHECKPOINT_MODULES, without_gpu
 
 PATIENCE_S = 90.0
 COMPILING_S = 300.0  # g++ takes a minute of them, if no kernel is kept
 PRELOADED = (
     "entrenar_py.train.finetune.strategies.launch",
-    "peft",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
+    *CHECKPOINT_MODULES,
     "torch._dynamo.aot_compile",
     "torch.distributed.pipelining",
 )
