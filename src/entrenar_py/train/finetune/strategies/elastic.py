@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -330,6 +331,8 @@ class SharedRecord(Record):
             for key in _keys(self._folder / name, since[name])
             if key[2] is None or key[2] >= step - 1  # of the last step, and later ones
         }
+        if self._standing.end is None:  # lines follow it
+            self._written.discard(_END)
         self._is_open = True
 
     def _wait_for_files(self, *, resume: bool, follows: bool) -> None:
@@ -353,9 +356,12 @@ class SharedRecord(Record):
     def _write(self, *events: Event) -> None:
         # Each process that writes says that it has started.
         of_process = (Attempt, Start)
-        super()._write(
-            *(one for one in events if isinstance(one, of_process) or self._is_new(_key(one)))
-        )
+        new = [one for one in events if isinstance(one, of_process) or self._is_new(_key(one))]
+        super()._write(*new)
+        if new and not isinstance(new[-1], End):
+            # One that is in the file is not its last line any more.
+            self._written.discard(_END)
+            self._standing = replace(self._standing, end=None)
 
     def tell(self, happening: Happening) -> None:
         if self._is_open and self._is_new(
@@ -404,7 +410,7 @@ class SharedRecord(Record):
     @property
     def _is_over(self) -> bool:
         """True if a writer that died has recorded the end."""
-        return super()._is_over or _key(End(status="")) in self._written
+        return super()._is_over or _END in self._written
 
     def finish(self, *arguments: Any, **more: Any) -> None:
         if self._is_open:
@@ -418,6 +424,9 @@ class SharedRecord(Record):
 def _key(event: Event) -> Key:
     step, shard = getattr(event, "step", None), getattr(event, "shard", None)
     return LEDGER, event.kind, step, shard
+
+
+_END = _key(End(status=""))
 
 
 def _keys(path: Path, start: int) -> Iterator[Key]:
