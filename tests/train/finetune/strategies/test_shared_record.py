@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from entrenar_py.shared.errors import TraceError
 from entrenar_py.shared.trace import ledger
 from entrenar_py.train.arithmetic import checkpoint, sharding
 from entrenar_py.train.arithmetic.tensors import TensorSpec
@@ -119,3 +121,16 @@ def test_a_checkpoint_that_could_not_be_saved_follows_the_end(
     kinds = [one.kind for one in events if one.kind in ("saved", "end")]
     assert kinds == ["end", "saved", "end"]
     assert len(run.metrics("completed")) == 1
+
+
+def test_a_damaged_ledger_is_refused_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only another writer is waited for, which may be ending."""
+    with run.writer() as record:
+        record.begin(state(0))
+        record.made(*made(0))
+    path = run.folder / LEDGER
+    path.write_bytes(path.read_bytes().replace(b'"loss":1.0', b'"loss":2.0'))
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
+    with run.writer() as record, pytest.raises(TraceError, match="chain digest"):
+        record.begin(state(1))
+    assert len(run.refusals) == 1

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import backward
 
 import entrenar_py
-from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.errors import TraceError, UsageError
 from entrenar_py.shared.trace import Attempt, End, Event, Spike, Start, ledger, writer
 from entrenar_py.shared.untrusted import files, json_text
 from entrenar_py.train.elastic import exchange
@@ -341,9 +341,9 @@ class SharedRecord(Record):
             try:
                 super().open(resume=resume, is_compiled=self._is_compiled)
                 return
-            except UsageError:  # its last writer may still be ending
+            except UsageError as error:  # its last writer may still be ending
                 self.close()
-                if not follows or time.monotonic() > end:
+                if not follows or isinstance(error, TraceError) or time.monotonic() > end:
                     raise
             time.sleep(_POLL_S)
 
