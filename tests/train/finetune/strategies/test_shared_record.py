@@ -20,7 +20,7 @@ from entrenar_py.train.finetune.strategies.elastic import SharedRecord
 from entrenar_py.train.finetune.strategies.record import Made, State
 from entrenar_py.train.finetune.strategies.strategy import Step
 from entrenar_py.train.finetune.task import LEDGER, METRICS
-from entrenar_py.train.service.measures import Memory
+from entrenar_py.train.service.measures import Memory, Stopwatch
 from tests.train.service.members import plan_of
 
 PLAN = plan_of(num_steps=3, world_size=1, num_shards=1)
@@ -134,3 +134,20 @@ def test_a_damaged_ledger_is_refused_at_once(run: Run, monkeypatch: pytest.Monke
     with run.writer() as record, pytest.raises(TraceError, match="chain digest"):
         record.begin(state(1))
     assert len(run.refusals) == 1
+
+
+def test_a_step_is_timed_once(run: Run) -> None:
+    """A writer that begins again, as ranks change, has recorded its last step before."""
+    now = [0.0]
+    with run.writer() as record:
+        record._watch = Stopwatch(lambda: now[0])
+        record.begin(state(0))
+        for number in range(3):
+            now[0] += 2
+            record.made(*made(number))
+            now[0] += 1  # for the change
+            record.begin(state(number + 1))
+    steps = run.metrics("step")
+    assert [line["steps_per_s"] for line in steps] == [None, *[pytest.approx(1 / 3)] * 2]
+    assert [line["tokens_per_s"] for line in steps] == [None, *[pytest.approx(10 / 3)] * 2]
+    assert [line["step_ms"] for line in steps] == [2000, 2000, 2000]

@@ -309,7 +309,11 @@ class SharedRecord(Record):
         if not was_open:
             self._open_files(state.step)
         if self._last is not None:  # of the writer that died, or that others made without this one
-            super().made(*self._last)
+            step, result = self._last
+            if (METRICS, "step", step.number, None) in self._written:
+                self._watch.begin()
+            else:
+                super().made(step, result)
         if not was_open:
             super().begin(state)
 
