@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -113,6 +116,48 @@ def test_there_is_none_yet(tmp_path: Path) -> None:
     assert trace.load(tmp_path / "l").events == (END,)
 
 
+GAP = trace.Gap(step=3, lines=7, digest="0" * 32, reason="lost")
+
+
+def test_a_new_one_after_a_checkpoint_has_its_gap_at_once(tmp_path: Path) -> None:
+    """A process that dies as soon as the file is there leaves one that the next continues."""
+    one, standing = writer.reopen(tmp_path / "l", HEAD, since=GAP)
+    one.close()
+    assert standing == Standing(is_new=True)
+    one, standing = writer.reopen(tmp_path / "l", HEAD, since=GAP)
+    one.append([END])
+    one.close()
+    assert not standing.is_new
+    assert trace.load(tmp_path / "l").events == (GAP, END)
+    assert [path.name for path in tmp_path.iterdir()] == ["l"]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_its_maker_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """In any of the calls that make it: it is there as a whole, or not at all."""
+    left = [number]
+
+    def dies(call: Any) -> Any:
+        def changed(*arguments: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return call(*arguments)
+
+        return changed
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(writer.Writer, "write", dies(writer.Writer.write))
+        patch.setattr(os, "fsync", dies(os.fsync))
+        patch.setattr(Path, "replace", dies(Path.replace))
+        writer.reopen(tmp_path / "l", HEAD, since=GAP)
+    one, standing = writer.reopen(tmp_path / "l", HEAD, since=GAP)
+    one.append([END])
+    one.close()
+    assert standing.is_new == (number < 3)
+    assert trace.load(tmp_path / "l").events == (GAP, END)
+
+
 def test_an_old_one_is_not_overwritten(tmp_path: Path) -> None:
     """A run that starts anew neither overwrites a ledger nor appends to it."""
     before = written(tmp_path / "l", *STARTS).read_bytes()
@@ -183,6 +228,8 @@ def test_where_none_can_be_written(tmp_path: Path) -> None:
     """The message quotes the operating system's."""
     with pytest.raises(UsageError, match=r"can't be made \(No such file or directory\)"):
         writer.create(tmp_path / "absent" / "l", HEAD)
+    with pytest.raises(UsageError, match=r"can't be made \(No such file or directory\)"):
+        writer.reopen(tmp_path / "absent" / "l", HEAD, since=GAP)
     with pytest.raises(UsageError, match=r"can't be written \(Is a directory\)"):
         writer.reopen(tmp_path, HEAD)
 

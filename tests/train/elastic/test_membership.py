@@ -258,6 +258,16 @@ def test_ranks_with_other_settings_are_refused() -> None:
             asked[1].result()
 
 
+def test_a_run_of_another_build_is_not_joined() -> None:
+    """A newcomer that can't read its record would fail again each time, so the message says why."""
+    with seats(2) as launcher:
+        launcher.member(0)
+        record = '{"members": [[0, 1]], "source": 0, "behind": [], "dispute": ""}'
+        launcher.store.set("record/0", record)
+        with pytest.raises(UsageError, match="begun by another build: its record has no 'lead'"):
+            launcher.asks(launcher.member(1)).result()
+
+
 def test_the_end_is_agreed_on() -> None:
     """All finish. Who asks to join after that is told."""
     with seats(3) as launcher:

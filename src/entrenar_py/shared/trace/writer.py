@@ -10,7 +10,7 @@ import fcntl
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -124,8 +124,7 @@ def create(path: Path, head: Head) -> Writer:
     except FileExistsError as error:
         raise _exists(path) from error
     except OSError as error:
-        problem = f"can't be made ({error.strerror}); give another path"
-        raise UsageError(f"ledger {path}: {problem}") from error
+        raise _not_made(path, error) from error
     with _kept(file, path):
         writer = _begun(file, head)
         _sync_folder(path)
@@ -135,13 +134,16 @@ def create(path: Path, head: Head) -> Writer:
 def reopen(path: Path, head: Head, *, since: Gap | None = None) -> tuple[Writer, Standing]:
     """Open the file at `path` to continue it. Return its writer and the state at its end.
 
-    A missing file is created; if the run resumes from a checkpoint, the new file starts with the
-    gap `since`. Raises TraceError for a file that is damaged before its last line, belongs to a run
-    with a different `head`, or lacks the events before that checkpoint. Raises UsageError if
-    another process is writing the file.
+    A missing file is created; if the run resumes from a checkpoint, the new file is there with the
+    gap `since`, or not at all. Raises TraceError for a file that is damaged before its last line,
+    belongs to a run with a different `head`, or lacks the events before that checkpoint. Raises
+    UsageError if another process is writing the file.
     """
     if not path.exists():
-        return create(path, head), Standing(is_new=True)
+        if since is None:
+            return create(path, head), Standing(is_new=True)
+        _make(path, head, since)
+        return reopen(path, head, since=since)[0], Standing(is_new=True)
     try:
         files.open_file(path).close()
         file = FileIO(path, "r+")
@@ -154,7 +156,7 @@ def reopen(path: Path, head: Head, *, since: Gap | None = None) -> tuple[Writer,
             if since is not None and since.digest is not None:
                 raise TraceError(f"ledger {path}: it has no complete line; {_TO_DO}")
             file.truncate(0)
-            return _begun(file, head), Standing(is_new=True)
+            return _begun(file, head, since), Standing(is_new=True)
         lines.seek(0)
         reader = ledger.Reader(lines, path, cut=True)
         _require_same(reader.head.plan, head.plan, path)
@@ -164,10 +166,30 @@ def reopen(path: Path, head: Head, *, since: Gap | None = None) -> tuple[Writer,
         return Writer(file, Mark(reader.num_lines, reader.chain)), standing
 
 
-def _begun(file: FileIO, head: Head) -> Writer:
-    """Write `head` to the empty `file`, and return the file's writer."""
+def _make(path: Path, head: Head, since: Gap) -> None:
+    """Create the file at `path`, as a whole or not at all. Raises UsageError if it can't be."""
+    partial = path.with_name(f"{path.name}.new")
+    try:
+        with FileIO(partial, "w") as file:
+            _begun(file, head, since).sync()
+        partial.replace(path)
+        _sync_folder(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise _not_made(path, error) from error
+
+
+def _not_made(path: Path, error: OSError) -> UsageError:
+    problem = f"can't be made ({error.strerror}); give another path"
+    return UsageError(f"ledger {path}: {problem}")
+
+
+def _begun(file: FileIO, head: Head, since: Gap | None = None) -> Writer:
+    """Write `head` and `since` to the empty `file`, and return the file's writer."""
     writer = Writer(file, Mark(0, ""))
-    writer.write([ledger.header(head)])
+    gap = () if since is None else (records.to_record(since),)
+    writer.write([ledger.header(head), *gap])
     return writer
 
 

@@ -99,11 +99,17 @@ class Generation:
 
     @classmethod
     def read(cls, number: int, text: bytes) -> Generation:
-        """Return the generation of a record."""
+        """Return the generation of a record. Raises UsageError for one of another build."""
         fields = json_text.load(text)
-        members = tuple((seat, incarnation) for seat, incarnation in fields["members"])
-        ranks = fields["source"], tuple(fields["behind"]), fields["lead"]
-        return cls(number, members, *ranks, fields["dispute"])
+        try:
+            members = tuple((seat, incarnation) for seat, incarnation in fields["members"])
+            ranks = fields["source"], tuple(fields["behind"]), fields["lead"]
+            return cls(number, members, *ranks, fields["dispute"])
+        except KeyError as error:
+            raise UsageError(
+                f"the run was begun by another build: its record has no {error}; use the same "
+                "build on all ranks, and start the whole run again to change it"
+            ) from error
 
 
 class Roll:

@@ -222,14 +222,11 @@ class Host:
     def write_to(self, ledger: Writer, standing: Standing) -> None:
         """Record in `ledger` from now on; `standing` is the state at its current end.
 
-        A new ledger starts with a Gap if the run resumes from a checkpoint. If an existing ledger
-        doesn't end with End, its coordinator died, and the ranks that took part are recorded as
-        having left.
+        A Gap in a new ledger is noted. If an existing ledger doesn't end with End, its coordinator
+        died, and the ranks that took part are recorded as having left.
         """
         self._ledger = ledger
         if self.since is not None and standing.is_new:
-            self.server.recorder.emit(self.since)
-            self._write()
             self.note("gap", f"the ledger is new: {ledger_account.gap_in_words(self.since)}")
         elif self.since is not None and self.since.digest is None:
             self.note("unchecked", ledger_account.unchecked(self.since))

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import backward
 
 import entrenar_py
-from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.errors import TraceError, UsageError
 from entrenar_py.shared.trace import Attempt, End, Event, Spike, Start, ledger, writer
 from entrenar_py.shared.untrusted import files, json_text
 from entrenar_py.train.elastic import exchange
@@ -308,7 +309,11 @@ class SharedRecord(Record):
         if not was_open:
             self._open_files(state.step)
         if self._last is not None:  # of the writer that died, or that others made without this one
-            super().made(*self._last)
+            step, result = self._last
+            if (METRICS, "step", step.number, None) in self._written:
+                self._watch.begin()
+            else:
+                super().made(step, result)
         if not was_open:
             super().begin(state)
 
@@ -330,6 +335,8 @@ class SharedRecord(Record):
             for key in _keys(self._folder / name, since[name])
             if key[2] is None or key[2] >= step - 1  # of the last step, and later ones
         }
+        if self._standing.end is None:  # lines follow it
+            self._written.discard(_END)
         self._is_open = True
 
     def _wait_for_files(self, *, resume: bool, follows: bool) -> None:
@@ -338,9 +345,9 @@ class SharedRecord(Record):
             try:
                 super().open(resume=resume, is_compiled=self._is_compiled)
                 return
-            except UsageError:  # its last writer may still be ending
+            except UsageError as error:  # its last writer may still be ending
                 self.close()
-                if not follows or time.monotonic() > end:
+                if not follows or isinstance(error, TraceError) or time.monotonic() > end:
                     raise
             time.sleep(_POLL_S)
 
@@ -353,9 +360,12 @@ class SharedRecord(Record):
     def _write(self, *events: Event) -> None:
         # Each process that writes says that it has started.
         of_process = (Attempt, Start)
-        super()._write(
-            *(one for one in events if isinstance(one, of_process) or self._is_new(_key(one)))
-        )
+        new = [one for one in events if isinstance(one, of_process) or self._is_new(_key(one))]
+        super()._write(*new)
+        if new and not isinstance(new[-1], End):
+            # One that is in the file is not its last line any more.
+            self._written.discard(_END)
+            self._standing = replace(self._standing, end=None)
 
     def tell(self, happening: Happening) -> None:
         if self._is_open and self._is_new(
@@ -404,7 +414,7 @@ class SharedRecord(Record):
     @property
     def _is_over(self) -> bool:
         """True if a writer that died has recorded the end."""
-        return super()._is_over or _key(End(status="")) in self._written
+        return super()._is_over or _END in self._written
 
     def finish(self, *arguments: Any, **more: Any) -> None:
         if self._is_open:
@@ -418,6 +428,9 @@ class SharedRecord(Record):
 def _key(event: Event) -> Key:
     step, shard = getattr(event, "step", None), getattr(event, "shard", None)
     return LEDGER, event.kind, step, shard
+
+
+_END = _key(End(status=""))
 
 
 def _keys(path: Path, start: int) -> Iterator[Key]:

@@ -185,8 +185,6 @@ class Record:
 
     def begin(self, state: State) -> None:
         """Record the state from which all ranks start."""
-        if self._since is not None and self._standing.is_new:
-            self._write(self._since)
         self._watch.begin()
         if not self._is_over:
             self._write_start(state)
