@@ -109,7 +109,7 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 def test_advice_is_what_the_project_requires() -> None:
     """Each message names an extra that there is, and the command installs all of it."""
     named = {extra for path in SOURCES for extra in ADVICE.findall(path.read_text("utf-8"))}
-    assert named == {"finetune", "integrations", "tensorboard", "wgpu"}
+    assert named == {"cudnn", "finetune", "integrations", "tensorboard", "wgpu"}
     for extra in named:
         pip, install, *words = shlex.split(package_data.extra_advice(extra))
         assert (pip, install) == ("pip", "install")

@@ -112,6 +112,13 @@ def test_a_probe_sees_a_block_that_differs(change: str) -> None:
     assert number_probed(module) == 4
 
 
+def test_a_probe_sees_all_blocks_of_other_code() -> None:
+    module = model("Qwen3", head_dim=8, num_hidden_layers=6)
+    for block in blocks.of(module):
+        block.__class__ = type("Block", (type(block),), {})
+    assert number_probed(module) == 6
+
+
 def test_a_probe_sees_all_blocks_if_the_model_needs_them() -> None:
     module = model("Qwen3", head_dim=8, num_hidden_layers=6)
     assert blocks.probed(module, lambda: blocks.of(module)[5] is not None)

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from entrenar_py.shared import package_data
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping, printing
 
@@ -60,8 +61,9 @@ def _library() -> Any:
         from cudnn.sdpa.fwd import torch_op
     except ImportError as error:
         raise UsageError(
-            f"attention: cudnn: this process can't import {PACKAGE} ({error}); install it (pip "
-            "install 'entrenar-py[cudnn]') in all processes of the run, or use attention: torch"
+            f"attention: cudnn: this process can't import {PACKAGE} ({error}); "
+            f"{package_data.extra_advice('cudnn')} for all processes of the run, or use attention: "
+            "torch"
         ) from error
     torch_op._GRAPH_CACHE_MAX = _PLANS_MAX
     return torch_op

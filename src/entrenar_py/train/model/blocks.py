@@ -44,9 +44,9 @@ def place_of(module: nn.Module) -> tuple[str, nn.ModuleList]:
 def probed(module: nn.Module, run: Callable[[], T]) -> T:
     """Return `run()`, called while `module` has only its first blocks: one of each kind at least.
 
-    `run` calls `module` to see what it does. Blocks with the same structure and the same settings
-    do the same. `run` is called with all blocks where there is no list of them, and where `module`
-    fails without the others.
+    `run` calls `module` to see what it does. Blocks of transformers with the same structure and the
+    same settings do the same. `run` is called with all blocks where their code is another's, where
+    there is no list of them, and where `module` fails without the others.
     """
     try:
         with _few(module):
@@ -56,6 +56,7 @@ def probed(module: nn.Module, run: Callable[[], T]) -> T:
 
 
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_LIBRARY = "transformers."  # code that comes with a checkpoint may look at a block's index
 _OWN = ("layer_idx", "training")  # what differs between blocks of one kind, or passes
 
 
@@ -65,7 +66,9 @@ def _few(module: nn.Module) -> Iterator[None]:
     name, layers = place_of(module)
     kinds, number = list[Any](), 0
     for index, block in enumerate(layers):
-        if (kind := _kind(block)) not in kinds:
+        is_known = type(block).__module__.startswith(_LIBRARY)
+        kind = _kind(block) if is_known else index
+        if kind not in kinds:
             kinds.append(kind)
             number = index + 1
     above, _, last = name.rpartition(".")
