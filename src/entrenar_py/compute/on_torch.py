@@ -366,7 +366,8 @@ def open_cuda(index: int | None = None) -> CudaBackend:
         there = ", ".join(f"cuda:{n} {device}" for n, device in enumerate(devices))
         raise BackendUnavailable(f"backend {name}: this machine has {there or 'none'}")
     torch.backends.cuda.matmul.fp32_precision = "ieee"
-    # The same as use_deterministic_algorithms, which also imports torch's compiler.
+    # use_deterministic_algorithms would also import torch's compiler, which takes seconds. So code
+    # that compiles has to tell it.
     torch.set_deterministic_debug_mode("error")
     # Reading memory that was never written is a bug in itself; hiding it would cost a pass.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -6,7 +6,10 @@ Without a GPU and nvidia-cudnn-frontend, a stand-in on the CPU takes the place o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +21,8 @@ from torch.fx.experimental import _config as shape_config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from entrenar_py.shared.errors import UsageError
-from entrenar_py.train.model import attention
+from entrenar_py.train.model import attention, preparation
+from tests.train.model import checkpoints
 
 HEADS, SHARED, WIDTH = 8, 2, 64  # of queries; of keys and values
 
@@ -62,20 +66,6 @@ def test_what_is_served(changed: dict[str, Any], is_served: bool) -> None:
     assert attention.is_served(query, key, value) is is_served
 
 
-@pytest.mark.parametrize("given", [{}, {"mask": True}, {"dropout": 0.5}, {"is_causal": False}])
-def test_the_rest_is_transformers_own(given: dict[str, Any]) -> None:
-    """Float32, masks, dropout and attention to all: the bits of the function that it replaces."""
-    query, key, value = tensors(2, 16, dtype=torch.float32)
-    mask = torch.ones(2, 1, 16, 16).bool().tril() if given.get("mask") else None
-    inputs = (Layer(), query, key, value, mask, given.get("dropout", 0.0), 0.2)
-    named = {"is_causal": given["is_causal"]} if "is_causal" in given else {}
-    found = []
-    for function in (attention._attention, sdpa_attention_forward):
-        torch.manual_seed(0)
-        found.append(function(*inputs, **named)[0])
-    assert torch.equal(*found)
-
-
 def tiny(**given: Any) -> Any:
     """Return a Qwen3 of one block."""
     config = transformers.Qwen3Config(
@@ -104,17 +94,49 @@ def test_a_model_keeps_its_bits_on_a_cpu() -> None:
     assert other.config._attn_implementation == "sdpa"
 
 
-def test_a_class_with_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["eager", "not replaceable"])
+def test_attention_of_another_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
-    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda _: False)
-    with pytest.raises(UsageError, match="attention of Qwen3ForCausalLM can't be replaced"):
+    if kind == "eager":
+        model.set_attn_implementation("eager")
+    else:
+        monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda _: False)
+    told = "eager" if kind == "eager" else "sdpa"
+    with pytest.raises(UsageError, match=f"by transformers' {told}, which it can't replace"):
         attention.use(model)
 
 
+@pytest.mark.parametrize("name", ["s_aux", "softcap"])
+def test_an_input_that_would_be_ignored(name: str) -> None:
+    query, key, value = tensors(2, 16, dtype=torch.bfloat16)
+    named: dict[str, Any] = {name: torch.ones(1)}
+    with pytest.raises(UsageError, match=f"Layer needs {name}, which it doesn't have"):
+        attention._attention(Layer(), query, key, value, None, **named)
+
+
 @pytest.mark.skipif(find_spec("cudnn") is not None, reason="nvidia-cudnn-frontend is installed")
-def test_without_the_package() -> None:
-    with pytest.raises(UsageError, match=r"can't import nvidia-cudnn-frontend .*\[cudnn\]"):
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said at the start, and where a process computes without having asked."""
+    told = r"can't import nvidia-cudnn-frontend .*\[cudnn\]"
+    with pytest.raises(UsageError, match=told):
         attention.require(tiny(), torch.device("cuda"))
+    monkeypatch.setattr(attention, "_DEVICES", ("cpu",))
+    model = tiny().bfloat16()
+    attention.use(model)
+    with pytest.raises(UsageError, match=told):
+        model(input_ids=torch.arange(24).view(2, 12))
+
+
+@pytest.mark.skipif(find_spec("cudnn") is not None, reason="nvidia-cudnn-frontend is installed")
+def test_a_worker_that_refuses_refuses_again(small: Path, tmp_path: Path) -> None:
+    """Also after a warm-up with an exception that nobody saw: it would compute other bits."""
+    settings = checkpoints.settings(small, tmp_path / "model", checkpoints.qwen3())
+    settings = replace(settings, method="lora", precision="bfloat16", attention="cudnn")
+    workload = preparation.prepare(settings, tmp_path / "cache").workload()
+    for step in (partial(workload.warm_up, num_samples=1), workload.move):
+        with pytest.raises(UsageError, match="can't import nvidia-cudnn-frontend"):
+            step(torch.device("cuda"))
+    assert next(workload.module.parameters()).device.type == "cpu"
 
 
 @pytest.fixture
@@ -149,6 +171,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if find_spec("cudnn") is not None:
         pytest.skip("nvidia-cudnn-frontend is installed")
     monkeypatch.setattr(attention, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(attention, "_library", lambda: None)
     library: Any = torch.library.Library("cudnn", "FRAGMENT")  # type: ignore[no-untyped-call]
     for schema in (FORWARD, BACKWARD):
         library.define(schema)
@@ -249,10 +272,33 @@ def test_a_model_calls_it(capsys: pytest.CaptureFixture[str], monkeypatch: Any) 
     attention.use(model)
     model(input_ids=tokens, attention_mask=torch.tensor([[1] * 12, [0] * 4 + [1] * 8]))
     attention.warn_if_unused()
-    assert "attention: cudnn: torch computes this model's attention" in capsys.readouterr().err
+    assert (
+        "attention: cudnn: torch computed the attention of the first rows"
+        in capsys.readouterr().err
+    )
     model(input_ids=tokens).logits.float().sum().backward()
     attention.warn_if_unused()
     assert not capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("given", ["mask", "dropout", "to all", "float32", "position_bias", ""])
+def test_the_rest_is_transformers_own(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cuDNN doesn't compute has the bits of the function that this one replaces."""
+    monkeypatch.setattr(attention, "_num_calls", 0)
+    dtype = torch.float32 if given == "float32" else torch.bfloat16
+    mask = torch.ones(2, 1, 16, 16).bool().tril() if given == "mask" else None
+    inputs: tuple[Any, ...] = (Layer(), *tensors(2, 16, dtype=dtype), mask)
+    inputs += (0.5 if given == "dropout" else 0.0, 0.2)
+    named: dict[str, Any] = {"is_causal": False} if given == "to all" else {}
+    if given == "position_bias":
+        named[given] = torch.ones(1, HEADS, 16, 16, dtype=dtype)
+    found = []
+    for function in (attention._attention, sdpa_attention_forward):
+        torch.manual_seed(0)
+        found.append(function(*inputs, **named)[0])
+    assert attention._num_calls == (not given)
+    assert torch.equal(*found)
 
 
 @pytest.mark.usefixtures("stand_in")

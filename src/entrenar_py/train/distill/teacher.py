@@ -184,6 +184,7 @@ def _compiled() -> Callable[[Tensor], Tensor]:
     def log_sum(logits: Tensor) -> Tensor:
         return logits.float().logsumexp(-1)
 
+    torch.use_deterministic_algorithms(True)  # tells the compiler, too; `open_cuda` did not
     compiled: Callable[[Tensor], Tensor] = torch.compile(log_sum, dynamic=True)
     return compiled
 

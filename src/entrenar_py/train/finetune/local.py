@@ -98,7 +98,7 @@ def _opened_ahead(name: str) -> Backend:
 def _loaded(settings: str, backend: Backend) -> Finetuning:
     prepared = preparation.prepare(settings_file.of_text(settings, "the settings"))
     workload = student.workload(prepared)
-    if isinstance(backend, CudaBackend) and not workload.may_wait:
+    if isinstance(backend, CudaBackend) and prepared.settings.distill is None:
         training = prepared.settings.training
         num_rows = min(workload.num_samples, training.batch_size) // training.num_shards
         # The first step meets the same problem, and reports it.
@@ -210,15 +210,15 @@ def train(
         num_workers, limit = _staff(prepared, names, resume=resume)
         settings = replace(settings, workers=num_workers)
         prepared = replace(prepared, settings=settings)
-        free = foresight.devices_of(settings, names)
+        devices_now = foresight.devices_of(settings, names)
         workers.open(num_workers)
         workers.settings = settings
-        # They load while this process looks, unless a wrong run could fill the host's memory: a GPU
-        # refuses what it has no memory for. A student may have to wait for its teacher.
-        are_early = all(scenario.backend_kind(name) == "cuda" for name in names)
-        if settings.distill is None and are_early:
+        # Workers of GPUs load while this process looks: each has one copy of the frozen weights in
+        # the host's memory, as this process will. A student may have to wait for its teacher.
+        are_on_gpus = all(scenario.backend_kind(name) == "cuda" for name in names)
+        if are_on_gpus and settings.adapts and settings.distill is None:
             workers.load()
-        foresight.look(path, prepared, names, free)
+        foresight.look(path, prepared, names, devices_now)
         if settings.distill is None:
             workers.load()
         torch.set_num_threads(1)  # more would wait for each other while a checkpoint is mapped

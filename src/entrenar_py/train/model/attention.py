@@ -6,6 +6,7 @@ calls it with deterministic gradients, too.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -18,12 +19,12 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.untrusted import escaping, printing
 
 PACKAGE = "nvidia-cudnn-frontend"
-_NAME = "entrenar_cudnn"  # of this attention in transformers
+_NAME, _SDPA = "entrenar_cudnn", "sdpa"  # of this attention in transformers, and of torch's
 _DEVICES = ("cuda",)
 _WIDTH_MAX, _WIDTH_MULTIPLE = 128, 8
 _DTYPES = (torch.float16, torch.bfloat16)
-# Other inputs of a model's attention that change its result.
-_OTHERS = ("cache", "position_bias", "s_aux", "softcap")
+# Other inputs that change the result: those of transformers' function, and those that it ignores.
+_OTHERS, _UNKNOWN = ("cache", "position_bias"), ("s_aux", "softcap")
 _PLANS_MAX = 4096  # of cuDNN's, two for each shape of a batch; the package keeps 128 by default
 _CHARS_MAX = 300
 _num_calls = 0  # of cuDNN's forward pass
@@ -33,22 +34,37 @@ def use(module: nn.Module) -> None:
     """Make a transformers model compute causal attention with cuDNN on CUDA devices.
 
     Attention with a mask, in float32, of wider heads or on another device is computed as before.
-    Raises UsageError if the model's class doesn't let its attention be replaced.
+    Raises UsageError for a model with attention of another kind than transformers' `sdpa`.
     """
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
     model = cast("Any", module)
-    model.set_attn_implementation(_NAME)
-    if not is_used(module):
+    before = _kind_of(module)
+    if before == _SDPA:
+        model.set_attn_implementation(_NAME)
+    if _kind_of(module) != _NAME:
         raise UsageError(
-            f"attention: cudnn: the attention of {type(module).__name__} can't be replaced; use "
-            "attention: torch"
+            f"attention: cudnn: {type(module).__name__} computes attention by transformers' "
+            f"{before}, which it can't replace; use attention: torch"
         )
 
 
-def is_used(module: nn.Module) -> bool:
-    """Return whether `use` was called for `module`."""
-    return bool(cast("Any", module).config.get_text_config()._attn_implementation == _NAME)
+def _kind_of(module: nn.Module) -> str:
+    return str(cast("Any", module).config.get_text_config()._attn_implementation)
+
+
+@cache
+def _library() -> Any:
+    """Return the package's module that defines torch.ops.cudnn. Raises UsageError without it."""
+    try:
+        from cudnn.sdpa.fwd import torch_op
+    except ImportError as error:
+        raise UsageError(
+            f"attention: cudnn: this process can't import {PACKAGE} ({error}); install it (pip "
+            "install 'entrenar-py[cudnn]') in all processes of the run, or use attention: torch"
+        ) from error
+    torch_op._GRAPH_CACHE_MAX = _PLANS_MAX
+    return torch_op
 
 
 def require(module: nn.Module, device: torch.device) -> None:
@@ -56,20 +72,15 @@ def require(module: nn.Module, device: torch.device) -> None:
     config = cast("Any", module).config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    try:
-        from cudnn.sdpa.fwd import torch_op  # defines torch.ops.cudnn
-    except ImportError as error:
-        raise UsageError(
-            f"attention: cudnn: this process can't import {PACKAGE} ({error}); install it (pip "
-            "install 'entrenar-py[cudnn]') in all processes of the run, or use attention: torch"
-        ) from error
-    torch_op._GRAPH_CACHE_MAX = _PLANS_MAX
+    _library()
     try:
         zeros = torch.zeros(1, heads, 64, width, dtype=torch.bfloat16, device=device)
         with torch.cuda.device(device):
             out, sums = _of_library(zeros, zeros, zeros, 1.0)
             _gradients_of_library(out, zeros, zeros, zeros, out, sums, 1.0)
             torch.cuda.synchronize()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except Exception as error:
         reason = escaping.shortened(" ".join(str(error).split()), chars_max=_CHARS_MAX)
         raise UsageError(
@@ -82,8 +93,8 @@ def warn_if_unused() -> None:
     """Say on standard error if cuDNN has computed no attention in this process."""
     if not _num_calls:
         printing.warn(
-            "attention: cudnn: torch computes this model's attention, since it has masks, or heads "
-            f"of another kind than {_WIDTH_MAX} numbers at most, as many for values as for keys"
+            "attention: cudnn: torch computed the attention of the first rows, since it has masks, "
+            f"heads wider than {_WIDTH_MAX}, or other widths for values than for keys"
         )
 
 
@@ -113,6 +124,11 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return what transformers' function for `sdpa` does: [n, t, heads, width]."""
+    if found := [name for name in _UNKNOWN if others.get(name) is not None]:
+        raise UsageError(
+            f"attention: cudnn: {type(module).__name__} needs {', '.join(found)}, which it doesn't "
+            "have; use attention: torch"
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if torch.is_autocast_enabled(query.device.type):  # as for torch's function
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -137,6 +153,7 @@ def _attention(
 
 def _of_library(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the result and the logarithms of the sums, [n, heads, t, 1]."""
+    _library()
     return cast(
         "tuple[Tensor, Tensor]",
         torch.ops.cudnn.sdpa_fwd(query, key, value, scale, is_causal=True, return_lse=True),
@@ -159,6 +176,7 @@ def _gradients_of_library(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
+    _library()
     return cast(
         "tuple[Tensor, Tensor, Tensor]",
         torch.ops.cudnn.sdpa_bwd(

@@ -42,11 +42,11 @@ def place_of(module: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def probed(module: nn.Module, run: Callable[[], T]) -> T:
-    """Return the result of `run`, which asks about all blocks what it could ask about each kind.
+    """Return `run()`, called while `module` has only its first blocks: one of each kind at least.
 
     `run` calls `module` to see what it does. Blocks with the same structure and the same settings
-    do the same, so it first sees only as many blocks as have one of each kind. It sees all of them
-    where there is no list of blocks, and where `module` fails without the others.
+    do the same. `run` is called with all blocks where there is no list of them, and where `module`
+    fails without the others.
     """
     try:
         with _few(module):
@@ -78,13 +78,20 @@ def _few(module: nn.Module) -> Iterator[None]:
 
 
 def _kind(block: nn.Module) -> list[Any]:
-    """Return what `block` consists of: its parts, their classes, plain attributes and shapes."""
+    """Return what `block` consists of: its parts, their classes, plain attributes and shapes.
+
+    Functions, and attributes that are objects or tables, aren't compared.
+    """
     return [
         (
             name,
             type(part),
             {key: one for key, one in vars(part).items() if key not in _OWN and _is_plain(one)},
-            [(key, one.shape, one.dtype) for key, one in part.named_parameters(recurse=False)],
+            [
+                (key, tensor.shape, tensor.dtype)
+                for tensors in (part.named_parameters, part.named_buffers)
+                for key, tensor in tensors(recurse=False)
+            ],
         )
         for name, part in block.named_modules()
     ]

@@ -133,17 +133,20 @@ class InThreads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return found
 
         flat = weights.reshape(-1)
-        head, fast = flat[:BLOCK], form == [BLOCK, "nf4", torch.uint8]
-        if fast:
-            pairs = zip(nf4.quantised(head), by_library(head), strict=True)
-            fast = all(torch.equal(one, other) for one, other in pairs)
-        work = nf4.quantised if fast else by_library
+        is_fast = form == [BLOCK, "nf4", torch.uint8]
+        if is_fast:
+            first = flat[:BLOCK]
+            pairs = zip(nf4.quantised(first), by_library(first), strict=True)
+            is_fast = all(torch.equal(one, other) for one, other in pairs)
         pieces = flat.split(_PIECE)
         results: dict[int, tuple[Tensor, Tensor]] = {}
 
         def quantise(numbers: Sequence[int]) -> None:
             for number in numbers:
-                results[number] = work(pieces[number])
+                result = nf4.quantised(pieces[number]) if is_fast else None
+                if result is None or not result[1].isfinite().all():
+                    result = by_library(pieces[number])
+                results[number] = result
 
         reduction.share_out(range(len(pieces)), quantise)
         codes, scales = zip(*(results[number] for number in range(len(pieces))), strict=True)

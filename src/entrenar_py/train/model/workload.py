@@ -432,24 +432,25 @@ class Finetuning(Tuned):
         Raises UsageError if the run needs compilation on CUDA, or attention by cuDNN, and this
         process can't do that.
         """
-        self.objective.to(device)
-        self._device = device
         if self._by_cudnn and device.type == "cuda":
             from entrenar_py.train.model import attention  # imports transformers
 
             attention.require(self.module, device)
-            self._warns = True
-        if self.is_compiled or not self._compiles or self.drops or device.type not in COMPILED:
-            return
-        if device.type == "cuda" and (problem := on_torch.compiler_problem()):
+        is_new = self._compiles and not (self.is_compiled or self.drops)
+        is_new = is_new and device.type in COMPILED
+        if is_new and device.type == "cuda" and (problem := on_torch.compiler_problem()):
             raise UsageError(
                 f"compile: this run compiles its blocks on CUDA, and here {problem}; install it, "
                 "or use compile: false in all processes of the run"
             )
-        self.is_compiled = True
-        compile_blocks(self.module)
-        if device.type == "cuda" and isinstance(self.objective, objectives.NextTokens):
-            self.objective.is_fused = True
+        self.objective.to(device)
+        if is_new:
+            self.is_compiled = True
+            compile_blocks(self.module)
+            if device.type == "cuda" and isinstance(self.objective, objectives.NextTokens):
+                self.objective.is_fused = True
+        self._warns = self._by_cudnn and device.type == "cuda"
+        self._device = device
 
     def warm_up(self, device: torch.device, num_samples: int) -> None:
         """Move to the CUDA `device`, and compile for batches of `num_samples`, before a step does.
