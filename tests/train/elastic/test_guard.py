@@ -110,6 +110,19 @@ def test_an_exchange_takes_long_and_the_main_thread_does_nothing(
     assert reason.startswith("an exchange between ranks took longer than 0.15 s")
 
 
+def test_the_deadline_may_change(group: Any, ending: Any) -> None:
+    """It is asked for again each time: steps that save or score may take longer."""
+    deadlines = [60.0]
+    watcher = Guard(group, ending, lambda: deadlines[-1])
+    time.sleep(2 * DEADLINE_S)
+    assert not ending.reasons
+    deadlines.append(DEADLINE_S)
+    wait_for_cut(group)
+    watcher.close()
+    assert group.cuts == 1
+    assert ending.reasons[0].startswith("an exchange between ranks took longer than 0.15 s")
+
+
 def test_nothing_is_cut_while_the_main_thread_goes_on(ending: FakeEnding, watcher: Guard) -> None:
     """Its own deadline holds."""
     for _ in range(20):

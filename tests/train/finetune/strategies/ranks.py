@@ -102,6 +102,7 @@ def elastically(
     successors: Path | None = None,
     spikes: bool = False,
     least_s: float | None = None,
+    slow_at: str | None = None,
 ) -> tuple[dict[int, list[int | None]], str]:
     """Run the configuration by elastic ranks; return each seat's exit codes, and what they said.
 
@@ -109,7 +110,7 @@ def elastically(
     `write:7:0.5` (`_kill_in_write`), hangs (`_hang`) or lags (`_lag`), and gets a successor, as
     from a supervisor. Before step `waits_before`, ranks wait for it. It runs the configuration
     `successors`, by default the same. With `spikes`, nearly every norm is a spike. A rank that
-    hangs may take `least_s` in steps that only compute.
+    hangs may take `least_s` in steps that only compute. All are slow in `slow_at` (`_slow_down`).
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     roll = Roll(PrefixStore("entrenar-elastic//0", store))
@@ -125,6 +126,7 @@ def elastically(
                 "spike_factor": 0.1 if spikes else None,
                 "spike_least": 1 if spikes else None,
                 "least_s": least_s,
+                "slow_at": slow_at,
                 "environment": {
                     "RANK": str(seat),
                     "LOCAL_RANK": str(seat),
@@ -204,6 +206,8 @@ def main(pipe: Connection) -> NoReturn:
             _kill_in_write(*job["kills_at"].removeprefix("write:").split(":"))
         elif job.get("kills_at"):
             _kill_at(job["kills_at"])
+        if job.get("slow_at") is not None:
+            _slow_down(job["slow_at"])
         if job.get("dies_before") is not None:
             _before(job["dies_before"], lambda _: os._exit(9))
         if job.get("copies_before") is not None and rank == "0":
@@ -250,6 +254,28 @@ def _hang(loop: Any) -> None:
     while not members.roll.excludes(members.seat):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+SLOW_S = 4.0
+
+
+def _slow_down(moment: str) -> None:
+    """Take `SLOW_S` once: for the `first` step, or for the writer's `save` or `scored`."""
+    from entrenar_py.train.finetune.strategies.elastic import SharedRecord
+    from entrenar_py.train.finetune.strategies.training_loop import Loop
+
+    is_first = moment == "first"
+    owner: Any = Loop if is_first else SharedRecord
+    name = "_train" if is_first else moment
+    before, made = getattr(owner, name), list[str]()
+
+    def changed(one: Any, *arguments: Any) -> Any:
+        if not made and (is_first or one._is_open):
+            made.append(moment)
+            time.sleep(SLOW_S)
+        return before(one, *arguments)
+
+    setattr(owner, name, changed)
 
 
 def _before(step: int, action: Callable[[Any], object]) -> None:

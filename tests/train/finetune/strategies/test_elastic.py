@@ -281,6 +281,19 @@ def test_a_rank_that_hangs_is_given_up_by_the_time_of_steps(case: Case, undistur
     assert runs.digest(case.folder / "hangs") == runs.digest(undisturbed)
 
 
+@pytest.mark.parametrize("moment", ["save", "scored", "first"])
+def test_a_rank_that_takes_long_is_not_given_up(case: Case, moment: str) -> None:
+    """Saving, scoring and a newcomer's first step aren't steps that only compute."""
+    more = {"evaluate_every": 3, "checkpoint_every": 3}
+    config = elastic(replace(case, more=more), f"slow-{moment}")
+    deaths = {1: "train:2"} if moment == "first" else {}
+    codes, told = ranks.elastically(
+        config, 2, deaths=deaths, waits_before=3, least_s=2.0, slow_at=moment
+    )
+    assert codes == {0: [0], 1: [None, 0] if deaths else [0]}, told
+    assert "took longer than" not in told
+
+
 def test_a_newcomer_with_another_configuration_is_refused(case: Case, undisturbed: Path) -> None:
     """It would take other steps than the rest, which go on without it."""
     config = elastic(replace(case, more={}), "edited")
