@@ -106,11 +106,6 @@ def show_remarks(path: Path, facts: Facts) -> None:
 _BANDWIDTH = 1e9  # any value: only memory is checked
 
 
-def devices_of(settings: Settings, names: Sequence[str]) -> list[Device]:
-    """Return the devices of the backends `names`, with the memory that is free on them now."""
-    return plan.of_backends(names, settings.devices)
-
-
 def look(path: Path, prepared: Prepared, names: Sequence[str], devices: Sequence[Device]) -> None:
     """Print what is unusual in the configuration at `path`; refuse a run that does not fit.
 

@@ -38,6 +38,7 @@ from entrenar_py.train.model import model_folder, preparation
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import Distillation, Settings
 from entrenar_py.train.model.workload import Finetuning
+from entrenar_py.train.plan import plan as planning
 from entrenar_py.train.service import coordinator, exit_codes, measures
 from entrenar_py.train.service.address import Address
 from entrenar_py.train.service.config import Checkpoint, Config
@@ -210,7 +211,7 @@ def train(
         num_workers, limit = _staff(prepared, names, resume=resume)
         settings = replace(settings, workers=num_workers)
         prepared = replace(prepared, settings=settings)
-        devices_now = foresight.devices_of(settings, names)
+        devices_now = planning.of_backends(names, settings.devices)  # with what is free now
         workers.open(num_workers)
         workers.settings = settings
         # Workers of GPUs load while this process looks: each has one copy of the frozen weights in

@@ -129,8 +129,8 @@ class InThreads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weights, *form = args
 
         def by_library(piece: Tensor) -> tuple[Tensor, Tensor]:
-            found: tuple[Tensor, Tensor] = func(piece, *form, **(kwargs or {}))
-            return found
+            codes, scales = func(piece, *form, **(kwargs or {}))
+            return codes, scales
 
         flat = weights.reshape(-1)
         is_fast = form == [BLOCK, "nf4", torch.uint8]

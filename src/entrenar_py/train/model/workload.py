@@ -462,9 +462,8 @@ class Finetuning(Tuned):
         loaded()
         if not self.is_compiled:
             return
-        held = dict(self.module.named_parameters())
-        own = {spec.name: held[spec.name] for spec in self.specs}
-        step = on_torch.DeviceStep(device, self, own, scale=1.0)
+        trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
+        step = on_torch.DeviceStep(device, self, trained, scale=1.0)
         step.weights.zero_()
         self._show(self.objective.kind(self.batch(range(num_samples))), step.tensors)
 
@@ -475,7 +474,8 @@ class Finetuning(Tuned):
 
             attention.require(self.module, device)
         head = self.objective.head
-        if self._compiles and head is not None and not on_torch.compiler_problem():
+        is_compiled = self._compiles and not self.drops and not on_torch.compiler_problem()
+        if is_compiled and head is not None:
             objectives.load_kernel(len(head.weight), self.products, device)
 
     def as_it_is(self) -> AbstractContextManager[Any]:

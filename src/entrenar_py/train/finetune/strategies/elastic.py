@@ -126,7 +126,7 @@ class Elastic(Canonical):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes."""
+        """True if this rank writes."""
         return self._here.generation.lead == self._here.rank
 
     def compute(self, step: Step) -> Tensor:
