@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partialmethod
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,7 +28,6 @@ from entrenar_py.train.wire_io.processes import Crew, Hand, Job
 from tests.train.service.nursery import CHECKPOINT_MODULES, without_gpu
 
 PATIENCE_S = 90.0
-COMPILING_S = 300.0  # g++ takes a minute of them, if no kernel is kept
 PRELOADED = (
     "entrenar_py.train.finetune.strategies.launch",
     *CHECKPOINT_MODULES,
@@ -61,7 +60,7 @@ def torchrun(
     All ranks die before step `dies_before`. A rank that died has no exit code. Before step
     `copies_before`, the output folder is copied to `broken`: what a run that dies there leaves. A
     norm of more than `spike_factor` medians is a spike. Ranks see no GPU unless they are to run
-    `on_gpus`.
+    `on_gpus`. With `compiles`, the programs of each rank are in NAME.RANK.programs.
     """
     with tempfile.TemporaryDirectory(prefix="entrenar-ranks-") as folder:
         jobs = [
@@ -87,7 +86,7 @@ def torchrun(
             for rank in range(world_size)
         ]
         hands = [crew().give(json.dumps(job).encode()) for job in jobs]
-        _gather(hands, COMPILING_S if compiles else PATIENCE_S)
+        _gather(hands, PATIENCE_S)
         told = [Path(folder, f"{rank}.txt").read_text("utf-8") for rank in range(world_size)]
         codes = [None if hand.answer is None else int(hand.answer) for hand in hands]
         return codes, "".join(told)
@@ -215,7 +214,7 @@ def main(pipe: Connection) -> NoReturn:
             broken = trained.with_name("broken")
             _before(job["copies_before"], lambda _: shutil.copytree(trained, broken))
         if job.get("compiles"):
-            _compile_for_cpu()
+            _compile_for_cpu(Path(job["argv"][0]).with_suffix(f".{rank}.programs"))
         if job.get("by_buckets"):
             from entrenar_py.train.arithmetic import on_device
 
@@ -384,20 +383,23 @@ def _kill_in_write(number: str, share: str) -> None:
     checkpoint.save = save_or_die  # type: ignore[assignment]
 
 
-def _compile_for_cpu() -> None:
-    """Compile on the CPU, with the kernels that an earlier run has compiled if they are the same.
+def _compile_for_cpu(programs: Path) -> None:
+    """Compile blocks for the CPU, too: torch traces them, and its own kernels run the programs.
 
-    torch's settings are part of their key, so all strategies have those of `ddp_canonical`. And no
-    process takes a second to try out the vector instructions that the kernel reports, or starts
-    others that load torch in order to compile.
+    Each program is written to the file `programs`, in the order in which they are made, with the
+    sizes that came first: a compiler may choose kernels by them.
     """
-    import torch
-    from torch._inductor import config
+    from torch import nn
 
     from entrenar_py.train.model import workload
 
+    def noted(program: Any, inputs: Any) -> Any:
+        sizes: list[Any] = [size for one in inputs if hasattr(one, "shape") for size in one.shape]
+        first = [one.node.hint if hasattr(one, "node") else one for one in sizes]
+        with programs.open("a", encoding="utf-8") as file:
+            file.write(f"{program.print_readable(print_output=False)}\n{first}\n")
+        return program.forward
+
     workload.COMPILED = ("cpu", "cuda")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    config.cpp.vec_isa_ok = True
-    config.compile_threads = 1
+    compiled: Any = partialmethod(nn.Module.compile, backend=noted)
+    nn.Module.compile = compiled  # type: ignore[method-assign]

@@ -1,12 +1,13 @@
 """Ranks with compiled blocks: the same bits for any number of ranks, and the losses of one process.
 
 Here torch compiles for the CPU, which the product doesn't: a worker's or rank's blocks are compiled
-on CUDA alone. What decides bits (examples, order, sums) is the same code.
+on CUDA alone. What decides bits is the same code: examples, order, sums, and the programs that
+torch makes of a block, which must be the same in each rank. They run with torch's own kernels, as
+g++ would take minutes for those of a CPU.
 """
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +19,12 @@ from entrenar_py.train.service import exit_codes
 from tests.train.finetune.strategies import ranks, runs
 from tests.train.finetune.strategies.runs import Case
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="torch needs a C++ compiler"),
-]
 TOLERANCE = 2e-5  # as in test_strategies
 
 
 @pytest.fixture
 def case(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
-    """The small Qwen3, compiled; torch keeps its kernels, also for the next run of the tests."""
+    """The small Qwen3, compiled."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Case(folder=tmp_path, model=small / "model", small=small, more={"compile": True})
 
@@ -51,48 +48,59 @@ def trained(
     return case.folder / name
 
 
-def as_alone(case: Case, strategy: str, world_size: int, **more: int) -> Path:
-    """Train with the losses of one process. Return the output."""
-    output = trained(case, "out", strategy, world_size, **more)
+def require_programs(case: Case, num_ranks: int, kinds: int) -> None:
+    """Require that all ranks of all runs made the same programs, one for each kind of shard.
+
+    They made them for the same sizes, whichever shards came first.
+    """
+    made = [path.read_text("utf-8") for path in case.folder.glob("*.programs")]
+    assert len(made) == num_ranks
+    assert len(set(made)) == 1
+    assert made[0].count("class GraphModule") == kinds
+
+
+def require_losses(case: Case, output: Path) -> None:
+    """Require the losses of one process, which doesn't compile."""
     steps, _ = case.alone()
     losses = [one.loss for one in runs.steps(output)]
     assert losses == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
-    return output
-
-
-def uninterrupted(case: Case, strategy: str, world_size: int) -> Path:
-    """Train as one process does; `--resume` goes on with the same bits. Return the output.
-
-    What is resumed is a copy of the output folder from before step 3, saved after step 1.
-    """
-    case = replace(case, more={**case.more, "checkpoint_every": 2})
-    output = as_alone(case, strategy, world_size, copies_before=3)
-    resumed = trained(case, "broken", strategy, world_size, "--resume")
-    assert [one.step for one in runs.steps(resumed)] == [0, 1, 2, 2, 3]
-    assert runs.digest(output) == runs.digest(resumed)
-    return output
 
 
 def test_canonical_ranks_write_the_same_bits(case: Case) -> None:
-    """Some shards are one row and some two, each kind with kernels of its own."""
-    one = trained(case, "one", "ddp_canonical", 1)
-    assert runs.digest(one) == runs.digest(uninterrupted(case, "ddp_canonical", 2))
+    """Some shards are one row and some two, each kind with a program of its own.
+
+    `--resume` goes on with the same bits. What is resumed is a copy of the output folder from
+    before step 3, saved after step 1.
+    """
+    case = replace(case, more={**case.more, "checkpoint_every": 2})
+    outputs = [
+        trained(case, "one", "ddp_canonical", 1),
+        trained(case, "out", "ddp_canonical", 2, copies_before=3),
+        trained(case, "broken", "ddp_canonical", 2, "--resume"),
+    ]
+    assert len(set(map(runs.digest, outputs))) == 1
+    assert [one.step for one in runs.steps(outputs[-1])] == [0, 1, 2, 2, 3]
+    require_losses(case, outputs[0])
+    require_programs(case, 5, kinds=2)
 
 
 def test_nothing_is_compiled_without_the_key(case: Case) -> None:
     case = replace(case, more={"compile": False})
     outputs = [trained(case, f"out{size}", "ddp_canonical", size) for size in (1, 2)]
     assert runs.digest(outputs[0]) == runs.digest(outputs[1])
+    assert not [*case.folder.glob("*.programs")]
 
 
 def test_uneven_ranks_train_as_one_process_does(case: Case) -> None:
-    """They find the kernels of the first test, which has resumed with them."""
-    as_alone(case, "ddp", 3)
+    require_losses(case, trained(case, "out", "ddp", 3))
+    require_programs(case, 3, kinds=2)
 
 
 def test_ranks_with_a_part_of_each_block_train_as_one_process_does(case: Case) -> None:
-    """Their kernels are different ones; here all shards are two rows, so there is one kind."""
-    uninterrupted(replace(case, num_rows=16), "tensor_parallel", 2)
+    """Here all shards are two rows, so there is one kind."""
+    case = replace(case, num_rows=16)
+    require_losses(case, trained(case, "out", "tensor_parallel", 2))
+    require_programs(case, 2, kinds=1)
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
