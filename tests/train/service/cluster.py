@@ -34,7 +34,7 @@ TRAINING: dict[str, Any] = {
     "optimizer": "momentum",
 }
 # Long enough that a kill after the first step comes before the last.
-LONG = {**TRAINING, "num_steps": 400}
+LONG = {**TRAINING, "num_steps": 200}
 # Just over 1 MiB of gradient, cheap to compute.
 LARGE = {
     **TRAINING,

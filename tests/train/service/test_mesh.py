@@ -87,7 +87,7 @@ def test_a_killed_coordinator_goes_on_where_it_was(mesh: Cluster) -> None:
     second = mesh.coordinator("--resume")
     assert int(second.until(r"from step (\d+) on").group(1)) > 0
     assert [one.code() for one in (second, *workers)] == 3 * [exit_codes.DONE]
-    assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert second.lines[-1] == f"completed: step 200, weights {weights(LONG)}"
     assert is_verified(mesh)
 
 
@@ -98,12 +98,12 @@ def test_all_links_to_the_coordinator_break_at_once(mesh: Cluster) -> None:
     serving.until(r"listens at")
     with closing(Switchboard(mesh.address)) as relay:
         workers = [mesh.worker("--coordinator", relay.address) for _ in range(2)]
-        for turn in (r"step 1/400", r"takes part from step [1-9]"):
+        for turn in (r"step 1/200", r"takes part from step [1-9]"):
             serving.until(turn)
             relay.reset()
         assert [one.code() for one in (serving, *workers)] == 3 * [exit_codes.DONE]
     assert len(re.findall(r"left in step", serving.text)) >= 2
-    assert serving.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert serving.lines[-1] == f"completed: step 200, weights {weights(LONG)}"
     assert is_verified(mesh)
 
 
@@ -115,7 +115,7 @@ def test_a_stopped_coordinator_asks_for_the_state(mesh: Cluster) -> None:
     """
     mesh.configure(LONG, checkpoint={**STATE, "every_steps": 1000}, **MESH)
     first, early = mesh.coordinator(), mesh.worker()
-    first.until(r"step 1/400")
+    first.until(r"step 1/200")
     first.signal(signal.SIGTERM)
     assert (first.code(), early.code()) == (exit_codes.STOPPED, exit_codes.WRONG)
     _, progress = checkpoint.load(mesh.folder / "state")
@@ -125,7 +125,7 @@ def test_a_stopped_coordinator_asks_for_the_state(mesh: Cluster) -> None:
     second.until(f"from step {progress['step']} on")
     others = [mesh.worker(), mesh.worker()]
     assert [one.code() for one in (second, *others)] == 3 * [exit_codes.DONE]
-    assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert second.lines[-1] == f"completed: step 200, weights {weights(LONG)}"
     assert is_verified(mesh)
 
 

@@ -76,7 +76,7 @@ def test_a_killed_coordinator_goes_on_where_it_was(star: Cluster) -> None:
     second = star.coordinator("--resume")
     assert int(second.until(r"from step (\d+) on").group(1)) > 0
     assert [one.code() for one in (second, *workers)] == 3 * [exit_codes.DONE]
-    assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert second.lines[-1] == f"completed: step 200, weights {weights(LONG)}"
     assert "left in step" in second.text, "who was there when it died is recorded as gone"
     verified = star.verify("--replay")
     assert verified.code() == exit_codes.DONE, verified.text
@@ -97,22 +97,30 @@ def test_a_killed_coordinator_that_updates_goes_on_where_it_was(star: Cluster) -
     first.kill()
     second = star.coordinator("--resume")
     assert [one.code() for one in (second, *workers)] == 3 * [exit_codes.DONE]
-    assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert second.lines[-1] == f"completed: step 200, weights {weights(LONG)}"
     verified = star.verify("--replay")
     assert verified.code() == exit_codes.DONE, verified.text
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_replaced(star: Cluster) -> None:
-    """The run waits after its last worker is killed in a step, and ends on the same bits."""
-    star.configure(LONG)
-    coordinator, victim = star.coordinator(), star.worker()
-    coordinator.until(r"step 1/400")
+def test_workers_leave_and_are_replaced(star: Cluster) -> None:
+    """On SIGTERM a worker tells the coordinator its reason, and the other goes on.
+
+    When this one is killed in a step, the run waits for workers, and ends on the same bits.
+    """
+    star.configure(LONG, wait_for=2)
+    coordinator = star.coordinator()
+    leaving, victim = star.worker("--rank", 1), star.worker("--rank", 0)
+    coordinator.until(r"step 1/200")
+    leaving.signal(signal.SIGTERM)
+    assert leaving.code() == exit_codes.STOPPED
+    assert leaving.lines[-1] == "worker: stopped: by SIGTERM"
     victim.kill()
     others = [star.worker(), star.worker()]
     assert [one.code() for one in (coordinator, *others)] == 3 * [exit_codes.DONE]
+    assert "left: stopped by SIGTERM" in coordinator.text
     assert "worker 0 left in step" in coordinator.text
-    assert coordinator.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert coordinator.lines[-1] == f"completed: step 200, weights {weights(LONG)}"
 
 
 def test_a_gradient_of_more_than_one_block(star: Cluster) -> None:
@@ -125,21 +133,6 @@ def test_a_gradient_of_more_than_one_block(star: Cluster) -> None:
     assert [coordinator.code(), other.code()] == 2 * [exit_codes.DONE]
     assert "worker 1 left in step" in coordinator.text
     assert coordinator.lines[-1] == f"completed: step 60, weights {weights(LARGE)}"
-
-
-@pytest.mark.slow
-def test_a_worker_says_goodbye(star: Cluster) -> None:
-    """On SIGTERM a worker tells the coordinator its reason, and the others go on."""
-    star.configure(LONG, wait_for=2)
-    coordinator = star.coordinator()
-    leaving, other = star.worker("--rank", 1), star.worker("--rank", 0)
-    coordinator.until(r"step 1/400")
-    leaving.signal(signal.SIGTERM)
-    assert leaving.code() == exit_codes.STOPPED
-    assert leaving.lines[-1] == "worker: stopped: by SIGTERM"
-    assert [coordinator.code(), other.code()] == 2 * [exit_codes.DONE]
-    assert "left: stopped by SIGTERM" in coordinator.text
-    assert coordinator.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +152,7 @@ def test_a_stopped_coordinator_keeps_everything(star: Cluster, number: signal.Si
     star.configure(LONG, **service)
     first = star.coordinator()
     worker = star.worker()
-    first.until(r"step 1/400")
+    first.until(r"step 1/200")
     first.signal(number)
     assert first.code() == exit_codes.STOPPED
     why = f"the coordinator was stopped by {number.name}"
@@ -172,7 +165,7 @@ def test_a_stopped_coordinator_keeps_everything(star: Cluster, number: signal.Si
     star.worker()
     second.until(f"from step {progress['step']} on")
     assert second.code() == exit_codes.DONE
-    assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert second.lines[-1] == f"completed: step 200, weights {weights(LONG)}"
     verified = star.verify("--replay")
     assert verified.code() == exit_codes.DONE, verified.text
 
@@ -204,7 +197,7 @@ def test_a_full_disk_loses_nothing(star: Cluster) -> None:
     star.configure(big, checkpoint={"path": "state", "every_steps": 1000})
     first = star.coordinator()
     worker = star.worker()
-    first.until(r"step 1/400")
+    first.until(r"step 1/200")
     first.signal(signal.SIGTERM)
     assert (first.code(), worker.code()) == (exit_codes.STOPPED, exit_codes.WRONG)
     kept = (star.folder / "state").read_bytes()
@@ -212,7 +205,7 @@ def test_a_full_disk_loses_nothing(star: Cluster) -> None:
     star.worker()
     assert full.code() == exit_codes.FAILED
     assert "can't be written (File too large); the checkpoint of step" in full.text
-    assert f"completed: step 400, weights {weights(big)}" in full.text
+    assert f"completed: step 200, weights {weights(big)}" in full.text
     assert (star.folder / "state").read_bytes() == kept
 
 
@@ -268,7 +261,7 @@ def test_strangers_in_the_middle_of_a_run(star: Cluster) -> None:
     star.configure(LONG, wait_for=2)
     coordinator = star.coordinator()
     workers = [star.worker(), star.worker()]
-    coordinator.until(r"step 1/400")
+    coordinator.until(r"step 1/200")
     host, port = star.address.split(":")
     mischief = Mischief(host, int(port), recorded=b"ENTP" * 99)
     asyncio.run(mischief.run(200, random.Random(0)))
@@ -276,7 +269,7 @@ def test_strangers_in_the_middle_of_a_run(star: Cluster) -> None:
     assert mischief.num_answered
     assert "connections were not admitted; the last from 127.0.0.1: " in coordinator.text
     assert "left in step" not in coordinator.text
-    assert coordinator.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert coordinator.lines[-1] == f"completed: step 200, weights {weights(LONG)}"
 
 
 def test_a_worker_may_be_stopped_while_it_waits(star: Cluster) -> None:
@@ -304,22 +297,15 @@ def test_over_tls(star: Cluster) -> None:
 
 
 @pytest.mark.wgpu
-@pytest.mark.parametrize(
-    ("other", "code", "said"),
-    [
-        ("wgpu", exit_codes.DONE, "verified: trained again on wgpu"),
-        ("cpu", exit_codes.INCONCLUSIVE, "inconclusive: computed on cpu, wgpu"),
-    ],
-)
-def test_a_run_on_other_devices(star: Cluster, other: str, code: int, said: str) -> None:
-    """A run on one kind of device can be replayed bit for bit. One on several is inconclusive."""
+def test_a_run_on_another_device(star: Cluster) -> None:
+    """It can be replayed bit for bit on that kind of device."""
     try:
         open_backend("wgpu")
     except BackendUnavailable as error:
         pytest.skip(str(error))
-    star.configure(wait_for=2, ledger="ledger.jsonl")
-    processes = [star.coordinator(), *(star.worker("--backend", one) for one in ("wgpu", other))]
-    assert [one.code() for one in processes] == 3 * [exit_codes.DONE]
+    star.configure(ledger="ledger.jsonl")
+    processes = [star.coordinator(), star.worker("--backend", "wgpu")]
+    assert [one.code() for one in processes] == 2 * [exit_codes.DONE]
     verified = star.verify("--replay")
-    assert verified.code() == code
-    assert verified.lines[-1].startswith(said)
+    assert verified.code() == exit_codes.DONE
+    assert verified.lines[-1].startswith("verified: trained again on wgpu")
