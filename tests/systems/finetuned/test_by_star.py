@@ -37,13 +37,13 @@ def subject(**changes: Any) -> Scenario:
     return Scenario(**{**usual, **changes})
 
 
-def finding(clause: str, scenario: Scenario) -> Finding:
+def finding(clause: str, scenario: Scenario, runner: Runner | None = None) -> Finding:
     from entrenar_py.check import clauses as checks
 
     invariant = shipped_invariants()[clause]
     check = checks.bind(invariant)
     assert check is not None
-    return Runner().try_scenario(invariant, check, scenario)
+    return (runner or Runner()).try_scenario(invariant, check, scenario)
 
 
 def test_the_table_has_the_options() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from entrenar_py import systems
 from entrenar_py.check.causes import rounding_bounds
+from entrenar_py.check.harness.runner import Runner
 from entrenar_py.shared import trace
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.verdict import Verdict
@@ -44,19 +45,18 @@ def test_losses_follow_the_trainer(options: dict[str, Any]) -> None:
     pytest.importorskip("peft")
     if options.get("method") == "qlora":
         pytest.importorskip("bitsandbytes")
-    scenario = thirty_steps(**options)
-    found = finding("F-FT-010", scenario)
+    scenario, runner = thirty_steps(**options), Runner()
+    found = finding("F-FT-010", scenario, runner)
     assert found.verdict is Verdict.HELD, found
     peer = scenario.with_(system="finetuned_by_peer", world_size=1)
-    ours, theirs = (_losses(one) for one in (scenario, peer))
+    ours, theirs = (_losses(runner.run(one)) for one in (scenario, peer))
     assert len(ours) == len(theirs) == 30
     apart = [abs(x - y) / y for x, y in zip(ours, theirs, strict=True)]
     assert max(apart) <= 2 * rounding_bounds.LOSS_BOUND, apart
     assert ours[-1] < ours[0]
 
 
-def _losses(scenario: Scenario) -> list[float]:
-    ran = systems.run(scenario)
+def _losses(ran: trace.Trace) -> list[float]:
     return [one.loss or 0.0 for one in ran.of(trace.Update) if one.rank == 0]
 
 

@@ -24,15 +24,14 @@ def trained(folder: Path, small: Path, workers: int) -> Path:
 def test_the_same_adapters_for_any_workers_and_the_safe_command_is_preferred(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One worker, two, and three of which one is killed, with dropout in the adapters."""
+    """One worker, and three of which one is killed, with dropout in the adapters."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     one = trained(tmp_path, small, 1)
     told = capsys.readouterr().out
-    two = trained(tmp_path, small, 2)
     runs.kill_one(monkeypatch)
     three = trained(tmp_path, small, 3)
     assert "worker 1 died (SIGKILL)" in capsys.readouterr().out
-    assert runs.adapters(one) == runs.adapters(two) == runs.adapters(three)
+    assert runs.adapters(one) == runs.adapters(three)
 
     first, *_, last = runs.told(one, "step")
     assert first["loss"] == pytest.approx(0.693147, abs=1e-6)

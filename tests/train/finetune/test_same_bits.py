@@ -62,7 +62,9 @@ def alone(
     return runs.adapters(folder / "out")
 
 
-@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.by_hand)])
+@pytest.mark.parametrize(
+    "workers", [2, *(pytest.param(number, marks=pytest.mark.by_hand) for number in (3, 4))]
+)
 def test_any_number_of_workers(
     workers: int,
     options: tuple[str, ...],
@@ -103,18 +105,20 @@ def test_a_worker_that_is_killed(
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "all linear layers, rsLoRA": {"lora": {"targets": ["all-linear"], "rslora": True}},
-    "DoRA": {"lora": {"dora": True}},
-    "what is kept": {"keep": {"best": True, "last": 2}, "evaluate_every": 4},
-    "layers trained whole, rows cut": {
-        "lora": {"modules_to_save": ["embed_tokens", "norm"]},
+    "all linear layers, rsLoRA, what is kept": {
+        "lora": {"targets": ["all-linear"], "rslora": True},
+        "keep": {"best": True, "last": 2},
+        "evaluate_every": 4,
+    },
+    "DoRA, layers trained whole, rows cut": {
+        "lora": {"dora": True, "modules_to_save": ["embed_tokens", "norm"]},
         "data": {"max_tokens": 8, "on_long": "truncate"},
     },
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_each_option(name: str, options: tuple[str, ...], small: Path, tmp_path: Path) -> None:
+def test_options(name: str, options: tuple[str, ...], small: Path, tmp_path: Path) -> None:
     """One worker, and three of which one is killed, end after `max_steps` with the same bytes."""
     outputs = dict[int, Path]()
     for workers in (1, 3):

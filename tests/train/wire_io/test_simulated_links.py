@@ -80,8 +80,15 @@ def test_every_link_of_a_mesh_carries_the_vector_twice() -> None:
     assert sum(outcome.worker_bytes) / 2 / bytes_s < outcome.step_s
 
 
-@pytest.mark.parametrize(("trainer", "workers"), [("parameter_server", 64), ("mesh", 16)])
-@pytest.mark.parametrize(("silent", "losses_s"), [(False, 8.0), (True, 1.0)])
+@pytest.mark.parametrize(
+    ("trainer", "workers", "silent", "losses_s"),
+    [
+        ("parameter_server", 64, False, 8.0),
+        ("mesh", 16, True, 1.0),
+        pytest.param("parameter_server", 64, True, 1.0, marks=pytest.mark.by_hand),
+        pytest.param("mesh", 16, False, 8.0, marks=pytest.mark.by_hand),
+    ],
+)
 def test_workers_come_and_go(trainer: str, workers: int, silent: bool, losses_s: float) -> None:
     """The weights have the bits of one worker, whoever dies and joins; the run ends.
 
