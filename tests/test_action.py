@@ -63,6 +63,14 @@ def runner(tmp_path: Path) -> Runner:
     return Runner(tmp_path)
 
 
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the artifact, which isn't there yet."""
+    monkeypatch.setenv("RUNNER_TEMP", str(tmp_path / "temp"))
+    (tmp_path / "temp").mkdir()
+    return tmp_path / "temp/entrenar-check"
+
+
 def test_every_input_is_used() -> None:
     """Every input is used, described and optional."""
     for name, one in ACTION["inputs"].items():
@@ -75,16 +83,17 @@ def test_every_input_is_used() -> None:
         assert "${{" not in step.get("run", "")  # an input in a script would be run
 
 
-def test_held(runner: Runner, tmp_path: Path) -> None:
-    """Options with spaces arrive unsplit; exit code, summary and log are written."""
-    contract = contract_file(tmp_path)
-    done = runner.run(contract=contract, system="textbook", args=SHORT, sarif="a b.sarif")
+def test_held(runner: Runner, tmp_path: Path, pages: Path) -> None:
+    """Options with spaces arrive unsplit; exit code, summary and log are written, and no page."""
+    told = {"system": "textbook", "args": SHORT, "sarif": "a b.sarif", "artifact": ""}
+    done = runner.run(contract=contract_file(tmp_path), **told)
     assert done.returncode == 0, done.stdout + done.stderr
     written = report(tmp_path / "my report.json")
     assert (written["system"], written["verdict"]) == ("textbook", "held")
     assert runner.output.read_text(encoding="utf-8") == "exit-code=0\nsarif=a b.sarif\n"
     assert "✅ held" in runner.summary.read_text(encoding="utf-8")
     assert report(tmp_path / "a b.sarif")["version"] == "2.1.0"
+    assert not pages.exists()
 
 
 def test_a_command(runner: Runner, tmp_path: Path) -> None:
@@ -114,18 +123,12 @@ def test_two_contracts_have_a_run_each_in_one_log(runner: Runner, tmp_path: Path
     assert [one["ruleId"] for run in runs for one in run["results"]] == ["F-DP-001", "F-TI-001"]
 
 
-def test_the_pages_are_uploaded(
-    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_are_uploaded(runner: Runner, tmp_path: Path, pages: Path) -> None:
     """Each contract has a page in the folder of the artifact, unless the project has a place."""
-    monkeypatch.setenv("RUNNER_TEMP", str(tmp_path / "temp"))
-    pages = tmp_path / "temp/entrenar-check"
-    pages.parent.mkdir()
     (upload,) = [step for step in STEPS if "upload-artifact" in step.get("uses", "")]
     assert upload["with"]["path"] == "${{ runner.temp }}/entrenar-check/*.html"
     contract = contract_file(tmp_path)
     words = "--only F-DP-002 --examples 0"
-    assert runner.run(contract=contract, args=words, artifact="").returncode == 0
     assert runner.run(contract=contract, args="--validate").returncode == 0
     assert not pages.exists()
     assert runner.run(contract=contract, args=words).returncode == 0

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.check import cli
+from entrenar_py.check.command.launch import Ended
 from entrenar_py.check.diff import judge, runs
 from entrenar_py.check.rank_files import border_file
 from entrenar_py.check.rank_files.border_file import BorderFile
+from tests.check.command import forked, zygote
 from tests.check.diff import models
 
 PYTHON = sys.executable
@@ -197,10 +199,32 @@ def alone(text: str) -> str:
     return text
 
 
+def forked_process(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    variables: Mapping[str, str],
+    usual: Mapping[str, str],
+    deadline_s: float,
+    cwd: Path,
+    parents: object,
+) -> Ended:
+    """Run the script of `command` in a fork, in place of an interpreter that imports torch."""
+    return zygote.launch(
+        [PYTHON, forked.__file__, "1", *command[1:]],
+        folder=folder,
+        variables={**usual, **variables},
+        deadline_s=deadline_s,
+        is_over=lambda: False,
+        cwd=cwd,
+    )
+
+
 def test_a_script_without_a_line_is_equal_to_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commands are run in copies of the folder, and steps, losses and modules are seen."""
+    monkeypatch.setattr("entrenar_py.check.command.launch.launch", forked_process)
     (tmp_path / "train.py").write_text(alone(TRAINS))
     monkeypatch.chdir(tmp_path)
     command = f"{PYTHON} train.py none"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,9 @@ from entrenar_py import systems
 from entrenar_py.check import cli
 from entrenar_py.check import pytest_clauses as judging
 from entrenar_py.check.cli import session
+from entrenar_py.check.command import runs
 from entrenar_py.shared.scenario import Scenario
+from tests.check.command import forked, zygote
 from tests.check.reports.conftest import full_report
 from tests.command_line import contract_file, repeat_a_sample
 
@@ -258,12 +262,26 @@ for _ in range(3):
 TRAINS = f'@pytest.mark.trains("{sys.executable} train.py"{{}})\ndef test_it(): pass'
 
 
-def test_a_command_that_trains(run: type[Run]) -> None:
-    """The script is run as by `entrenar-check`, without a line, once in a session."""
+def test_a_command_that_trains(run: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script is run as by `entrenar-check`, without a line, once in a session.
+
+    Its processes are forked; `test_a_command_that_can_not_be_checked` starts them as usual.
+    """
+    record = runs.record
+    monkeypatch.setattr(
+        runs, "record", lambda plan, show: record(replace(plan, launch=_launch), show)
+    )
     Path("train.py").write_text(SCRIPT)
     part = TRAINS.format(", only='F-TI-008', steps=2")
     with_finding = part.replace("test_it(): pass", "test_too(finding): assert finding.compared")
     run(f"{part}\n{with_finding}").result.assert_outcomes(passed=2)
+
+
+def _launch(command: Sequence[str], **told: Any) -> Any:
+    """Run the script of `command` in a fork, in place of an interpreter that imports torch."""
+    launch: Callable[..., Any] = zygote.launch
+    script = str(Path(command[1]).resolve())
+    return launch([sys.executable, forked.__file__, "1", script, *command[2:]], **told)
 
 
 def test_a_command_that_breaks_clauses(run: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:

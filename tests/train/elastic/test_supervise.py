@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from entrenar_py.train.elastic.launcher import Seat
@@ -39,26 +41,34 @@ if trainer.rank == 0:
 """
 
 
-def test_a_rank_is_killed_under_torchrun(tmp_path: Path) -> None:
-    """The other one goes on, and the digest is that of one process without a launcher."""
+def test_a_rank_is_killed_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other one goes on, and the digest is that of one process without a launcher: this one."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ranks, alone = (
-        subprocess.run(
-            [sys.executable, *launcher, str(script)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        for launcher in ([*torchrun, "-m", "entrenar_py.supervise"], [])
+    ranks = subprocess.run(
+        [sys.executable, *torchrun, "-m", "entrenar_py.supervise", str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (tmp_path / "killed").exists()
-    assert (ranks.returncode, alone.returncode) == (0, 0), ranks.stderr
+    assert ranks.returncode == 0, ranks.stderr
     assert "rank 1 ended with status -9: starts again, 9 more times" in ranks.stderr
-    assert alone.stdout.startswith("digest")
-    assert alone.stdout in ranks.stdout
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    try:
+        runpy.run_path(str(script))
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+    alone = capsys.readouterr().out
+    assert alone.startswith("digest")
+    assert alone in ranks.stdout
 
 
 class Ended:

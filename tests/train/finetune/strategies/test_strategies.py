@@ -186,7 +186,7 @@ IN_CI = {
     "qwen3-full": ("fsdp",),
     "llama-lora-packed": ("tensor_parallel", "pipeline_parallel"),
     "llama-full": (),
-    "qwen3-classes": ("ddp", "sequence_parallel"),
+    "qwen3-classes": ("sequence_parallel",),
     "qwen3-pairs": ("fsdp",),
 }
 
