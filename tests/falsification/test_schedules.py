@@ -145,7 +145,7 @@ def _between_blocks(scenario: Scenario) -> Scenario:
     return scenario.with_(workload="linear", options=options, faults=tuple(struck))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(len(schedules.SYSTEMS)), ids=schedules.SYSTEMS)
 def test_a_seed_is_a_run(seed: int) -> None:
     """Same seed, same scenario, same trace."""
     one, other = schedules.attempt(seed), schedules.attempt(seed)

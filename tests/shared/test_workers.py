@@ -93,7 +93,17 @@ def test_any_number_of_workers_gives_the_reference(
     assert in_workers(trace) == []
 
 
-@pytest.mark.parametrize("at", SERVED_PLACES)
+# Other messages are those of a run whose workers make the steps: test_parameter_server_simulated.
+OWN = {"Weights", "Commit"}
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param(place, marks=() if place in OWN else pytest.mark.by_hand)
+        for place in SERVED_PLACES
+    ],
+)
 @pytest.mark.parametrize("kind", BREAKS)
 def test_what_breaks_a_connection(kind: str, at: str) -> None:
     """The worker is given up and comes back with the weights, and no bit changes."""
