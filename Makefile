@@ -191,6 +191,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 11) else f"$(PYTHON) is Python {v}: 3.11 or newer is needed; say make PYTHON=/path/to/python3.11")'
 	@echo "setting up $(VENV) (a few minutes on the first run)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# The pip that an older Python brings takes twice as long to choose versions.
+	@$(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt --upgrade pip
 	@{ $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --no-compile \
 	  --constraint constraints.txt --editable '.[dev,finetune,wgpu]' || echo "set-up failed"; } | awk '$(TOLD_BY_PIP)'
 	@touch $@
