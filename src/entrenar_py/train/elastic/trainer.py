@@ -40,7 +40,7 @@ from entrenar_py.train.elastic.membership import (
     InterruptedGenerationError,
     Membership,
 )
-from entrenar_py.train.elastic.transfer import broadcast
+from entrenar_py.train.elastic.transfer import broadcast, load
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -506,7 +506,7 @@ class ElasticTrainer:
         for ours, theirs in zip(self._tensors(), tensors, strict=True):
             ours.copy_(theirs)
         for holder, state in zip(states, dicts, strict=True):
-            holder.load_state_dict(state)
+            load(holder, state)
 
     def _tensors(self) -> list[Tensor]:
         return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]
