@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -266,6 +267,37 @@ def test_a_setting_moved_during_training(alone: None) -> None:
             next(iter(reducer.fold([torch.ones(1, 3)])))
     finally:
         torch.set_num_threads(kept)
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: model[0].bias.requires_grad_(True), "parameter 0.bias requires a gradient"),
+        (lambda model: model[0].weight.requires_grad_(False), "parameter 0.weight is frozen now"),
+        (lambda model: model.train(), "module 1 is a BatchNorm1d in training mode, and was not"),
+    ],
+)
+def test_a_model_changed_during_training(
+    alone: None, change: Callable[[Any], None], words: str, *, is_elastic: bool
+) -> None:
+    """What is trainable, and a batch norm's mode, are checked in every step. A dropout may train.
+
+    DistributedDataParallel doesn't reduce what was frozen, so ranks would silently drift apart.
+    """
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout()).eval()
+    model[0].bias.requires_grad_(False)
+    if is_elastic:
+        optimizer = torch.optim.SGD(model.parameters())
+        fold: Any = entrenar_py.elastic(model, optimizer, micro_batches=1)
+        next(fold.steps(1))
+    else:
+        fold = entrenar_py.canonical_all_reduce(wrapped(model), micro_batches=1)
+    model[2].train()
+    next(fold.fold([torch.ones(2, 3)]))
+    change(model)
+    with pytest.raises(UsageError, match=words):
+        next(fold.fold([torch.ones(2, 3)]))
 
 
 def test_ranks_that_differ(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:

@@ -118,7 +118,8 @@ class Fold(ABC):
 
     def __init__(self, shards: range, parameters: dict[Tensor, str]) -> None:
         self.shards = shards
-        self._parameters = parameters  # with their names
+        assert isinstance(parameters, requirements.Parameters), "require_parameters returns them"
+        self._parameters = parameters
         self._switches = requirements.switches()
         self._shard: int | None = None  # the current micro-batch
 
@@ -138,9 +139,10 @@ class Fold(ABC):
         Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
         of all ranks. Raises UsageError if there are too few batches, if a micro-batch had no
         backward pass, or if a setting in `requirements.switches` changed since the reducer was
-        created.
+        created, or what `requirements.Parameters` checks.
         """
         requirements.require_unchanged(self._switches)
+        self._parameters.require_unchanged()
         take(self._parameters)
         self._clear()
         coming = iter(batches)

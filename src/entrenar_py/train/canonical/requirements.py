@@ -171,7 +171,7 @@ def require_numbers(*, micro_batches: int, world_size: int) -> None:
         )
 
 
-def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
+def require_model(model: DistributedDataParallel) -> Parameters:
     """Return the trainable parameters with their names.
 
     Raises UsageError if `model` isn't supported.
@@ -185,15 +185,45 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
     return require_parameters(model.module)
 
 
-def require_parameters(model: torch.nn.Module) -> dict[Tensor, str]:
+class Parameters(dict[Tensor, str]):
+    """A model's trainable parameters with their names. Which ones they are must not change."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        named = list(model.named_parameters())
+        super().__init__((one, name) for name, one in named if one.requires_grad)
+        self._frozen = [(one, name) for name, one in named if not one.requires_grad]
+        self._norms = [
+            (name, module) for name, module in model.named_modules() if _is_batch_norm(module)
+        ]
+
+    def require_unchanged(self) -> None:
+        """Raise UsageError if a parameter was frozen or unfrozen, or a batch norm trains now."""
+        frozen = [name for parameter, name in self.items() if not parameter.requires_grad]
+        unfrozen = [name for parameter, name in self._frozen if parameter.requires_grad]
+        for names, is_now in ((unfrozen, "requires a gradient"), (frozen, "is frozen")):
+            if names:
+                raise UsageError(
+                    f"parameter {names[0]} {is_now} now, unlike when the reducer was created "
+                    f"({len(names)} of {len(self) + len(self._frozen)} parameters): gradients are "
+                    "added for those that were trainable then; set requires_grad before, and start "
+                    "from a checkpoint to change it"
+                )
+        for name, module in self._norms:
+            if module.training:
+                raise UsageError(
+                    f"module {name} is a {type(module).__name__} in training mode, and was not "
+                    "when the reducer was created: its statistics depend on how micro-batches are "
+                    "spread over ranks; call its eval() after each train() of the model"
+                )
+
+
+def require_parameters(model: torch.nn.Module) -> Parameters:
     """Return the trainable parameters with their names.
 
     Raises UsageError if `model`, which is not wrapped, isn't supported.
     """
-    parameters: dict[Tensor, str] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    parameters = Parameters(model)
+    for parameter, name in parameters.items():
         if parameter.dtype not in DTYPES:
             raise UsageError(
                 f"parameter {name} has dtype {parameter.dtype}: allowed are "
@@ -205,7 +235,6 @@ def require_parameters(model: torch.nn.Module) -> dict[Tensor, str]:
                 f"parameter {name} has strides {tuple(parameter.stride())}, with gaps or overlaps: "
                 "make it contiguous"
             )
-        parameters[parameter] = name
     if not parameters:
         raise UsageError("no parameter of the model requires a gradient: nothing would be trained")
     for name, module in model.named_modules():
@@ -226,7 +255,7 @@ def _require_options(model: DistributedDataParallel) -> None:
 
 
 def _require_module(name: str, module: torch.nn.Module) -> None:
-    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
+    if _is_batch_norm(module) and module.training:
         raise UsageError(
             f"module {name} is a {type(module).__name__}: its statistics depend on how "
             "micro-batches are spread over ranks; use LayerNorm or GroupNorm, or freeze it with "
@@ -234,6 +263,10 @@ def _require_module(name: str, module: torch.nn.Module) -> None:
         )
     if getattr(module, "sparse", False) is True:
         raise UsageError(f"module {name} makes sparse gradients: set sparse=False")
+
+
+def _is_batch_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def _is_power_of_two(number: object) -> bool:

@@ -188,9 +188,11 @@ class ElasticTrainer:
         Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
         of all ranks, or None if the step can't be committed. Raises UsageError if `batches` doesn't
         have an item for each micro-batch of the global batch, if a micro-batch made no gradient for
-        a parameter, or if a setting in `requirements.switches` changed.
+        a parameter, or if a setting in `requirements.switches` changed, or what
+        `requirements.Parameters` checks.
         """
         requirements.require_unchanged(self._switches)
+        self._parameters.require_unchanged()
         if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
             raise UsageError(
                 f"fold() got a {type(batches).__name__}: it needs a sequence of the step's "
