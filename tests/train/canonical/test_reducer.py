@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor import config as compiler
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
@@ -18,6 +19,7 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.canonical import reducer, requirements
 from entrenar_py.train.canonical.exchange import add_tree
 
+MATMUL, THREADS = torch.backends.cuda.matmul, torch.get_num_threads()
 FIRST, SECOND = torch.zeros(7), torch.zeros(5, dtype=torch.bfloat16)
 
 
@@ -257,16 +259,47 @@ def test_a_warning_is_not_enough() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_setting_moved_during_training(alone: None) -> None:
+@pytest.mark.parametrize(
+    ("change", "restore", "words"),
+    [
+        (
+            lambda: torch.set_num_threads(THREADS + 1),
+            lambda: torch.set_num_threads(THREADS),
+            rf"get_num_threads\(\) = {THREADS + 1}, and was {THREADS}",
+        ),
+        (
+            lambda: setattr(MATMUL, "allow_fp16_reduced_precision_reduction", False),
+            lambda: setattr(MATMUL, "allow_fp16_reduced_precision_reduction", True),
+            "matmul.allow_fp16_reduced_precision_reduction = False, and was True",
+        ),
+        (
+            lambda: setattr(compiler, "deterministic", False),
+            lambda: setattr(compiler, "deterministic", True),
+            "torch._inductor.config.deterministic = False, and was True",
+        ),
+    ],
+)
+def test_a_setting_moved_during_training(
+    alone: None, change: Callable[[], None], restore: Callable[[], None], words: str
+) -> None:
     """A setting that changed since the reducer was made is an error at the next batch."""
     reducer = entrenar_py.canonical_all_reduce(wrapped(), micro_batches=1)
-    kept = torch.get_num_threads()
-    torch.set_num_threads(kept + 1)
+    change()
     try:
-        with pytest.raises(UsageError, match=rf"get_num_threads\(\) = {kept + 1}, and was {kept}"):
+        with pytest.raises(UsageError, match=words):
             next(iter(reducer.fold([torch.ones(1, 3)])))
     finally:
-        torch.set_num_threads(kept)
+        restore()
+
+
+def test_the_compiler_begins_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has not loaded it has the settings of one that has, and doesn't load it."""
+    monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
+    name = "torch._inductor.config.deterministic"
+    for value, expected in (("1", True), ("0", False)):
+        monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", value)
+        assert requirements.switches()[name] is expected
+    assert "torch._inductor.config" not in sys.modules
 
 
 @pytest.mark.parametrize("is_elastic", [False, True])

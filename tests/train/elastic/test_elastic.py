@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
@@ -270,6 +271,50 @@ def test_a_parameter_without_a_gradient(layers: nn.Module) -> None:
     (next(batches) @ layers.weight.T).sum().backward()
     with pytest.raises(UsageError, match=r"micro-batch 0, .* made no gradient for bias"):
         next(batches)
+
+
+class Running(nn.Module):
+    """A layer that keeps a sum of its inputs, in place or in another tensor."""
+
+    def __init__(self, *, in_place: bool, persistent: bool = True) -> None:
+        super().__init__()
+        self._in_place = in_place
+        self.total: Tensor
+        self.register_buffer("total", torch.zeros(3), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self._in_place:
+            self.total += x.detach().sum(0)
+        elif self.training:
+            self.total = self.total + x.detach().sum(0)
+        return x - self.total.clone()
+
+
+@pytest.mark.parametrize(
+    ("layer", "buffer"),
+    [
+        (Running(in_place=True), "0.total"),
+        (Running(in_place=False), "0.total"),
+        (spectral_norm(nn.Linear(3, 3)), "0.parametrizations.weight.0._u"),
+        (Running(in_place=True, persistent=False), None),
+        (Running(in_place=True).eval(), None),
+        (nn.BatchNorm1d(3).eval(), None),
+    ],
+)
+def test_a_micro_batch_that_changes_a_buffer(
+    layers: nn.Module, layer: nn.Module, buffer: str | None
+) -> None:
+    """Ranks would have other buffers, and an audit would convict a healthy one."""
+    model = nn.Sequential(layer, layers)
+    trainer = trainer_of(model)
+    next(trainer.steps(1))
+    batches = trainer.fold([torch.ones(2, 3)] * 2)
+    model(next(batches)).sum().backward()
+    if buffer is None:
+        next(batches)
+    else:
+        with pytest.raises(UsageError, match=f"micro-batch 0 changed buffer {buffer}: "):
+            next(batches)
 
 
 @pytest.mark.parametrize(

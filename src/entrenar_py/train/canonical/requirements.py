@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from typing import Any
 
 import torch
@@ -47,7 +48,12 @@ def require_deterministic() -> None:
 
 
 def switches() -> dict[str, object]:
-    """Return the settings of this process that select kernels. Cheap enough to call every step."""
+    """Return the settings of this process that select kernels. Cheap enough to call every step.
+
+    torch's compiler isn't imported, which would take seconds. It begins as the environment says.
+    """
+    compiler = sys.modules.get("torch._inductor.config")
+    from_environment = os.environ.get("TORCHINDUCTOR_DETERMINISTIC") == "1"
     backends: Any = torch.backends  # half of it has no types
     cuda, cudnn, matmul = backends.cuda, backends.cudnn, backends.cuda.matmul
     return {
@@ -60,14 +66,21 @@ def switches() -> dict[str, object]:
         "torch.backends.cuda.matmul.fp32_precision": matmul.fp32_precision,
         "torch.backends.cudnn.conv.fp32_precision": cudnn.conv.fp32_precision,
         "torch.backends.cudnn.rnn.fp32_precision": cudnn.rnn.fp32_precision,
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
+            matmul.allow_fp16_reduced_precision_reduction
+        ),
         "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
             matmul.allow_bf16_reduced_precision_reduction
         ),
+        "torch.backends.cuda.matmul.allow_fp16_accumulation": matmul.allow_fp16_accumulation,
         "torch.backends.cuda.flash_sdp_enabled()": cuda.flash_sdp_enabled(),
         "torch.backends.cuda.mem_efficient_sdp_enabled()": cuda.mem_efficient_sdp_enabled(),
         "torch.backends.cuda.math_sdp_enabled()": cuda.math_sdp_enabled(),
         "torch.backends.cuda.cudnn_sdp_enabled()": cuda.cudnn_sdp_enabled(),
         "torch.get_num_threads()": torch.get_num_threads(),
+        "torch._inductor.config.deterministic": getattr(
+            compiler, "deterministic", from_environment
+        ),
         _WORKSPACE: os.environ.get(_WORKSPACE),
     }
 
@@ -215,6 +228,44 @@ class Parameters(dict[Tensor, str]):
                     "when the reducer was created: its statistics depend on how micro-batches are "
                     "spread over ranks; call its eval() after each train() of the model"
                 )
+
+
+class Buffers:
+    """A model's persistent buffers, which no micro-batch may change.
+
+    Those with persistent=False are caches: a model computes the same without their history, or it
+    couldn't go on from a checkpoint.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._places = [
+            (f"{place}.{name}".lstrip("."), module, name)
+            for place, module in model.named_modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+
+    def note(self) -> None:
+        """Note what they are now."""
+        self._noted = [_buffer(module, name) for _, module, name in self._places]
+
+    def require_unchanged(self, shard: int) -> None:
+        """Raise UsageError if micro-batch `shard` has changed one since `note`."""
+        for (path, module, name), (tensor, version) in zip(self._places, self._noted, strict=True):
+            now, version_now = _buffer(module, name)
+            if now is not tensor or version_now != version:
+                raise UsageError(
+                    f"micro-batch {shard} changed buffer {path}: other ranks compute other "
+                    "micro-batches, so their buffers, and what depends on them, would get other "
+                    "bits; change it after a commit, or freeze its module with eval(); if it is "
+                    "only a cache, register it with persistent=False"
+                )
+
+
+def _buffer(module: torch.nn.Module, name: str) -> tuple[Tensor | None, int]:
+    """Return a buffer, and a number that grows if it is changed in place."""
+    tensor = module._buffers.get(name)
+    return tensor, 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def require_parameters(model: torch.nn.Module) -> Parameters:

@@ -80,6 +80,7 @@ class ElasticTrainer:
     ) -> None:
         requirements.require_deterministic()
         self._parameters = requirements.require_parameters(model)
+        self._model_buffers = requirements.Buffers(model)
         self._model = model
         self._device = _device_of(self._tensors())
         if not deadline_s > 0:
@@ -188,7 +189,7 @@ class ElasticTrainer:
         Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
         of all ranks, or None if the step can't be committed. Raises UsageError if `batches` doesn't
         have an item for each micro-batch of the global batch, if a micro-batch made no gradient for
-        a parameter, or if a setting in `requirements.switches` changed, or what
+        a parameter or changed a buffer, or if a setting in `requirements.switches` changed, or what
         `requirements.Parameters` checks.
         """
         requirements.require_unchanged(self._switches)
@@ -217,7 +218,9 @@ class ElasticTrainer:
                 self._see()
                 self._shard = shard
                 torch.manual_seed(_seed_of(self._seed, self.step, shard))
+                self._model_buffers.note()
                 yield batches[shard]
+                self._model_buffers.require_unchanged(shard)
                 self._keep(shard)
             self._shard = None
             self._buckets.finish(self._wait)
