@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor import config as compiler
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
@@ -183,6 +184,36 @@ def test_too_few_batches(alone: None) -> None:
 
     with pytest.raises(UsageError, match="before micro-batch 3, of this rank's 0 to 3"):
         train()
+
+
+class Endless:
+    """A loader that doesn't know its length."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("unknown")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.ones(9, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        (list(torch.ones(4, 1, 3)), r"a list of 4 micro-batches, .* \[batches\[shard\] for shard"),
+        (DataLoader(torch.ones(8, 3), batch_size=2), "a DataLoader of 4 micro-batches, .* iter"),  # type: ignore[arg-type]
+        (torch.ones(2, 1, 3), None),
+        (iter(torch.ones(4, 1, 3)), None),
+        (Endless(), None),
+    ],
+)
+def test_batches_of_other_ranks_or_steps(alone: None, batches: Any, words: str | None) -> None:
+    """All of a step, or a loader, would give every rank and step the same micro-batches."""
+    reducer = entrenar_py.canonical_all_reduce(wrapped(), micro_batches=2)
+    if words is None:
+        next(reducer.fold(batches))
+    else:
+        with pytest.raises(UsageError, match=rf"fold\(\) got {words}"):
+            next(reducer.fold(batches))
 
 
 @pytest.mark.parametrize("left_out", [1, 3])
