@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import entrenar_py
-from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.train.elastic.launcher import seat_of_launcher
 from tests.train.elastic.runs import MOMENTS, STEPS, in_a_process
 
@@ -261,6 +262,26 @@ def test_a_step_that_was_not_committed(layers: nn.Module) -> None:
     next(steps)
     with pytest.raises(UsageError, match="step 0 was not committed"):
         next(steps)
+
+
+def test_an_optimizer_that_fails_in_its_step(layers: nn.Module) -> None:
+    """A script that goes on would make the next step from weights between two steps."""
+    trainer = trainer_of(layers)
+    steps = trainer.steps(2)
+    next(steps)
+    for batch in trainer.fold([torch.ones(1, 3)] * 2):
+        layers(batch).sum().backward()
+    trainer._optimizer.step = Mock(side_effect=torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.commit()
+    for call in (
+        lambda: next(steps),
+        lambda: next(trainer.steps(2)),
+        lambda: next(trainer.fold([torch.ones(1, 3)] * 2)),
+        trainer._regroup,
+    ):
+        with pytest.raises(SystemFailure, match="the optimizer's step 0 failed"):
+            call()
 
 
 def test_a_parameter_without_a_gradient(layers: nn.Module) -> None:

@@ -126,6 +126,7 @@ class ElasticTrainer:
         self._shard: int | None = None  # the current micro-batch
         self._reduced = False  # whether `.grad` is the mean over all micro-batches
         self._open = False  # between `steps` and `commit`
+        self._broken = False  # whether an optimizer's step was not made to its end
         self._num_made = 0  # gradients in the current micro-batch
         self._ended = False  # whether all ranks have committed the last step
         self._trained = False  # whether this process has the state of the run
@@ -162,6 +163,7 @@ class ElasticTrainer:
         if self._ended:
             raise UsageError("steps() has ended the run: make one loop, over all epochs")
         while True:
+            self._require_whole_state()
             if self.step >= total:
                 if self._members.finish(deadline_s=self._deadline_s):
                     self._ended = True
@@ -192,6 +194,7 @@ class ElasticTrainer:
         a parameter or changed a buffer, or if a setting in `requirements.switches` changed, or what
         `requirements.Parameters` checks.
         """
+        self._require_whole_state()
         requirements.require_unchanged(self._switches)
         self._parameters.require_unchanged()
         if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
@@ -240,7 +243,7 @@ class ElasticTrainer:
         """Step the optimizer and the schedulers, and return True, if `.grad` is the mean.
 
         Otherwise form a new group with the ranks that are left, and return False: `steps` yields
-        the step again.
+        the step again. After an error of the optimizer or a scheduler the trainer can't be used.
         """
         if not self._open:
             raise UsageError("commit() outside of the loop over steps()")
@@ -254,12 +257,23 @@ class ElasticTrainer:
             self._regroup()
             return False
         self._reduced = False
+        self._broken = True
         self._optimizer.step()
         for scheduler in self._schedulers:
             scheduler.step()
         self.step += 1
+        self._broken = False
         self._failures.clear()
         return True
+
+    def _require_whole_state(self) -> None:
+        """Raise SystemFailure if the state is between two steps, which no rank can repeat."""
+        if self._broken:
+            raise SystemFailure(
+                f"the optimizer's step {self.step} failed, so some weights have changed and others "
+                "have not: let this process end, and it gets the other ranks' state when it is "
+                "started again"
+            )
 
     # --- the gradients of a step ------------------------------------------------------------------
 
@@ -353,6 +367,7 @@ class ElasticTrainer:
 
     def _regroup(self) -> None:
         """Form a group of all ranks that are there. All get the state of the most advanced one."""
+        self._require_whole_state()
         take(self._parameters)
         while True:
             self._close_guard()
