@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -362,6 +363,14 @@ def test_a_model_changed_during_training(
     change(model)
     with pytest.raises(UsageError, match=words):
         next(fold.fold([torch.ones(2, 3)]))
+
+
+def test_the_timeout_of_a_group(alone: None) -> None:
+    """Shared memory's barriers wait as long as the group's collectives, whoever made it."""
+    group = dist.new_group(timeout=timedelta(seconds=7))
+    assert requirements.timeout_of(group, torch.device("cpu")) == timedelta(seconds=7)
+    model = DistributedDataParallel(nn.Linear(3, 2), process_group=group)
+    assert requirements.timeout_of(model.process_group, torch.device("cpu")).seconds == 7
 
 
 def test_ranks_that_differ(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -134,6 +135,11 @@ def share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
     distinct = len(indices) == len(everyone)
     one_host = len({host for host, _, _ in everyone}) == 1
     return one_host and distinct and all(indices <= peers for _, _, peers in everyone)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a collective of `group` on `device` waits for another rank."""
+    return group._get_backend(device).options._timeout
 
 
 def require_unchanged(facts: dict[str, object]) -> None:
