@@ -253,7 +253,7 @@ def test_a_second_backward_pass(alone: None) -> None:
 
 
 def test_a_batch_left_early_leaves_nothing_behind(alone: None) -> None:
-    """A loop that ends with a break doesn't change the next batch's gradients."""
+    """A loop that ends with a break leaves no gradients, and doesn't change the next batch's."""
     ddp = wrapped()
     reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=2)
     found = []
@@ -262,8 +262,18 @@ def test_a_batch_left_early_leaves_nothing_behind(alone: None) -> None:
             ddp(batch).sum().backward()
             if leave:
                 break
-        found.append(ddp.module.weight.grad.clone())
+        found.append(ddp.module.weight.grad)
+    assert found[1] is None
     assert torch.equal(found[0], found[2])
+
+
+def test_a_loop_that_does_not_ask_for_more(alone: None) -> None:
+    """The mean stays where the loop ends after the last micro-batch by another iterator."""
+    ddp = wrapped()
+    reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=2)
+    for _, batch in zip(range(2), reducer.fold(torch.ones(2, 1, 3)), strict=False):
+        ddp(batch).sum().backward()
+    assert torch.equal(ddp.module.weight.grad, torch.ones(2, 3))
 
 
 def test_settings_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

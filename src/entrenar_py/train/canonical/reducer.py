@@ -156,8 +156,14 @@ class Fold(ABC):
                     yield batch
                 self._keep()
         finally:
+            if not self._is_reduced():
+                take(self._parameters)  # of a part of the step
             self._shard = None
             self._clear()
+
+    def _is_reduced(self) -> bool:
+        """Return whether each `.grad` is the mean, also if nobody asks `fold` for another batch."""
+        return self._is_last() and all(one.grad is not None for one in self._parameters)
 
     def _require_share(self, batches: Iterable[object]) -> None:
         """Raise UsageError if `batches` has other ranks' or other steps', and isn't an iterator."""
