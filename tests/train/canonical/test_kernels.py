@@ -47,6 +47,19 @@ def test_bits_of_the_plain_path(dtype: torch.dtype, num_rows: int, num_columns: 
 
 
 @pytest.mark.parametrize("dtype", list(WORDS))
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_a_row_of_ones_own(dtype: torch.dtype, index: int) -> None:
+    """A rank's own row is read from where it is, and its row of `rows` is not read."""
+    rows = rows_of(4, 4099, dtype)
+    expected, got = torch.empty_like(rows[0]), torch.full_like(rows[0], torch.nan)
+    exchange.add_tree(rows, scale=1 / 32, out=expected)
+    own, rows = rows[index].clone(), rows.clone()
+    rows[index] = float("nan")
+    kernels.add_tree(rows, scale=1 / 32, out=got, own=(index, own))
+    assert torch.equal(got.view(WORDS[dtype]), expected.view(WORDS[dtype]))
+
+
+@pytest.mark.parametrize("dtype", list(WORDS))
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_what_was_put_is_added_with_ones_own(dtype: torch.dtype, num_ranks: int) -> None:
     """The rank's own row is read from `mine`, and its row of `put` is not read."""
