@@ -212,6 +212,13 @@ def accumulate_in_grad() -> None:
     ShardedReducer._keep = lambda self: self._reduced.clear()  # type: ignore[method-assign]
 
 
+def always_copy() -> None:
+    """Let no kernel read from other ranks' memory (no bug)."""
+    from entrenar_py.train.canonical import on_gpus  # needs triton
+
+    on_gpus._READ_BYTES_MAX = 0
+
+
 def leave_wide_pairs_to_fsdp() -> None:
     """Let FSDP add a gradient to its sibling that is already rounded to a narrower dtype."""
     sharded_reducer._adds_as_tree = lambda group: True
@@ -310,6 +317,10 @@ WIDE_PAIRS = {
 ON_GPUS = {
     "symmetric fp32": Variant(FP32, symmetric_memory=True),
     "symmetric bf16": Variant(BF16, torch.bfloat16, SMALL_BUCKETS, symmetric_memory=True),
+    "symmetric fp32, by copies": Variant(FP32, plant=always_copy, symmetric_memory=True),
+    "symmetric bf16, by copies": Variant(
+        BF16, torch.bfloat16, SMALL_BUCKETS, plant=always_copy, symmetric_memory=True
+    ),
 }
 ALONE = {
     "alone fp32": Alone(torch.float32, torch.float32, torch.float32),
@@ -453,14 +464,17 @@ def serve(
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     address = f"file://{store}"  # a port could be another's by the time that rank 0 listens
-    backend, device = "gloo", torch.device("cpu")
+    backend, device, replaced = "gloo", torch.device("cpu"), REPLACED
     if kind == "cuda":
+        from entrenar_py.train.canonical import on_gpus  # needs triton
+
+        replaced += ((on_gpus, "_READ_BYTES_MAX"),)
         backend, device = "nccl", torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
     found = {}
     for name in names:
-        kept = [getattr(owner, attribute) for owner, attribute in REPLACED]
+        kept = [getattr(owner, attribute) for owner, attribute in replaced]
         variant = VARIANTS[name]
         if isinstance(variant, Alone):
             found[name] = train_alone(variant)
@@ -468,7 +482,7 @@ def serve(
             found[name] = train_sharded(variant, device)
         else:
             found[name] = train(variant, device)
-        for (owner, attribute), value in zip(REPLACED, kept, strict=True):
+        for (owner, attribute), value in zip(replaced, kept, strict=True):
             setattr(owner, attribute, value)
     pipe.send(found)
     dist.destroy_process_group()

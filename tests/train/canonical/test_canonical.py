@@ -115,5 +115,6 @@ def test_the_same_bits_on_gpus() -> None:
     for variant, found in digests.items():
         assert len(found) > 1
         assert len({one for of_ranks in found.values() for one in of_ranks}) == 1, variant
-    assert digests["symmetric fp32"] == digests["fp32"]
-    assert digests["symmetric bf16"] == digests["bf16"]
+    for dtype in ("fp32", "bf16"):
+        by_kernels, by_copies = (digests[f"symmetric {dtype}{how}"] for how in ("", ", by copies"))
+        assert by_kernels == by_copies == digests[dtype]

@@ -211,8 +211,12 @@ def test_siblings_are_reduced_at_once(alone: None) -> None:
     model = sharded()
     reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=8, sync_each=False)
     reduced = []
-    right = reducer._reduce
-    model.set_all_reduce_hook(lambda node: (reduced.append(reducer.shard), right("", node)))
+
+    def reduce(node: Tensor) -> None:
+        reduced.append(reducer.shard)
+        reducer._reduce("", node)
+
+    model.set_all_reduce_hook(reduce)
     backward(model, reducer, torch.randn(8, 5, 3))
     assert reduced == [1, 3, 5, 7]
 

@@ -81,12 +81,11 @@ def all_reduce(buffer: Tensor, *, scale: float, piece_max: int, group: dist.Proc
         add_tree(rows.view(world_size, -1), scale=scale, out=tail)
 
 
-def reduce_scatter(
-    buffer: Tensor, *, scale: float, out: Tensor, group: dist.ProcessGroup
-) -> None:
+def reduce_scatter(buffer: Tensor, *, scale: float, out: Tensor, group: dist.ProcessGroup) -> None:
     """Write `scale` times the tree's sum of all ranks' r-th chunks of `buffer` to `out` [n].
 
-    `buffer` is [world size * n], and r is this rank. On GPUs it runs asynchronously on the current stream.
+    `buffer` is [world size * n], and r is this rank. On GPUs it runs asynchronously on the current
+    stream.
     """
     if not buffer.is_cuda:
         rows = torch.empty_like(buffer)

@@ -6,14 +6,16 @@ one operation at a time, so sending and gathering each have their own communicat
 
 In `Symmetric` each rank puts the other ranks' chunks of a piece into their memory, adds along the
 tree the chunks that were put into its own memory, and takes the other ranks' sums from theirs. Copy
-engines do all transfers in parallel with the backward pass.
+engines do all transfers in parallel with the backward pass. For a small buffer it would take longer
+to start these copies than to make them. Then each rank's kernel reads all ranks' buffers instead.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -119,6 +121,8 @@ class Pipeline:
 # Ranks put a piece into one slot while the sums of the other slot are computed and taken.
 _NUM_SLOTS = 2
 _TIMEOUT_MS = 600_000  # of a barrier: the default of NCCL's process group
+# That a rank's kernel reads from the others for a small buffer. Measured in docs/benchmarks.md.
+_READ_BYTES_MAX = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class _Slot:
 
     put: list[Tensor]
     sums: list[Tensor]
+    addresses: Tensor  # int64 [num_ranks], of `put`
 
 
 @dataclass(frozen=True)
@@ -148,12 +153,13 @@ class _Piece:
 class _Plan:
     """The work for one bucket, and the number of the last call that did it.
 
-    The first call launches the work piece by piece. The second call records it as a CUDA graph,
+    The first call launches the work. The second call records it as a CUDA graph,
     which all later calls replay. A replay is one launch. Without the graph there would be about
     fifty launches, which for a small bucket would take longer than the work itself.
     """
 
-    pieces: list[_Piece]
+    start: Callable[[], None]  # the current stream must be the copying stream
+    num_slots: int
     call: int
     times: int = 0
     graph: torch.cuda.CUDAGraph | None = None
@@ -194,9 +200,9 @@ class Symmetric:
         with torch.cuda.stream(self._copying):
             plan = self._plan(buffer)
             if plan.times == 1:
-                plan.graph = self._recorded(plan.pieces)
+                plan.graph = _recorded(plan.start)
             if plan.graph is None:
-                self._start(plan.pieces)
+                plan.start()
             else:
                 plan.graph.replay()
             plan.times += 1
@@ -204,18 +210,16 @@ class Symmetric:
             future.set_result(buffer)
         return future
 
-    def _recorded(self, pieces: Sequence[_Piece]) -> torch.cuda.CUDAGraph:
-        """Record the work of `_start` as a CUDA graph. Other threads may use CUDA meanwhile."""
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            self._start(pieces)
-        finally:
-            graph.capture_end()
-        return graph
+    def _read(self, buffer: Tensor, slot: _Slot) -> None:
+        """Launch the work for a small buffer: every rank adds all of it."""
+        own = slot.put[self._rank].view(-1)[: buffer.nbytes].view(buffer.dtype)
+        # The other ranks have read what was here before, as all have met since.
+        own.copy_(buffer)
+        self._meet()
+        kernels.add_tree_of_all(slot.addresses, scale=self._scale, out=buffer)
 
-    def _start(self, pieces: Sequence[_Piece]) -> None:
-        """Launch the work of `pieces`. The current stream must be the copying stream."""
+    def _exchange(self, pieces: Sequence[_Piece]) -> None:
+        """Launch the work for `pieces`: every rank adds a chunk of each."""
         waiting: _Piece | None = None
         for piece in pieces:
             _copy(piece.puts)
@@ -246,9 +250,11 @@ class Symmetric:
     def _slot(self, everyone: list[Tensor], index: int) -> _Slot:
         start = index * (self._piece_bytes + self._chunk_bytes)
         middle, stop = start + self._piece_bytes, start + self._piece_bytes + self._chunk_bytes
+        put = [one[start:middle].view(self._world_size, -1) for one in everyone]
         return _Slot(
-            put=[one[start:middle].view(self._world_size, -1) for one in everyone],
+            put=put,
             sums=[one[middle:stop] for one in everyone],
+            addresses=torch.tensor([one.data_ptr() for one in put], device=self._device),
         )
 
     def _plan(self, buffer: Tensor) -> _Plan:
@@ -256,18 +262,23 @@ class Symmetric:
         self._calls += 1
         key = (buffer.data_ptr(), buffer.numel(), buffer.dtype, self._next)
         if key not in self._plans:
-            parts = torch.split(buffer, self._piece_bytes // buffer.element_size())
-            pieces = [
-                self._piece(part, self._slots[(self._next + index) % _NUM_SLOTS])
-                for index, part in enumerate(parts)
-            ]
-            self._plans[key] = _Plan(pieces, self._calls)
+            self._plans[key] = self._new_plan(buffer)
         plan = self._plans[key]
         plan.call = self._calls
         self._plans.move_to_end(key)
         self._forget()
-        self._next = (self._next + len(plan.pieces)) % _NUM_SLOTS
+        self._next = (self._next + plan.num_slots) % _NUM_SLOTS
         return plan
+
+    def _new_plan(self, buffer: Tensor) -> _Plan:
+        if (self._world_size - 1) * buffer.nbytes <= min(_READ_BYTES_MAX, self._piece_bytes):
+            return _Plan(partial(self._read, buffer, self._slots[self._next]), 1, self._calls)
+        parts = torch.split(buffer, self._piece_bytes // buffer.element_size())
+        pieces = [
+            self._piece(part, self._slots[(self._next + index) % _NUM_SLOTS])
+            for index, part in enumerate(parts)
+        ]
+        return _Plan(partial(self._exchange, pieces), len(pieces), self._calls)
 
     def _forget(self) -> None:
         """Drop the least recently used plan, and with it its buffer, after two steps without use.
@@ -296,6 +307,17 @@ class Symmetric:
             mine=mine,
             sums=_as_chunk(slot.sums[self._rank], mine),
         )
+
+
+def _recorded(start: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Record what `start` launches as a CUDA graph. Other threads may use CUDA meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        start()
+    finally:
+        graph.capture_end()
+    return graph
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:

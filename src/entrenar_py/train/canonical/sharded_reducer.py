@@ -284,9 +284,7 @@ class _TreeReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
     ) -> None:
         if self._is_due is None or self._is_due(input_tensor):
-            exchange.reduce_scatter(
-                input_tensor, scale=self._scale, out=output_tensor, group=group
-            )
+            exchange.reduce_scatter(input_tensor, scale=self._scale, out=output_tensor, group=group)
 
 
 def norm(gradient: DTensor, *, dtype: torch.dtype) -> Tensor:
