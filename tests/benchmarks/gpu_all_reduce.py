@@ -4,10 +4,10 @@
         tests/benchmarks/gpu_all_reduce.py --mib 64 1024 --piece-mib 8 16 32 64
 
 Rounds of both in turns; of each round the slowest rank counts. `ratio` is of the fastest rounds,
-`ratio_median` of the medians, ours / NCCL. Those of `queued` rounds begin behind a kernel that keeps
-the GPU busy until the host has launched all calls, as in a backward pass. They don't contain the
-host's time, which is most of a small buffer's. Before it times anything it compares ours with the
-plain path, bit by bit.
+`ratio_median` of the medians, ours / NCCL. Those of `queued` rounds begin behind a kernel that
+keeps the GPU busy until the host has launched all calls, as in a backward pass. They don't contain
+the host's time, which is most of a small buffer's. Before it times anything it compares ours with
+the plain path, bit by bit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def seconds(call: Callable[[], object], *, queued: bool = False) -> float:
     dist.barrier()
     torch.cuda.synchronize()
     if queued:
-        torch.cuda._sleep(BUSY_CYCLES)
+        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
         call()  # ranks meet, as their kernels don't end together
     start.record()
     for _ in range(CALLS):

@@ -250,11 +250,11 @@ class Symmetric:
     def _slot(self, everyone: list[Tensor], index: int) -> _Slot:
         start = index * (self._piece_bytes + self._chunk_bytes)
         middle, stop = start + self._piece_bytes, start + self._piece_bytes + self._chunk_bytes
-        put = [one[start:middle].view(self._world_size, -1) for one in everyone]
+        places = [memory[start:middle].data_ptr() for memory in everyone]
         return _Slot(
-            put=put,
-            sums=[one[middle:stop] for one in everyone],
-            addresses=torch.tensor([one.data_ptr() for one in put], device=self._device),
+            put=[memory[start:middle].view(self._world_size, -1) for memory in everyone],
+            sums=[memory[middle:stop] for memory in everyone],
+            addresses=torch.tensor(places, device=self._device),
         )
 
     def _plan(self, buffer: Tensor) -> _Plan:

@@ -16,7 +16,7 @@ a sum there would round differently for each W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -58,7 +58,9 @@ class ShardedReducer(Fold):
         self._reduced: set[str] = set()  # FSDP modules, in the current micro-batch
         self._sizes: dict[str, int] = {}  # of each FSDP module's shard, in elements
         assert isinstance(model, nn.Module)
-        shards = {name: one for name, one in model.named_modules() if isinstance(one, FSDPModule)}
+        shards = {
+            name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
+        }
         self._modules = list(shards.values())
         self._groups = _groups(shards)
         self._pairs = not sync_each and share > 1 and all(map(_adds_as_tree, self._groups.values()))
@@ -153,13 +155,18 @@ class ShardedReducer(Fold):
 
     def _keep(self) -> None:
         if self._is_left():
-            held = [one for group in self._groups.values() for one in group.fsdp_params]
-            self._require_gradients([one.sharded_param for one in held if _has_whole(one)])
+            self._require_gradients(
+                [weight.sharded_param for weight in self._weights() if _has_whole(weight)]
+            )
             return
         # Without a reduction, `.grad` isn't ours: something else has replaced our functions.
-        ours = [group for name, group in self._groups.items() if name in self._reduced]
-        parameters = [one.sharded_param for group in ours for one in group.fsdp_params]
-        self._require_gradients([one for one in parameters if one.grad is not None])
+        ours = [
+            weight.sharded_param
+            for name, group in self._groups.items()
+            if name in self._reduced
+            for weight in group.fsdp_params
+        ]
+        self._require_gradients([parameter for parameter in ours if parameter.grad is not None])
         self._reduced.clear()
         if not self._is_last():
             take(self._parameters)  # FSDP would add the next micro-batch's to them
@@ -176,25 +183,30 @@ class ShardedReducer(Fold):
         self._counters.clear()
         self._reduced.clear()
         self._set_sync(True)
+        for weight in self._weights():
+            if _has_whole(weight):  # the loop was left
+                weight.unsharded_accumulated_grad = weight._unsharded_param.grad = None
+
+    def _weights(self) -> Iterator[Any]:
+        """Yield what FSDP holds of each parameter, its `FSDPParam`."""
         for group in self._groups.values():
-            for one in group.fsdp_params:
-                _drop_whole(one)
+            yield from group.fsdp_params
 
 
-# --- FSDP's own objects, of which torch exports nothing ------------------------------------------
+# --- what torch doesn't export -------------------------------------------------------------------
 
 
 def _groups(modules: Mapping[str, FSDPModule]) -> dict[str, Any]:
-    """Return FSDP's group of parameters of each module, or of several modules by their last name.
+    """Return each module's `FSDPParamGroup`. Modules that share one have the last one's name.
 
     Modules without parameters of their own are left out.
     """
-    found: dict[int, tuple[str, Any]] = {}
+    named: dict[int, tuple[str, Any]] = {}
     for name, module in modules.items():
         group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:
-            found[id(group)] = (name, group)
-    return dict(found.values())
+            named[id(group)] = (name, group)
+    return dict(named.values())
 
 
 def _adds_as_tree(group: Any) -> bool:
@@ -202,22 +214,20 @@ def _adds_as_tree(group: Any) -> bool:
 
     It has the dtype of the reduction. A gradient of a wider one isn't rounded before it is added.
     """
-    reduced = group.mp_policy.reduce_dtype
-    own = [group.mp_policy.param_dtype or one.sharded_param.dtype for one in group.fsdp_params]
-    return reduced is None or all(one.itemsize <= reduced.itemsize for one in own)
+    reduced, computed = group.mp_policy.reduce_dtype, group.mp_policy.param_dtype
+    trained = [
+        weight.sharded_param for weight in group.fsdp_params if weight.sharded_param.requires_grad
+    ]
+    dtypes = [computed or parameter.dtype for parameter in trained]
+    return reduced is None or all(dtype.itemsize <= reduced.itemsize for dtype in dtypes)
 
 
-def _has_whole(one: Any) -> bool:
+def _has_whole(weight: Any) -> bool:
     """Return whether FSDP holds a gradient of a parameter that it hasn't reduced yet."""
-    whole = getattr(one, "_unsharded_param", None)  # made by the first forward pass
-    if one.unsharded_accumulated_grad is not None:
+    if weight.unsharded_accumulated_grad is not None:
         return True
+    whole = getattr(weight, "_unsharded_param", None)  # made by the first forward pass
     return whole is not None and whole.grad is not None
-
-
-def _drop_whole(one: Any) -> None:
-    if _has_whole(one):  # the loop was left
-        one.unsharded_accumulated_grad = one._unsharded_param.grad = None
 
 
 def _require_sharded(model: nn.Module | FSDPModule) -> tuple[dict[Tensor, str], DeviceMesh]:
