@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar_py.compute import Array, Backend, open_backend
+from entrenar_py.compute import Array, Backend, on_torch, open_backend
 from entrenar_py.compute.wgpu import WgpuBackend
 from entrenar_py.train.arithmetic import engine, workload
 from entrenar_py.train.arithmetic.engine import Engine
@@ -130,3 +130,16 @@ def test_a_step_leaves_its_tensors_alone(backend: Backend) -> None:
     assert {name: array.tobytes() for name, array in replica.arrays.items()} == before
     assert all(tensor.grad is None for tensor in replica.tensors.values())
     assert all(tensor.device == torch.device("cpu") for tensor in replica.tensors.values())
+
+
+def test_a_users_settings_of_memory_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator is configured, unless the user has done that."""
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append, raising=False)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    on_torch._let_memory_grow()
+    assert given == ["expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    on_torch._let_memory_grow()
+    assert len(given) == 1
