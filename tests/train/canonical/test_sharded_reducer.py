@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
@@ -151,6 +152,7 @@ class Sometimes(nn.Module):
         ((-1, 1), r"micro-batch 0.* for sometimes.bias \(2 of 4 parameters\)", True),
         ((-1, 1), r"micro-batch 0.* for sometimes.bias \(2 of 4 parameters\)", False),
         ((1, -1), r"reduced with 8 elements in micro-batch 1, and with 14 before", True),
+        ((1, -1), r"micro-batch 1.* for sometimes.bias \(2 of 4 parameters\)", False),
     ],
 )
 def test_a_parameter_without_gradient(
@@ -193,16 +195,36 @@ def test_a_reducer_that_was_replaced(alone: None) -> None:
 
 
 def test_each_module_is_reduced_by_the_reducer(alone: None) -> None:
-    """Another hook of one module, or another divisor, is an error, and not another gradient."""
+    """Another reduction of one module is an error, and not another gradient."""
     model = sharded(nn.Sequential(sharded(nn.Linear(3, 3)), nn.Linear(3, 2)))
     reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=2)
     model[0].set_gradient_divide_factor(2.0)
-    with pytest.raises(UsageError, match=r"module 0 divides its gradients by 2\.0"):
+    with pytest.raises(UsageError, match="the reductions of module 0 were changed"):
         backward(model, reducer, torch.randn(2, 5, 3))
-    model[0].set_gradient_divide_factor(1.0)
+    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=2)
     backward(model, reducer, torch.randn(2, 5, 3))
     model[0].set_all_reduce_hook(lambda node: None)
     with pytest.raises(UsageError, match=r"no gradient for 0\.bias \(2 of 4 parameters\)"):
+        backward(model, reducer, torch.randn(2, 5, 3))
+
+
+class Twice(nn.Module):
+    """A model whose weight gets its gradient in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.layer, self.layer(x), use_reentrant=True)
+        return out
+
+
+def test_a_gradient_in_two_parts(alone: None) -> None:
+    """It is an error where FSDP would add the parts to another micro-batch's, one by one."""
+    model = sharded(Twice())
+    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=2, sync_each=False)
+    with pytest.raises(UsageError, match="is added in several parts in micro-batch 1"):
         backward(model, reducer, torch.randn(2, 5, 3))
 
 
@@ -217,7 +239,8 @@ def test_siblings_are_reduced_at_once(alone: None) -> None:
         reducer._reduce("", node)
 
     model.set_all_reduce_hook(reduce)
-    backward(model, reducer, torch.randn(8, 5, 3))
+    with pytest.raises(UsageError, match="the reductions of module model were changed"):
+        backward(model, reducer, torch.randn(8, 5, 3))
     assert reduced == [1, 3, 5, 7]
 
 

@@ -13,9 +13,8 @@ to start these copies than to make them. Then each rank's kernel reads all ranks
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -149,6 +148,14 @@ class _Piece:
     sums: Tensor  # a copy of the sum, for the other ranks to take
 
 
+@dataclass(frozen=True)
+class _Small:
+    """The work for a small buffer: every rank adds all of it."""
+
+    buffer: Tensor
+    slot: _Slot
+
+
 @dataclass
 class _Plan:
     """The work for one bucket, and the number of the last call that did it.
@@ -158,8 +165,7 @@ class _Plan:
     fifty launches, which for a small bucket would take longer than the work itself.
     """
 
-    start: Callable[[], None]  # the current stream must be the copying stream
-    num_slots: int
+    work: list[_Piece] | _Small
     call: int
     times: int = 0
     graph: torch.cuda.CUDAGraph | None = None
@@ -200,9 +206,9 @@ class Symmetric:
         with torch.cuda.stream(self._copying):
             plan = self._plan(buffer)
             if plan.times == 1:
-                plan.graph = _recorded(plan.start)
+                plan.graph = self._recorded(plan)
             if plan.graph is None:
-                plan.start()
+                self._start(plan)
             else:
                 plan.graph.replay()
             plan.times += 1
@@ -210,16 +216,33 @@ class Symmetric:
             future.set_result(buffer)
         return future
 
-    def _read(self, buffer: Tensor, slot: _Slot) -> None:
-        """Launch the work for a small buffer: every rank adds all of it."""
-        own = slot.put[self._rank].view(-1)[: buffer.nbytes].view(buffer.dtype)
+    def _recorded(self, plan: _Plan) -> torch.cuda.CUDAGraph:
+        """Record the work of `_start` as a CUDA graph. Other threads may use CUDA meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            self._start(plan)
+        finally:
+            graph.capture_end()
+        return graph
+
+    def _start(self, plan: _Plan) -> None:
+        """Launch a plan's work. The current stream must be the copying stream."""
+        if isinstance(plan.work, _Small):
+            self._read(plan.work)
+        else:
+            self._exchange(plan.work)
+
+    def _read(self, small: _Small) -> None:
+        """Copy the buffer to where all ranks read it, and add all ranks' copies."""
+        put, buffer = small.slot.put[self._rank].view(-1), small.buffer
         # The other ranks have read what was here before, as all have met since.
-        own.copy_(buffer)
+        put[: buffer.nbytes].view(buffer.dtype).copy_(buffer)
         self._meet()
-        kernels.add_tree_of_all(slot.addresses, scale=self._scale, out=buffer)
+        kernels.add_tree_of_all(small.slot.addresses, scale=self._scale, out=buffer)
 
     def _exchange(self, pieces: Sequence[_Piece]) -> None:
-        """Launch the work for `pieces`: every rank adds a chunk of each."""
+        """Add a chunk of each piece, and let other ranks add the other chunks."""
         waiting: _Piece | None = None
         for piece in pieces:
             _copy(piece.puts)
@@ -267,18 +290,19 @@ class Symmetric:
         plan.call = self._calls
         self._plans.move_to_end(key)
         self._forget()
-        self._next = (self._next + plan.num_slots) % _NUM_SLOTS
+        num_slots = 1 if isinstance(plan.work, _Small) else len(plan.work)
+        self._next = (self._next + num_slots) % _NUM_SLOTS
         return plan
 
     def _new_plan(self, buffer: Tensor) -> _Plan:
         if (self._world_size - 1) * buffer.nbytes <= min(_READ_BYTES_MAX, self._piece_bytes):
-            return _Plan(partial(self._read, buffer, self._slots[self._next]), 1, self._calls)
+            return _Plan(_Small(buffer, self._slots[self._next]), self._calls)
         parts = torch.split(buffer, self._piece_bytes // buffer.element_size())
         pieces = [
             self._piece(part, self._slots[(self._next + index) % _NUM_SLOTS])
             for index, part in enumerate(parts)
         ]
-        return _Plan(partial(self._exchange, pieces), len(pieces), self._calls)
+        return _Plan(pieces, self._calls)
 
     def _forget(self) -> None:
         """Drop the least recently used plan, and with it its buffer, after two steps without use.
@@ -307,17 +331,6 @@ class Symmetric:
             mine=mine,
             sums=_as_chunk(slot.sums[self._rank], mine),
         )
-
-
-def _recorded(start: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Record what `start` launches as a CUDA graph. Other threads may use CUDA meanwhile."""
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        start()
-    finally:
-        graph.capture_end()
-    return graph
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -16,7 +16,7 @@ a sum there would round differently for each W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -64,6 +64,8 @@ class ShardedReducer(Fold):
         self._modules = list(shards.values())
         self._groups = _groups(shards)
         self._pairs = not sync_each and share > 1 and all(map(_adds_as_tree, self._groups.values()))
+        self._seen: dict[Tensor, int] = {}  # weight -> how often its gradient was added to
+        self._counted: set[Tensor] = set()  # whole weights, which tell us that
         for name, module in shards.items():
             # Otherwise FSDP divides by the world size, before or after the sum.
             module.set_gradient_divide_factor(1.0)
@@ -74,6 +76,10 @@ class ShardedReducer(Fold):
             else:
                 scatter = _TreeReduceScatter(partial(self._add, name), scale=self._scale)
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+        if not adds_shards:
+            for group in self._groups.values():
+                group._all_reduce_hook = None  # an earlier one
+        self._ours = {name: _reductions(group) for name, group in self._groups.items()}
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -155,10 +161,12 @@ class ShardedReducer(Fold):
 
     def _keep(self) -> None:
         if self._is_left():
-            self._require_gradients(
-                [weight.sharded_param for weight in self._weights() if _has_whole(weight)]
-            )
+            whole = [weight for weight in self._weights() if _has_whole(weight)]
+            self._require_gradients([weight.sharded_param for weight in whole])
+            self._count_next(whole)
             return
+        if self._pairs:
+            self._require_gradients(self._seen)
         # Without a reduction, `.grad` isn't ours: something else has replaced our functions.
         ours = [
             weight.sharded_param
@@ -172,12 +180,35 @@ class ShardedReducer(Fold):
             take(self._parameters)  # FSDP would add the next micro-batch's to them
             return
         for name, group in self._groups.items():
-            if group.gradient_divide_factor != 1.0:
+            if _reductions(group) != self._ours[name]:
                 raise UsageError(
-                    f"module {name or 'model'} divides its gradients by "
-                    f"{group.gradient_divide_factor}: the canonical reduce-scatter makes them the "
-                    "mean already; leave set_gradient_divide_factor out"
+                    f"the reductions of module {name or 'model'} were changed after "
+                    "canonical_reduce_scatter: leave out set_gradient_divide_factor, "
+                    "set_all_reduce_hook and set_custom_reduce_scatter"
                 )
+
+    def _count_next(self, weights: Iterable[Any]) -> None:
+        """Count how often each weight's gradient is added to, from now on."""
+        self._seen = {}
+        for weight in weights:
+            if (whole := weight._unsharded_param) not in self._counted:
+                self._counted.add(whole)
+                whole.register_post_accumulate_grad_hook(partial(self._count, weight))
+
+    def _count(self, weight: Any, _: Tensor) -> None:
+        """Note that a gradient was added to FSDP's sum: autograd's hook.
+
+        Autograd adds one part of a right sibling after another to the left one's gradient, which
+        is another tree.
+        """
+        parameter = weight.sharded_param
+        self._seen[parameter] = self._seen.get(parameter, 0) + 1
+        if self._seen[parameter] > 1 and self._shard is not None and not self._is_left():
+            raise UsageError(
+                f"the gradient of {self._parameters[parameter]} is added in several parts in "
+                f"micro-batch {self._shard}, so its bits would depend on the world size: use "
+                "checkpoint() with use_reentrant=False, or sync_each=True"
+            )
 
     def _clear(self) -> None:
         self._counters.clear()
@@ -218,8 +249,16 @@ def _adds_as_tree(group: Any) -> bool:
     trained = [
         weight.sharded_param for weight in group.fsdp_params if weight.sharded_param.requires_grad
     ]
+    if reduced is None:
+        return True
     dtypes = [computed or parameter.dtype for parameter in trained]
-    return reduced is None or all(dtype.itemsize <= reduced.itemsize for dtype in dtypes)
+    return all(torch.promote_types(dtype, reduced) == reduced for dtype in dtypes)
+
+
+def _reductions(group: Any) -> tuple[object, ...]:
+    """Return how FSDP reduces a group's gradients."""
+    factor = group.gradient_divide_factor
+    return factor, group._all_reduce_hook, getattr(group, "_reduce_scatter_comm", None)
 
 
 def _has_whole(weight: Any) -> bool:
