@@ -69,19 +69,25 @@ def load(holder: Any, state: Mapping[str, Any]) -> None:
 
     Raises UsageError if `holder` changes a tensor.
     """
+    sent = _tensors(state)
     holder.load_state_dict(state)
     if isinstance(holder, Optimizer) and {"state", "param_groups"} <= state.keys():
         _restore(holder, state)
-    loaded = dict(pytree.tree_flatten_with_path(holder.state_dict())[0])
-    for path, sent in pytree.tree_flatten_with_path(state)[0]:
-        own = loaded.get(path)
-        if _is_changed(own, sent):
-            dtype, here = sent.dtype, getattr(own, "dtype", None)
+    loaded = _tensors(holder.state_dict()) if sent else {}
+    for path in sent.keys() & loaded.keys():
+        if _is_changed(loaded[path], sent[path]):
             raise UsageError(
                 f"{type(holder).__name__}.load_state_dict changed the tensor "
-                f"{pytree.keystr(path)} ({dtype} on the rank that sent it, {here} here): "
-                "this rank would get other weights than the others; let it keep dtypes and bits"
+                f"{pytree.keystr(path)} ({sent[path].dtype} on the rank that sent it, "
+                f"{loaded[path].dtype} here): this rank would get other weights than the others; "
+                "let it keep dtypes and bits"
             )
+
+
+def _tensors(state: Any) -> dict[Any, Tensor]:
+    """Return the tensors in a state by their paths."""
+    leaves = pytree.tree_flatten_with_path(state)[0]
+    return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _restore(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -104,10 +110,8 @@ def _restored(own: Any, sent: Any) -> Any:
     return sent if both and (own.device != sent.device or _is_changed(own, sent)) else own
 
 
-def _is_changed(own: object, sent: object) -> bool:
+def _is_changed(own: Tensor, sent: Tensor) -> bool:
     """Return whether two tensors differ in dtype or bits. A NaN equals itself."""
-    if not (isinstance(own, Tensor) and isinstance(sent, Tensor)):
-        return False
     if (own.dtype, own.shape) != (sent.dtype, sent.shape):
         return True
     ours, theirs = (one.detach().reshape(-1).view(torch.uint8) for one in (own, sent))
