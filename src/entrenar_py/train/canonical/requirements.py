@@ -1,4 +1,4 @@
-"""Checks that canonical reductions make before training: of models, numbers and settings."""
+"""Checks of models, numbers and settings: before training, and some in every step."""
 
 from __future__ import annotations
 
