@@ -116,9 +116,8 @@ class Fold(ABC):
     a micro-batch from (seed, step, `shard`). Otherwise the randomness depends on the world size.
     """
 
-    def __init__(self, shards: range, parameters: dict[Tensor, str]) -> None:
+    def __init__(self, shards: range, parameters: requirements.Parameters) -> None:
         self.shards = shards
-        assert isinstance(parameters, requirements.Parameters), "require_parameters returns them"
         self._parameters = parameters
         self._switches = requirements.switches()
         self._shard: int | None = None  # the current micro-batch
