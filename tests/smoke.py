@@ -29,7 +29,7 @@ def reuse_bytecode() -> None:
 
 
 def main(folder: Path, backend: str) -> None:
-    """Judge a small contract, train as a service, and verify the ledger."""
+    """Train as a service, verify the ledger and train again by it, and judge a small contract."""
     from entrenar_py import entrenar as service
     from entrenar_py.train.service import coordinator, worker  # noqa: F401  (torch, before the fork)
     from tests.train.service.cluster import Cluster
@@ -44,7 +44,8 @@ def main(folder: Path, backend: str) -> None:
         os._exit(service.main(["worker", *joined]))
     require("coordinator", service.main(["coordinator", str(path)]))
     require("worker", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    require("ledger verify", service.main(["ledger", "verify", str(folder / "ledger.jsonl")]))
+    verify = ["ledger", "verify", "--replay", str(folder / "ledger.jsonl")]
+    require("ledger verify", service.main(verify))
 
     from entrenar_py.check import cli
     from tests.command_line import contract_file

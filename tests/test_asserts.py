@@ -97,7 +97,7 @@ def test_the_main_commands_without_asserts(tmp_path: Path) -> None:
     """The main commands work under `python -O`.
 
     These are a service with a worker (on a wgpu adapter if there is one), the verification of its
-    ledger, and the judging of a contract.
+    ledger, by which it is trained again on the same backend, and the judging of a contract.
     """
     backend = "wgpu" if has_adapter() else "cpu"
     told = [sys.executable, "-O", "-m", "tests.smoke", str(tmp_path), backend]
@@ -108,3 +108,4 @@ def test_the_main_commands_without_asserts(tmp_path: Path) -> None:
     worked = [line for line in ended.stdout.splitlines() if line.endswith(": ok")]
     assert len(worked) == 4
     assert f"worker: backend {backend}: " in ended.stdout
+    assert f"verified: trained again on {backend} (" in ended.stdout

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from entrenar_py.check import cli
-from entrenar_py.compute import open_backend
-from entrenar_py.shared.errors import BackendUnavailable
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.service import exit_codes
 from tests.systems.mischief import Mischief
@@ -294,18 +292,3 @@ def test_over_tls(star: Cluster) -> None:
     shown = ["--tls-cert", worker.cert, "--tls-key", worker.key]
     assert star.worker(*believing, *shown).code() == coordinator.code() == exit_codes.DONE
     assert coordinator.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"
-
-
-@pytest.mark.wgpu
-def test_a_run_on_another_device(star: Cluster) -> None:
-    """It can be replayed bit for bit on that kind of device."""
-    try:
-        open_backend("wgpu")
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
-    star.configure(ledger="ledger.jsonl")
-    processes = [star.coordinator(), star.worker("--backend", "wgpu")]
-    assert [one.code() for one in processes] == 2 * [exit_codes.DONE]
-    verified = star.verify("--replay")
-    assert verified.code() == exit_codes.DONE
-    assert verified.lines[-1].startswith("verified: trained again on wgpu")
