@@ -374,12 +374,7 @@ def answer(output: Output, prompt: str, sampling: Sampling) -> Iterator[str]:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UsageError("--prompt is not UTF-8; give a text in UTF-8") from error
-    question: Conversation | str = prompt
-    is_chat = getattr(output.tokenizer, "chat_template", None) is not None
-    if output.settings.task in CHATS and is_chat:
-        turn = {"role": "user", "content": prompt}
-        question = Conversation(messages=[turn], tools=None, learned=())
-    reply = _answer(output, question, sampling)
+    reply = _answer(output, prompt, sampling)
     if isinstance(reply, str):
         yield reply
     else:
@@ -416,10 +411,18 @@ def _answer(
 ) -> str | dict[str, float]:
     """Return a text, or the probability of each class, the most likely one first."""
     settings, tokenizer = output.settings, output.tokenizer
+    is_chat = getattr(tokenizer, "chat_template", None) is not None
+    if isinstance(prompt, str) and settings.task in CHATS and is_chat:
+        turn = {"role": "user", "content": prompt}
+        prompt = Conversation(messages=[turn], tools=None, learned=())
     if isinstance(prompt, str):
         question = samples.tokens_of(tokenizer, prompt)
-    else:
+    elif is_chat:
         question = _asked(tokenizer, prompt, settings.data.date)
+    else:
+        raise UsageError(
+            f"has messages, but the tokenizer of {output.folder} has no chat template; give a text"
+        )
     module = cast("Any", output.module)
     _require_room(output, question, sampling.new_tokens)
     tokens = torch.tensor([question])
@@ -439,12 +442,13 @@ def _answer(
         if sampling.temperature:
             drawing = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
             drawing["top_p"] = sampling.top_p
-        generated = module.generate(
-            **batch,
-            max_new_tokens=sampling.new_tokens,
-            pad_token_id=model.padding(tokenizer),
-            **drawing,
-        )
+        with stock.answering_plainly(module, tokenizer):
+            generated = module.generate(
+                **batch,
+                max_new_tokens=sampling.new_tokens,
+                pad_token_id=model.padding(tokenizer),
+                **drawing,
+            )
     text: str = tokenizer.decode(generated[0, len(question) :], skip_special_tokens=True)
     return text
 

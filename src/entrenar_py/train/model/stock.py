@@ -203,6 +203,51 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def ends(module: nn.Module, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: those of `module`, and the end token of `tokenizer`."""
+    named = getattr(cast("Any", module).generation_config, "eos_token_id", None)
+    several = named if isinstance(named, list) else [named]
+    known = (int(one) for one in (*several, tokenizer.eos_token_id) if one is not None)
+    return list(dict.fromkeys(known))
+
+
+def plain_generation(module: nn.Module, tokenizer: Any) -> Any:
+    """Return a generation configuration that has only the tokens in `ends`.
+
+    Penalties, beams and the like of the checkpoint are ignored: whoever asks gives the temperature,
+    and nothing else is supported.
+    """
+    from transformers import GenerationConfig
+
+    return GenerationConfig(eos_token_id=ends(module, tokenizer) or None)
+
+
+@contextmanager
+def answering_plainly(module: nn.Module, tokenizer: Any) -> Iterator[None]:
+    """Give `module`, with or without adapters, the configuration of `plain_generation`."""
+    # transformers fills an argument `generation_config` with the values of the model's own.
+    model = cast("Any", module)
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    before = model.generation_config
+    model.generation_config = plain_generation(model, tokenizer)
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def _add_end(module: nn.Module, tokenizer: Any) -> None:
+    """Let the generation configuration of `module` have the tokenizer's end token.
+
+    Answers were trained with it, and checkpoints often name a different one. transformers' own
+    trainer does the same.
+    """
+    config = getattr(module, "generation_config", None)
+    if config is not None and tokenizer.eos_token_id is not None:
+        tokens = ends(module, tokenizer)
+        config.eos_token_id = tokens if len(tokens) > 1 else tokens[0]
+
+
 def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder: Path) -> None:
     """Set the parameters `tensors` of `module`; write adapters or the whole model, and tokenizer.
 
@@ -219,6 +264,8 @@ def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder
     # peft would also write the frozen weights under an adapter on a head or an embedding. A
     # coordinator of stages doesn't have them.
     options = {"save_embedding_layers": False} if hasattr(saved, "peft_config") else {}
+    if not options:
+        _add_end(module, tokenizer)
     saved.save_pretrained(folder, **options)
     (folder / "README.md").unlink(missing_ok=True)  # peft's empty template of a model card
     tokenizer.save_pretrained(folder)
@@ -236,6 +283,7 @@ def merge(module: nn.Module, tokenizer: Any, folder: Path, dtype: str = "float32
     merged = cast("Any", module).merge_and_unload()
     if dtype != "float32":
         merged.to(getattr(torch, dtype))
+    _add_end(merged, tokenizer)
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return cast("nn.Module", merged)
