@@ -115,6 +115,10 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
         "chosen has a message with a weight of 0",
     ),
     ({"prompt": "do", "chosen": "ls", "rejected": "rm", "images": ["x"]}, "only text is learned"),
+    (
+        {"prompt": ASKED, "chosen": GOOD, "rejected": BAD, "chat_template_kwargs": {"thinks": 0}},
+        "has chat_template_kwargs={'thinks': 0}, but templates get no arguments",
+    ),
     ({"prompt": "do", "chosen": "ls", "rejected": "rm " * 90}, "tokens; data.max_tokens allows 64"),
 ]
 

@@ -97,6 +97,7 @@ def _of_texts(prompt: object, chosen: str, rejected: str) -> Texts:
 def _of_chats(
     fields: Mapping[str, Any], prompt: object, chosen: list[Any], rejected: list[Any]
 ) -> Chats:
+    conversations.require_usual_template(fields)
     sides = {name: _messages(name, fields[name]) for name in (CHOSEN, REJECTED)}
     if isinstance(prompt, list):
         before = _messages(PROMPT, prompt)
