@@ -164,18 +164,28 @@ def _fill(
 
 @dataclass(frozen=True)
 class Kept:
-    """Facts about adapters that a run kept: its plan's digest, their step, and their loss."""
+    """Facts about adapters that a run kept: its plan's digest, their step, and their loss.
+
+    `rows` is the digest of the validation rows of that loss; None if an older release wrote it.
+    """
 
     run: str
     step: int
     loss: float
+    rows: str | None
 
     @classmethod
     def of(cls, folder: Path) -> Kept | None:
         """Return what `keep` noted in `folder`; None if it wrote nothing there."""
         try:
             record = model_folder.record(folder / _KEPT, str(folder))
-            return cls(str(record["run"]), int(record["step"]), float(record["loss"]))
+            rows = record.get("rows")
+            return cls(
+                run=str(record["run"]),
+                step=int(record["step"]),
+                loss=float(record["loss"]),
+                rows=None if rows is None else str(rows),
+            )
         except (UsageError, LookupError, TypeError, ValueError):
             return None
 
