@@ -74,6 +74,37 @@ def test_a_disk_that_fills_in_the_middle(tmp_path: Path, error: Exception) -> No
     assert [(tmp_path / name).read_text() for name in names] == ["third", "third"]
 
 
+def test_a_state_that_is_moved_in_part_is_not_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed then, and resumed, keeps the state of that step again."""
+    names = ("adapter_model.safetensors", "adapter_config.json", "run.json")
+
+    def fill(folder: Path, *_: object, **__: object) -> None:
+        for name in names:
+            (folder / name).write_text("{}")
+
+    def keep() -> None:
+        given = cast("Any", None)
+        kept = outputs.Kept("plan", 3, 0.5, None)
+        outputs.keep(tmp_path, given, given, given, kept, model_digest="")
+
+    monkeypatch.setattr(outputs, "_fill", fill)
+    keep()
+    assert outputs.Kept.of(tmp_path) is not None
+    move = Path.replace
+
+    def moved(path: Path, target: Path) -> Path:
+        if target.name == names[-1]:
+            raise Sudden
+        return move(path, target)
+
+    monkeypatch.setattr(Path, "replace", moved)
+    with pytest.raises(Sudden):
+        keep()
+    assert outputs.Kept.of(tmp_path) is None
+
+
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 

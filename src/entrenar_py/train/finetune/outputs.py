@@ -203,7 +203,9 @@ def keep(
 
     Raises SystemFailure if a file can't be written.
     """
-    with replacing(folder, marks=(*MARKS, SETTINGS), advice="make room or give access") as partial:
+    # The note comes last: with it, a resumed run takes the folder to be complete.
+    marks = (*MARKS, SETTINGS, _KEPT)
+    with replacing(folder, marks=marks, advice="make room or give access") as partial:
         _fill(partial, prepared, module, tensors, model_digest=model_digest)
         (partial / _KEPT).write_text(json.dumps(asdict(kept)) + "\n", encoding="utf-8")
 
