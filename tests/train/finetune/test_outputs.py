@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from entrenar_py import entrenar as cli
-from entrenar_py.shared.errors import RowsError, SystemFailure
+from entrenar_py.shared.errors import RowsError, SystemFailure, UsageError
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.train.finetune import outputs, settings_file
 from entrenar_py.train.finetune.outputs import Sampling
@@ -393,6 +393,22 @@ def test_adapters_are_not_used_with_what_they_were_not_trained_on(
     assert found != due
     assert found in problem.err
     assert due in problem.err
+
+
+def test_a_run_does_not_begin_with_adapters_of_a_different_model(folder: Path) -> None:
+    """As long as the folder notes the digest of theirs, which peft's own does not."""
+    settings, _ = outputs.read_settings(folder / "out")
+    lora = replace(settings.lora, start_from=folder / "out")
+    settings = replace(settings, lora=lora, output=folder / "next")
+    workload = preparation.prepare(settings, folder / "cache").workload()
+    preparation.plan_of(settings, workload)
+    another_weight(folder)
+    with pytest.raises(UsageError, match=r"lora\.start_from=.* trained on a different model from"):
+        preparation.plan_of(settings, workload)
+    change(folder, "digests", None)
+    preparation.plan_of(settings, workload)
+    (folder / "out" / "run.json").unlink()
+    preparation.plan_of(settings, workload)
 
 
 def test_classes_of_a_file_of_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,8 +108,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-SETTINGS = "run.json"  # in the output folder: the settings, for later commands
-DIGESTS = "digests"  # a key in SETTINGS: the digests of the run's model and tokenizer
+SETTINGS, DIGESTS = model_folder.RUN, model_folder.DIGESTS
 MARKS = ("config.json", "adapter_config.json")  # without these, no library loads the weights
 _OWN = (SETTINGS, "state.checkpoint", "ledger.jsonl", "metrics.jsonl")  # files of a run
 _OTHERS = (*MARKS, "tokenizer.json")
