@@ -64,6 +64,8 @@ def adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
             f"lora.targets={', '.join(lora.targets)}: peft can't adapt all of them ({told}); leave "
             "that layer out"
         ) from error
+    if lora.dora:
+        precision.set_magnitudes(adapted)
     return adapted
 
 
@@ -397,7 +399,10 @@ def _adapted(settings: Settings, module: Any, folder: Path) -> nn.Module:
             dtype = precision.of_checkpoint(settings)
             below = kind.from_config(config, dtype=dtype, trust_remote_code=trusts)
         _share(settings, module.get_base_model(), below)
-        return cast("nn.Module", peft.PeftModel.from_pretrained(below, str(folder)))
+        read = cast("nn.Module", peft.PeftModel.from_pretrained(below, str(folder)))
+    if settings.lora.dora:
+        precision.use_exact_norms(read)  # peft's rounding is no difference of the files
+    return read
 
 
 def _whole(settings: Settings, folder: Path) -> nn.Module:
