@@ -21,7 +21,7 @@ from entrenar_py.shared.errors import RowsError, SystemFailure, UsageError
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.train.finetune import outputs, settings_file
 from entrenar_py.train.finetune.outputs import Sampling
-from entrenar_py.train.model import model_folder, preparation, stock
+from entrenar_py.train.model import model_folder, preparation, samples, stock
 from entrenar_py.train.model.settings import Lora
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune import runs
@@ -421,6 +421,29 @@ def test_classes_of_a_file_of_rows(folder: Path, capsys: pytest.CaptureFixture[s
     for line in lines:
         assert set(line["classes"]) == {"safe", "unsafe"}
         assert sum(line["classes"].values()) == pytest.approx(1)
+
+
+def test_a_long_text_has_the_class_that_eval_gives_it(folder: Path) -> None:
+    """With `on_long: truncate` it is cut in both, and the tokenizer's last token stays."""
+    from tokenizers.processors import TemplateProcessing
+
+    output = outputs.load(folder / "out", trusts=False)
+    data = replace(output.settings.data, on_long="truncate", max_tokens=8)
+    output = replace(output, settings=replace(output.settings, data=data))
+    end = output.tokenizer.eos_token
+    output.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, output.tokenizer.eos_token_id)]
+    )
+    row = {"text": "sudo rm -rf / " * 9, "label": "safe"}
+    path = folder / "one.jsonl"
+    path.write_text(json.dumps(row), "utf-8")
+    found = samples.load(output.settings, path, output.tokenizer, cache=folder / "cache")
+    assert (len(found.tokens), found.tokens[-1]) == (8, output.tokenizer.eos_token_id)
+    with torch.no_grad():
+        tokens = torch.from_numpy(found.tokens).long()[None]
+        safe, unsafe = output.module(input_ids=tokens).logits[0].softmax(-1).tolist()
+    (line,) = outputs.answers(output, path, Sampling())
+    assert json.loads(line)["classes"] == {"safe": safe, "unsafe": unsafe}
 
 
 def test_the_run_s_own_model_may_be_moved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

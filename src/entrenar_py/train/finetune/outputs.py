@@ -426,7 +426,9 @@ def _answer(
     if isinstance(prompt, str) and settings.task in CHATS and is_chat:
         turn = {"role": "user", "content": prompt}
         prompt = Conversation(messages=[turn], tools=None, learned=())
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and settings.task == "classify" and settings.data.truncates:
+        question = samples.first_tokens(tokenizer, prompt, settings.data.max_tokens)
+    elif isinstance(prompt, str):
         question = samples.tokens_of(tokenizer, prompt)
     elif is_chat:
         question = _asked(tokenizer, prompt, settings.data.date)

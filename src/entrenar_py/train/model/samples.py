@@ -14,6 +14,7 @@ more memory than their tokens, and other processes and machines read them direct
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -94,6 +95,20 @@ def tokens_of(tokenizer: Any, text: str) -> list[int]:
     return tokens[1:] if is_twice and text.startswith(tokenizer.bos_token) else tokens
 
 
+def first_tokens(tokenizer: Any, text: str, most: int) -> list[int]:
+    """Return the first tokens of a text, `most` in all with those that the tokenizer adds.
+
+    Those that it puts at the end stay there, as `tokenizer(truncation=True)` leaves them: many
+    encoders were trained with one. Unlike that call, this doesn't change the tokenizer.
+    """
+    tokens = tokens_of(tokenizer, text)
+    if len(tokens) <= most:
+        return tokens
+    is_added = tokenizer(text, return_special_tokens_mask=True)["special_tokens_mask"]
+    last = len(list(itertools.takewhile(bool, reversed(is_added))))
+    return [*tokens[: max(most - last, 0)], *tokens[len(tokens) - min(last, most) :]]
+
+
 class _BadValueError(ValueError):
     """Raised for a row's value that can't be used; says what to use instead."""
 
@@ -144,7 +159,7 @@ class Encoder:
             return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
         most, length = self._settings.data.max_tokens, sample.num_tokens
         if length > most:
-            if self._settings.data.on_long == "truncate":
+            if self._settings.data.truncates:
                 return self._cut(row, sample, most)
             told = f"has {length} tokens; data.max_tokens allows {most}"
             return BadRow(row.place, told, length)
@@ -157,7 +172,10 @@ class Encoder:
             total = len(sample.tokens)
             return BadRow(row.place, f"has nothing to predict in {most} of its {total} tokens")
         self.num_cut += 1
-        return replace(sample, tokens=sample.tokens[:most], is_target=targets)
+        tokens = sample.tokens[:most]
+        if self._settings.task == "classify":
+            tokens = first_tokens(self._tokenizer, self._text(row.fields), most)
+        return replace(sample, tokens=tokens, is_target=targets)
 
     def _plain(self, fields: Mapping[str, Any]) -> Sample:
         tokens = self._tokens(self._text(fields))
@@ -442,7 +460,7 @@ def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
         "date": data.date,
         "labels": list(settings.classes.labels),
     }
-    if data.on_long == "truncate":
+    if data.truncates:
         facts["cut"] = True
     return blake3(json.dumps(facts).encode()).hexdigest(16)
 
