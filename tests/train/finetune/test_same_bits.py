@@ -107,7 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DoRA": {"lora": {"dora": True}},
     "what is kept": {"keep": {"best": True, "last": 2}, "evaluate_every": 4},
     "layers trained whole, rows cut": {
-        "lora": {"modules_to_save": ["embed_tokens", "norm"]},
+        "lora": {"modules_to_save": ["embed_tokens", "model.norm"]},
         "data": {"max_tokens": 8, "on_long": "truncate"},
     },
 }

@@ -204,6 +204,7 @@ def test_a_head_and_a_table_are_trained_whole(small: Path, tmp_path: Path) -> No
         ("lm_head", "model.embed_tokens has the same weights"),
         ("embed_tokens", "lm_head has the same weights"),
         ("head", "the model has no layer of that name with weights"),
+        ("norm", r"all of q_norm, k_norm, input_layernorm, .*; use a longer .* as model\.norm"),
     ],
 )
 def test_what_cannot_be_trained_whole(name: str, told: str, small: Path, tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ def start(settings: Settings, module: Any) -> None:
 def _saved(names: Sequence[str], module: nn.Module, new: Sequence[str]) -> list[str]:
     """Return the names of the parts that are trained whole: those in `new` and in `names`.
 
-    Raises UsageError for a name that no part has, and for weights that another part shares.
+    Raises UsageError for a name that no part has, or with which peft would find other parts, too,
+    and for weights that another part shares.
     """
     for name in names:
         named = [part for path, part in module.named_modules() if f".{path}".endswith(f".{name}")]
@@ -131,6 +132,21 @@ def _saved(names: Sequence[str], module: nn.Module, new: Sequence[str]) -> list[
         if not weights:
             raise UsageError(
                 f"lora.modules_to_save={name!r}: the model has no layer of that name with weights"
+            )
+        others = [
+            path
+            for path, part in module.named_modules()
+            if path.endswith(name)
+            and not f".{path}".endswith(f".{name}")
+            and any(True for _ in part.parameters())
+        ]
+        if others:
+            ends = list(dict.fromkeys(path.rpartition(".")[2] for path in others))
+            whole = next(path for path, part in module.named_modules() if part is named[0])
+            raise UsageError(
+                f"lora.modules_to_save={name!r}: peft would also train all of "
+                f"{', '.join(ends[:_LAYERS_SHOWN])}, since their names end like that; use a longer "
+                f"name, such as {whole}"
             )
         for path, part in module.named_modules():
             own = part.parameters(recurse=False)
