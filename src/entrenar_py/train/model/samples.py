@@ -132,6 +132,7 @@ class Encoder:
             )
         self._num_endless = 0
         self.num_cut = 0  # samples so far that were cut after data.max_tokens
+        self.num_unaligned = 0  # pairs so far with other tokens in the prompt alone
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -217,6 +218,7 @@ class Encoder:
                 )
             encoded = self._chats.pair(pair)
         pairs.require_different(encoded)
+        self.num_unaligned += not encoded.is_aligned
         chosen, rejected = encoded.chosen, encoded.rejected
         # The first token of a row can't be predicted from anything.
         starts = max(encoded.num_prompt, 1)
@@ -281,7 +283,8 @@ class Samples:
 
     `tokens` is int32 and `is_target` bool, both [all tokens]; `starts` is int64 [n + 1]; `labels`
     is int32 [n]. `cuts` is int32 [n] for pairs, the number of tokens of each chosen side; otherwise
-    it is empty. `skipped` has the rows that could not be used. `num_cut` of all rows were cut.
+    it is empty. `skipped` has the rows that could not be used. `num_cut` of all rows were cut, and
+    the prompts of `num_unaligned` have other tokens alone than with their answers.
     """
 
     tokens: NDArray[np.int32]
@@ -291,6 +294,7 @@ class Samples:
     cuts: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     skipped: tuple[BadRow, ...] = ()
     num_cut: int = 0
+    num_unaligned: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -382,6 +386,7 @@ class Samples:
             cuts=self.cuts[list(indices)] if self.are_pairs else self.cuts,
             skipped=self.skipped,
             num_cut=self.num_cut,
+            num_unaligned=self.num_unaligned,
         )
 
 
@@ -498,6 +503,7 @@ def read_kept(path: Path) -> Samples | None:
             cuts=arrays.get("cuts", np.zeros(0, np.int32)),
             skipped=tuple(BadRow(**one) for one in facts["skipped"]),
             num_cut=int(facts.get("num_cut", 0)),
+            num_unaligned=int(facts.get("num_unaligned", 0)),
         )
     except (CheckpointError, KeyError, TypeError, ValueError):
         return None
@@ -512,7 +518,11 @@ def _keep(path: Path, samples: Samples) -> None:
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        facts = {"skipped": [asdict(one) for one in samples.skipped], "num_cut": samples.num_cut}
+        facts = {
+            "skipped": [asdict(one) for one in samples.skipped],
+            "num_cut": samples.num_cut,
+            "num_unaligned": samples.num_unaligned,
+        }
         checkpoint.save(own, arrays, facts)
         own.replace(path)
     except OSError as error:
@@ -539,6 +549,7 @@ def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
         cuts=np.array([sample.cut for sample in encoded if sample.cut], np.int32),
         skipped=tuple(skipped),
         num_cut=encoder.num_cut,
+        num_unaligned=encoder.num_unaligned,
     )
 
 
