@@ -4,8 +4,10 @@
         tests/benchmarks/gpu_all_reduce.py --mib 64 1024 --piece-mib 8 16 32 64
 
 Rounds of both in turns; of each round the slowest rank counts. `ratio` is of the fastest rounds,
-`ratio_median` of the medians, ours / NCCL. Before it times anything it compares ours with the plain
-path, bit by bit.
+`ratio_median` of the medians, ours / NCCL. Those of `queued` rounds begin behind a kernel that
+keeps the GPU busy until the host has launched all calls, as in a backward pass. They don't contain
+the host's time, which is most of a small buffer's. Before it times anything it compares ours with
+the plain path, bit by bit.
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ from entrenar_py.train.canonical.on_gpus import Pipeline, Symmetric
 
 WAYS: dict[str, type[Pipeline | Symmetric]] = {"nccl": Pipeline, "symmetric": Symmetric}
 CALLS = 10  # of one round
+BUSY_CYCLES = 6_000_000  # of a GPU's clock, about 3 ms
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def seconds(call: Callable[[], object]) -> float:
+def seconds(call: Callable[[], object], *, queued: bool = False) -> float:
     """Return the seconds of one call on the slowest rank: from a common start, over a round."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     dist.barrier()
     torch.cuda.synchronize()
+    if queued:
+        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        call()  # ranks meet, as their kernels don't end together
     start.record()
     for _ in range(CALLS):
         call()
@@ -54,15 +60,21 @@ def compare(buffer: Tensor, ours: Pipeline | Symmetric, rounds: int) -> dict[str
     for call in calls.values():
         seconds(call)
     found: dict[str, list[float]] = {name: [] for name in calls}
+    queued: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             found[name].append(seconds(call))
+            queued[name].append(seconds(call, queued=True))
     mine, peer = found["ours"], found["nccl"]
     world_size, num_bytes = dist.get_world_size(), buffer.numel() * buffer.element_size()
     moved = num_bytes * 2 * (world_size - 1) / world_size
     return {
         "ratio": min(mine) / min(peer),
         "ratio_median": median(mine) / median(peer),
+        "queued_ratio": min(queued["ours"]) / min(queued["nccl"]),
+        "queued_ratio_median": median(queued["ours"]) / median(queued["nccl"]),
+        "queued_ours_s": min(queued["ours"]),
+        "queued_nccl_s": min(queued["nccl"]),
         "ours_s": min(mine),
         "nccl_s": min(peer),
         "ours_bus_gb_s": moved / min(mine) / 1e9,

@@ -1,12 +1,16 @@
-"""A fine-tuning step of Qwen3-4B's shape on one GPU, compared with `transformers.Trainer`.
+"""A fine-tuning step of Qwen3's shapes on one GPU or on CPUs, compared with `transformers.Trainer`.
 
     python tests/benchmarks/gpu_finetune.py --batch 8 --tokens 1024
     python tests/benchmarks/gpu_finetune.py --batch 2 --tokens 2048 --shards 4 --targets all
+    python tests/benchmarks/gpu_finetune.py --cores 8 --shape 57m --batch 1 --shards 8 \\
+        --tokens 128 --sides peer,ours
 
 The peers are the Trainer with `peft`, and the same with `use_liger_kernel=True`. Random weights in
 bfloat16, adapters of rank 16, rows of a fixed length. Each side trains in a process of its own on
 the same rows, and the first steps don't count. Prints as JSON tokens per second and peak memory.
-CI does not run it.
+With `--cores`, both sides have as many cores and no GPU, and compute in float32. The peer uses a
+thread for each and all rows of a step as one batch. Ours uses a process for each. CI does not run
+it.
 """
 
 from __future__ import annotations
@@ -38,6 +42,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
+    },
+    "57m": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 32000,
+    },
+    "8m": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 8192,
     },
     "tiny": {
         "hidden_size": 64,
@@ -118,7 +140,8 @@ def peer(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    dtype = torch.float32 if given.cores else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     lora = peft.LoraConfig(
         r=16, lora_alpha=32, target_modules=TARGETS[given.targets], task_type="CAUSAL_LM"
     )
@@ -127,15 +150,21 @@ def peer(
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
+            if not given.cores:
+                torch.cuda.synchronize()
             times.append(time.perf_counter())
 
+    batch, accumulation = given.batch, given.shards
+    if given.cores:
+        torch.set_num_threads(given.cores)
+        batch, accumulation = batch * accumulation, 1
     arguments = TrainingArguments(
         output_dir=str(folder / "peer"),
-        per_device_train_batch_size=given.batch,
-        gradient_accumulation_steps=given.shards,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
         max_steps=given.steps,
-        bf16=True,
+        bf16=not given.cores,
+        use_cpu=bool(given.cores),
         learning_rate=2e-4,
         lr_scheduler_type="constant",
         logging_strategy="no",
@@ -149,7 +178,7 @@ def peer(
     return {
         "step_s": median(passed),
         "first_step_s": times[0] - began,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "peak_gb": 0.0 if given.cores else torch.cuda.max_memory_allocated() / 1e9,
     }
 
 
@@ -207,8 +236,8 @@ def ours(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         "task": "text",
         "method": "qlora" if given.qlora else "lora",
         "output": str(out),
-        "precision": "bfloat16",
-        "compile": not given.eager,
+        "precision": "float32" if given.cores else "bfloat16",
+        "compile": not (given.eager or given.cores),
         "attention": given.attention,
         "checkpoint_every": 10**6,
         "lora": {"targets": TARGETS[given.targets]},
@@ -223,8 +252,9 @@ def ours(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "entrenar_py.entrenar", "finetune"]
     began = time.time()
+    backend = "cpu" if given.cores else "cuda"
     subprocess.run(
-        [*command, str(folder / "run.yaml"), "--backend", "cuda"], check=True, stdout=sys.stderr
+        [*command, str(folder / "run.yaml"), "--backend", backend], check=True, stdout=sys.stderr
     )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     steps = [line for line in lines if line["what"] == "step"]
@@ -257,7 +287,7 @@ class Memory:
         place = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         query = ["nvidia-smi", f"--id={place}", "--query-gpu=memory.used"]
         query += ["--format=csv,noheader,nounits"]
-        while not self._ends.wait(0.5):
+        while not self._ends.wait(0.5) and shutil.which("nvidia-smi"):
             told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
             self._most = max(self._most, int(told.split()[0]))
 
@@ -289,10 +319,13 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="ours without compilation")
     parser.add_argument("--attention", choices=("torch", "cudnn"), default="torch", help="ours")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--cores", type=int, default=0, help="train on as many cores, without GPU")
     parser.add_argument("--folder", type=Path, help="keep checkpoint and rows there")
     parser.add_argument("--sides", default="peer,liger,ours")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     if given.side:
         print(json.dumps(SIDES[given.side](given.folder, given)))
         return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import platform
+import sys
 from dataclasses import replace
 from functools import cache
 from weakref import ref
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar_py.compute import Array, Backend, open_backend
+from entrenar_py.compute import Array, Backend, on_torch, open_backend
 from entrenar_py.compute.wgpu import WgpuBackend
 from entrenar_py.train.arithmetic import engine, workload
 from entrenar_py.train.arithmetic.engine import Engine
@@ -130,3 +132,29 @@ def test_a_step_leaves_its_tensors_alone(backend: Backend) -> None:
     assert {name: array.tobytes() for name, array in replica.arrays.items()} == before
     assert all(tensor.grad is None for tensor in replica.tensors.values())
     assert all(tensor.device == torch.device("cpu") for tensor in replica.tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "system", "is_configured"),
+    [
+        (None, "6.8.0-generic", True),
+        (None, "5.15.0-microsoft-standard-WSL2", False),
+        ("PYTORCH_ALLOC_CONF", "6.8.0-generic", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "6.8.0-generic", False),
+    ],
+)
+def test_memory_may_grow(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, system: str, is_configured: bool
+) -> None:
+    """torch's allocator is configured where drivers can do it, and the user hasn't."""
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "release", lambda: system)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if setting is not None:
+        monkeypatch.setenv(setting, "max_split_size_mb:512")
+    on_torch._let_memory_grow()
+    assert given == ["expandable_segments:True"] * is_configured

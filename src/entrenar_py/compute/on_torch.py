@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -365,6 +366,7 @@ def open_cuda(index: int | None = None) -> CudaBackend:
     if place >= len(devices):
         there = ", ".join(f"cuda:{n} {device}" for n, device in enumerate(devices))
         raise BackendUnavailable(f"backend {name}: this machine has {there or 'none'}")
+    _let_memory_grow()
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     # use_deterministic_algorithms would also import torch's compiler, which takes seconds. So code
     # that compiles has to tell it.
@@ -372,6 +374,21 @@ def open_cuda(index: int | None = None) -> CudaBackend:
     # Reading memory that was never written is a bug in itself; hiding it would cost a pass.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return CudaBackend(devices[place], place, name)
+
+
+def _let_memory_grow() -> None:
+    """Let torch enlarge blocks of GPU memory, unless somebody has configured its allocator.
+
+    Otherwise a batch of another shape needs blocks of its own, and the old ones stay reserved. On
+    Windows, and on Linux inside of it, drivers can't do it, or fail later (pytorch#192330).
+    """
+    is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    is_windows = sys.platform != "linux" or "microsoft" in platform.release().lower()
+    if is_set or is_windows or torch.version.cuda is None:
+        return
+    renamed = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # by newer torch
+    configure = renamed or torch.cuda.memory._set_allocator_settings
+    configure("expandable_segments:True")
 
 
 _C_COMPILERS = ("cc", "gcc", "clang")  # Triton's choices without $CC

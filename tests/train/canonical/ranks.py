@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
-from entrenar_py.train.canonical import exchange, reducer
+from entrenar_py.train.canonical import exchange, reducer, sharded_reducer
 from entrenar_py.train.canonical.sharded_reducer import ShardedReducer
 
 WORLDS = (1, 2, 4, 8)
@@ -212,6 +212,18 @@ def accumulate_in_grad() -> None:
     ShardedReducer._keep = lambda self: self._reduced.clear()  # type: ignore[method-assign]
 
 
+def always_copy() -> None:
+    """Let no kernel read from other ranks' memory (no bug)."""
+    from entrenar_py.train.canonical import on_gpus  # needs triton
+
+    on_gpus._READ_BYTES_MAX = 0
+
+
+def leave_wide_pairs_to_fsdp() -> None:
+    """Let FSDP add a gradient to its sibling that is already rounded to a narrower dtype."""
+    sharded_reducer._adds_as_tree = lambda group: True
+
+
 def clip_as_torch_does() -> None:
     """Clip with the norm of torch's own function."""
     ShardedReducer.clip_grad_norm_ = lambda self, max_norm: nn.utils.clip_grad_norm_(  # type: ignore[method-assign]
@@ -227,6 +239,7 @@ REPLACED: tuple[tuple[Any, str], ...] = (
     (FSDPModule, "set_custom_reduce_scatter"),
     (ShardedReducer, "_keep"),
     (ShardedReducer, "clip_grad_norm_"),
+    (sharded_reducer, "_adds_as_tree"),
 )
 
 FP32, BF16 = lambda: dense(torch.float32), lambda: dense(torch.bfloat16)
@@ -255,6 +268,7 @@ IN_BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 SUMS_IN_FP32 = {
     "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 }
+SUMS_IN_BF16 = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
 BY_COLUMNS = {"shard_placement_fn": lambda weight: Shard(weight.ndim - 1)}
 RIGHT_SHARDED = {
     "sharded fp32": Sharded(FP32),
@@ -274,6 +288,8 @@ RIGHT_SHARDED = {
     "sharded bf16, summed in fp32, sync last": Sharded(
         BF16, torch.bfloat16, SUMS_IN_FP32, sync_each=False
     ),
+    "sharded, summed in bf16": Sharded(FP32, options=SUMS_IN_BF16),
+    "sharded, summed in bf16, sync last": Sharded(FP32, options=SUMS_IN_BF16, sync_each=False),
     "sharded, AdamW": Sharded(long, adamw=True),
     "sharded bf16, AdamW": Sharded(lambda: long().bfloat16(), torch.bfloat16, adamw=True),
 }
@@ -293,9 +309,18 @@ PLANTED_SHARDED = {
     "sharded, two dtypes": Sharded(FP32, options=IN_BF16, plant=add_in_dtype_of_weights),
     "sharded, torch's norm": Sharded(long, adamw=True, plant=clip_as_torch_does),
 }
+WIDE_PAIRS = {
+    "sharded, summed in bf16, wide pairs": Sharded(
+        FP32, options=SUMS_IN_BF16, sync_each=False, plant=leave_wide_pairs_to_fsdp
+    ),
+}
 ON_GPUS = {
     "symmetric fp32": Variant(FP32, symmetric_memory=True),
     "symmetric bf16": Variant(BF16, torch.bfloat16, SMALL_BUCKETS, symmetric_memory=True),
+    "symmetric fp32, by copies": Variant(FP32, plant=always_copy, symmetric_memory=True),
+    "symmetric bf16, by copies": Variant(
+        BF16, torch.bfloat16, SMALL_BUCKETS, plant=always_copy, symmetric_memory=True
+    ),
 }
 ALONE = {
     "alone fp32": Alone(torch.float32, torch.float32, torch.float32),
@@ -311,6 +336,7 @@ VARIANTS: dict[str, Variant | Sharded | Alone] = {
     **RIGHT_SHARDED,
     **PLANTED_SHARDED,
     **MEMORY,
+    **WIDE_PAIRS,
     **ALONE,
 }
 
@@ -357,18 +383,21 @@ def train_sharded(variant: Sharded, device: torch.device) -> str:
             canonical.clip_grad_norm_(0.01)
         optimizer.step()
     if variant.measured:
-        return str(peak)
+        return f"{peak:.1f}"
     return digest([one.full_tensor() for one in model.parameters() if isinstance(one, DTensor)])
 
 
 def held(canonical: ShardedReducer, model: nn.Module) -> float:
-    """Return the memory of all gradients, divided by that of this rank's shards, with padding."""
+    """Return the memory of all gradients, divided by that of this rank's shards with padding."""
     gradients = [
         node
         for one in canonical._counters.values()
         for _, nodes in one._nodes
         for node in nodes.values()
     ]
+    for group in canonical._groups.values():
+        wholes = [one._unsharded_param.grad for one in group.fsdp_params]
+        gradients += [one for one in wholes if one is not None]
     shards = 0
     for one in model.parameters():
         assert isinstance(one, DTensor)
@@ -435,14 +464,17 @@ def serve(
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     address = f"file://{store}"  # a port could be another's by the time that rank 0 listens
-    backend, device = "gloo", torch.device("cpu")
+    backend, device, replaced = "gloo", torch.device("cpu"), REPLACED
     if kind == "cuda":
+        from entrenar_py.train.canonical import on_gpus  # needs triton
+
+        replaced += ((on_gpus, "_READ_BYTES_MAX"),)
         backend, device = "nccl", torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
     found = {}
     for name in names:
-        kept = [getattr(owner, attribute) for owner, attribute in REPLACED]
+        kept = [getattr(owner, attribute) for owner, attribute in replaced]
         variant = VARIANTS[name]
         if isinstance(variant, Alone):
             found[name] = train_alone(variant)
@@ -450,7 +482,7 @@ def serve(
             found[name] = train_sharded(variant, device)
         else:
             found[name] = train(variant, device)
-        for (owner, attribute), value in zip(REPLACED, kept, strict=True):
+        for (owner, attribute), value in zip(replaced, kept, strict=True):
             setattr(owner, attribute, value)
     pipe.send(found)
     dist.destroy_process_group()

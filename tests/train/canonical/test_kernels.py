@@ -47,6 +47,33 @@ def test_bits_of_the_plain_path(dtype: torch.dtype, num_rows: int, num_columns: 
 
 
 @pytest.mark.parametrize("dtype", list(WORDS))
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_a_row_of_ones_own(dtype: torch.dtype, index: int) -> None:
+    """A rank's own row is read from where it is, and its row of `rows` is not read."""
+    rows = rows_of(4, 4099, dtype)
+    expected, got = torch.empty_like(rows[0]), torch.full_like(rows[0], torch.nan)
+    exchange.add_tree(rows, scale=1 / 32, out=expected)
+    own, rows = rows[index].clone(), rows.clone()
+    rows[index] = float("nan")
+    kernels.add_tree(rows, scale=1 / 32, out=got, own=(index, own))
+    assert torch.equal(got.view(WORDS[dtype]), expected.view(WORDS[dtype]))
+
+
+@pytest.mark.parametrize("dtype", list(WORDS))
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_columns", [1, 48, 4099])
+def test_rows_anywhere_in_memory(dtype: torch.dtype, num_ranks: int, num_columns: int) -> None:
+    """Rows are read from their addresses, as those of other GPUs are, and one may be the result."""
+    rows = rows_of(num_ranks, num_columns, dtype)
+    expected = torch.empty_like(rows[0])
+    exchange.add_tree(rows, scale=1 / 32, out=expected)
+    apart = [one.clone() for one in rows]
+    addresses = torch.tensor([one.data_ptr() for one in apart], device=DEVICE)
+    kernels.add_tree_of_all(addresses, scale=1 / 32, out=apart[1])
+    assert torch.equal(apart[1].view(WORDS[dtype]), expected.view(WORDS[dtype]))
+
+
+@pytest.mark.parametrize("dtype", list(WORDS))
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_what_was_put_is_added_with_ones_own(dtype: torch.dtype, num_ranks: int) -> None:
     """The rank's own row is read from `mine`, and its row of `put` is not read."""

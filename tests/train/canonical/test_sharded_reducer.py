@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
@@ -117,11 +118,12 @@ def test_a_sum_in_float16(alone: None) -> None:
         backward(model, reducer, torch.randn(1, 5, 3))
 
 
-@pytest.mark.parametrize("left_out", [1, 3])
-def test_a_micro_batch_without_backward_pass(alone: None, left_out: int) -> None:
+@pytest.mark.parametrize("sync_each", [True, False])
+@pytest.mark.parametrize("left_out", [0, 1, 2, 3])
+def test_a_micro_batch_without_backward_pass(alone: None, left_out: int, sync_each: bool) -> None:
     """A missing backward pass is an error, also in the last micro-batch."""
     model = sharded()
-    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=4)
+    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=4, sync_each=sync_each)
 
     def train() -> None:
         for batch in reducer.fold(torch.randn(4, 1, 3)):
@@ -145,16 +147,20 @@ class Sometimes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("signs", "words"),
+    ("signs", "words", "sync_each"),
     [
-        ((-1, 1), r"micro-batch 0.* for sometimes.bias \(2 of 4 parameters\)"),
-        ((1, -1), r"reduced with 8 elements in micro-batch 1, and with 14 before"),
+        ((-1, 1), r"micro-batch 0.* for sometimes.bias \(2 of 4 parameters\)", True),
+        ((-1, 1), r"micro-batch 0.* for sometimes.bias \(2 of 4 parameters\)", False),
+        ((1, -1), r"reduced with 8 elements in micro-batch 1, and with 14 before", True),
+        ((1, -1), r"micro-batch 1.* for sometimes.bias \(2 of 4 parameters\)", False),
     ],
 )
-def test_a_parameter_without_gradient(alone: None, signs: tuple[int, int], words: str) -> None:
+def test_a_parameter_without_gradient(
+    alone: None, signs: tuple[int, int], words: str, sync_each: bool
+) -> None:
     """A micro-batch that leaves out a parameter is an error, the first or a later one."""
     model = sharded(Sometimes())
-    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=2)
+    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=2, sync_each=sync_each)
     with pytest.raises(UsageError, match=words):
         backward(model, reducer, torch.stack([torch.full((1, 3), float(sign)) for sign in signs]))
 
@@ -188,18 +194,70 @@ def test_a_reducer_that_was_replaced(alone: None) -> None:
         backward(model, first, torch.randn(1, 5, 3))
 
 
-def test_a_batch_left_early_leaves_nothing_behind(alone: None) -> None:
+def test_each_module_is_reduced_by_the_reducer(alone: None) -> None:
+    """Another reduction of one module is an error, and not another gradient."""
+    model = sharded(nn.Sequential(sharded(nn.Linear(3, 3)), nn.Linear(3, 2)))
+    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=2)
+    model[0].set_gradient_divide_factor(2.0)
+    with pytest.raises(UsageError, match="the reductions of module 0 were changed"):
+        backward(model, reducer, torch.randn(2, 5, 3))
+    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=2)
+    backward(model, reducer, torch.randn(2, 5, 3))
+    model[0].set_all_reduce_hook(lambda node: None)
+    with pytest.raises(UsageError, match=r"no gradient for 0\.bias \(2 of 4 parameters\)"):
+        backward(model, reducer, torch.randn(2, 5, 3))
+
+
+class Twice(nn.Module):
+    """A model whose weight gets its gradient in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.layer, self.layer(x), use_reentrant=True)
+        return out
+
+
+def test_a_gradient_in_two_parts(alone: None) -> None:
+    """It is an error where FSDP would add the parts to another micro-batch's, one by one."""
+    model = sharded(Twice())
+    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=2, sync_each=False)
+    with pytest.raises(UsageError, match="is added in several parts in micro-batch 1"):
+        backward(model, reducer, torch.randn(2, 5, 3))
+
+
+def test_siblings_are_reduced_at_once(alone: None) -> None:
+    """With one exchange a step, FSDP adds each second micro-batch to the one before."""
+    model = sharded()
+    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=8, sync_each=False)
+    reduced = []
+
+    def reduce(node: Tensor) -> None:
+        reduced.append(reducer.shard)
+        reducer._reduce("", node)
+
+    model.set_all_reduce_hook(reduce)
+    with pytest.raises(UsageError, match="the reductions of module model were changed"):
+        backward(model, reducer, torch.randn(8, 5, 3))
+    assert reduced == [1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("sync_each", [True, False])
+def test_a_batch_left_early_leaves_nothing_behind(alone: None, sync_each: bool) -> None:
     """A loop that ends with a break doesn't change the next batch's gradients."""
     model = sharded()
-    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=2)
+    reducer = entrenar_py.canonical_reduce_scatter(model, micro_batches=2, sync_each=sync_each)
     found = []
     for leave in (False, True, False):
         for batch in reducer.fold(torch.ones(2, 1, 3)):
             model(batch).sum().backward()
             if leave:
                 break
-        found.append(next(model.parameters()).grad.full_tensor().clone())
-    assert torch.equal(found[0], found[2])
+        else:
+            found.append(next(model.parameters()).grad.full_tensor().clone())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(

@@ -81,16 +81,22 @@ def all_reduce(buffer: Tensor, *, scale: float, piece_max: int, group: dist.Proc
         add_tree(rows.view(world_size, -1), scale=scale, out=tail)
 
 
-def reduce_scatter(buffer: Tensor, *, out: Tensor, group: dist.ProcessGroup) -> None:
-    """Write the tree's sum of all ranks' r-th chunks of `buffer` [world size * n] to `out` [n].
+def reduce_scatter(buffer: Tensor, *, scale: float, out: Tensor, group: dist.ProcessGroup) -> None:
+    """Write `scale` times the tree's sum of all ranks' r-th chunks of `buffer` to `out` [n].
 
-    r is this rank. On GPUs it runs asynchronously on the current stream.
+    `buffer` is [world size * n], and r is this rank. On GPUs it runs asynchronously on the current
+    stream.
     """
-    rows = torch.empty_like(buffer)
-    dist.all_to_all_single(rows, buffer, group=group)
-    add = add_tree
-    if buffer.is_cuda:
-        from entrenar_py.train.canonical import kernels  # needs triton
+    if not buffer.is_cuda:
+        rows = torch.empty_like(buffer)
+        dist.all_to_all_single(rows, buffer, group=group)
+        add_tree(rows.view(-1, len(out)), scale=scale, out=out)
+        return
+    from entrenar_py.train.canonical import kernels  # needs triton
 
-        add = kernels.add_tree
-    add(rows.view(-1, len(out)), scale=1.0, out=out)
+    rank, chunks = dist.get_rank(group), buffer.view(-1, len(out))
+    gathered = torch.empty_like(chunks)
+    sent, received = list(chunks), list(gathered)
+    sent[rank] = received[rank] = out.new_empty(0)  # NCCL would copy it
+    dist.all_to_all(received, sent, group=group)
+    kernels.add_tree(gathered, scale=scale, out=out, own=(rank, chunks[rank]))

@@ -15,31 +15,36 @@ from torch import Tensor
 _ELEMENTS = 1024  # of each row, for one program: 8 or 16 bytes a thread
 
 
-def add_tree(rows: Tensor, *, scale: float, out: Tensor) -> None:
+def add_tree(
+    rows: Tensor, *, scale: float, out: Tensor, own: tuple[int, Tensor] | None = None
+) -> None:
     """Write `scale` times the sum of `rows` [num_rows, n] along the tree to `out` [n].
 
-    Both tensors are contiguous, and `num_rows` is a power of two. Runs asynchronously on the
-    current stream.
+    All tensors are contiguous, and `num_rows` is a power of two. `own` is the index of a row that
+    isn't in `rows`, and this row [n]. Runs asynchronously on the current stream.
     """
     num_rows, num_columns = rows.shape
+    index, row = own or (num_rows, rows)
     grid = (triton.cdiv(num_columns, _ELEMENTS),)
     with torch.cuda.device_of(rows):
-        _add_tree[grid](rows, out, num_columns, scale, num_rows, _ELEMENTS)
+        _add_tree[grid](rows, row, out, num_columns, scale, index, num_rows, _ELEMENTS)
 
 
 @triton.jit
 def _add_tree(
-    rows,  # [NUM_ROWS, num_columns]
+    rows,  # [NUM_ROWS, num_columns]; row INDEX is not read
+    row,  # [num_columns]
     out,  # [num_columns]
     num_columns,
     scale,
+    INDEX: tl.constexpr,  # noqa: N803
     NUM_ROWS: tl.constexpr,  # noqa: N803
     ELEMENTS: tl.constexpr,  # noqa: N803
 ):
     columns = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = columns < num_columns
     stride = tl.cast(num_columns, tl.int64)
-    root = _node(rows, rows, columns, inside, stride, NUM_ROWS, 0, NUM_ROWS)
+    root = _node(rows, row, columns, inside, stride, INDEX, 0, NUM_ROWS)
     scaled = (root.to(tl.float32) * scale).to(out.dtype.element_ty)
     tl.store(out + columns, scaled, mask=inside)
 
@@ -76,6 +81,54 @@ def _add_tree_of_put(
     scaled = (root.to(tl.float32) * scale).to(mine.dtype.element_ty)
     tl.store(mine + columns, scaled, mask=inside)
     tl.store(sums + columns, scaled, mask=inside)
+
+
+def add_tree_of_all(addresses: Tensor, *, scale: float, out: Tensor) -> None:
+    """Write `scale` times the sum of all ranks' rows along the tree to `out` [n].
+
+    `addresses` [num_ranks], int64, are where the rows begin, in memory that this GPU can access,
+    aligned to 16 bytes. The rows have the length and dtype of `out`.
+    """
+    grid = (triton.cdiv(len(out), _ELEMENTS),)
+    with torch.cuda.device_of(out):
+        _add_tree_of_all[grid](addresses, out, len(out), scale, len(addresses), _ELEMENTS)
+
+
+@triton.jit
+def _add_tree_of_all(
+    addresses,  # [NUM_ROWS]
+    out,  # [num_columns]
+    num_columns,
+    scale,
+    NUM_ROWS: tl.constexpr,  # noqa: N803
+    ELEMENTS: tl.constexpr,  # noqa: N803
+):
+    columns = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside = columns < num_columns
+    root = _node_of_all(addresses, out.dtype, columns, inside, 0, NUM_ROWS)
+    scaled = (root.to(tl.float32) * scale).to(out.dtype.element_ty)
+    tl.store(out + columns, scaled, mask=inside)
+
+
+@triton.jit
+def _node_of_all(
+    addresses,
+    POINTER: tl.constexpr,  # noqa: N803
+    columns,
+    inside,
+    FIRST: tl.constexpr,  # noqa: N803
+    SPAN: tl.constexpr,  # noqa: N803
+):
+    """Return the sum of rows FIRST to FIRST + SPAN - 1 along the tree: left child + right child."""
+    if SPAN == 1:
+        row = tl.multiple_of(tl.load(addresses + FIRST).to(POINTER), 16)
+        node = tl.load(row + columns, mask=inside, other=0.0)
+    else:
+        left = _node_of_all(addresses, POINTER, columns, inside, FIRST, SPAN // 2)
+        middle: tl.constexpr = FIRST + SPAN // 2
+        right = _node_of_all(addresses, POINTER, columns, inside, middle, SPAN // 2)
+        node = (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
+    return node
 
 
 @triton.jit

@@ -6,7 +6,8 @@ one operation at a time, so sending and gathering each have their own communicat
 
 In `Symmetric` each rank puts the other ranks' chunks of a piece into their memory, adds along the
 tree the chunks that were put into its own memory, and takes the other ranks' sums from theirs. Copy
-engines do all transfers in parallel with the backward pass.
+engines do all transfers in parallel with the backward pass. For a small buffer it would take longer
+to start these copies than to make them. Then each rank's kernel reads all ranks' buffers instead.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class Pipeline:
 # Ranks put a piece into one slot while the sums of the other slot are computed and taken.
 _NUM_SLOTS = 2
 _TIMEOUT_MS = 600_000  # of a barrier: the default of NCCL's process group
+# That a rank's kernel reads from the others for a small buffer. Measured in docs/benchmarks.md.
+_READ_BYTES_MAX = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class _Slot:
 
     put: list[Tensor]
     sums: list[Tensor]
+    addresses: Tensor  # int64 [num_ranks], of `put`
 
 
 @dataclass(frozen=True)
@@ -144,16 +148,24 @@ class _Piece:
     sums: Tensor  # a copy of the sum, for the other ranks to take
 
 
+@dataclass(frozen=True)
+class _Small:
+    """The work for a small buffer: every rank adds all of it."""
+
+    buffer: Tensor
+    slot: _Slot
+
+
 @dataclass
 class _Plan:
     """The work for one bucket, and the number of the last call that did it.
 
-    The first call launches the work piece by piece. The second call records it as a CUDA graph,
+    The first call launches the work. The second call records it as a CUDA graph,
     which all later calls replay. A replay is one launch. Without the graph there would be about
     fifty launches, which for a small bucket would take longer than the work itself.
     """
 
-    pieces: list[_Piece]
+    work: list[_Piece] | _Small
     call: int
     times: int = 0
     graph: torch.cuda.CUDAGraph | None = None
@@ -194,9 +206,9 @@ class Symmetric:
         with torch.cuda.stream(self._copying):
             plan = self._plan(buffer)
             if plan.times == 1:
-                plan.graph = self._recorded(plan.pieces)
+                plan.graph = self._recorded(plan)
             if plan.graph is None:
-                self._start(plan.pieces)
+                self._start(plan)
             else:
                 plan.graph.replay()
             plan.times += 1
@@ -204,18 +216,33 @@ class Symmetric:
             future.set_result(buffer)
         return future
 
-    def _recorded(self, pieces: Sequence[_Piece]) -> torch.cuda.CUDAGraph:
+    def _recorded(self, plan: _Plan) -> torch.cuda.CUDAGraph:
         """Record the work of `_start` as a CUDA graph. Other threads may use CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            self._start(pieces)
+            self._start(plan)
         finally:
             graph.capture_end()
         return graph
 
-    def _start(self, pieces: Sequence[_Piece]) -> None:
-        """Launch the work of `pieces`. The current stream must be the copying stream."""
+    def _start(self, plan: _Plan) -> None:
+        """Launch a plan's work. The current stream must be the copying stream."""
+        if isinstance(plan.work, _Small):
+            self._read(plan.work)
+        else:
+            self._exchange(plan.work)
+
+    def _read(self, small: _Small) -> None:
+        """Copy the buffer to where all ranks read it, and add all ranks' copies."""
+        put, buffer = small.slot.put[self._rank].view(-1), small.buffer
+        # The other ranks have read what was here before, as all have met since.
+        put[: buffer.nbytes].view(buffer.dtype).copy_(buffer)
+        self._meet()
+        kernels.add_tree_of_all(small.slot.addresses, scale=self._scale, out=buffer)
+
+    def _exchange(self, pieces: Sequence[_Piece]) -> None:
+        """Add a chunk of each piece, and let other ranks add the other chunks."""
         waiting: _Piece | None = None
         for piece in pieces:
             _copy(piece.puts)
@@ -246,9 +273,11 @@ class Symmetric:
     def _slot(self, everyone: list[Tensor], index: int) -> _Slot:
         start = index * (self._piece_bytes + self._chunk_bytes)
         middle, stop = start + self._piece_bytes, start + self._piece_bytes + self._chunk_bytes
+        places = [memory[start:middle].data_ptr() for memory in everyone]
         return _Slot(
-            put=[one[start:middle].view(self._world_size, -1) for one in everyone],
-            sums=[one[middle:stop] for one in everyone],
+            put=[memory[start:middle].view(self._world_size, -1) for memory in everyone],
+            sums=[memory[middle:stop] for memory in everyone],
+            addresses=torch.tensor(places, device=self._device),
         )
 
     def _plan(self, buffer: Tensor) -> _Plan:
@@ -256,18 +285,24 @@ class Symmetric:
         self._calls += 1
         key = (buffer.data_ptr(), buffer.numel(), buffer.dtype, self._next)
         if key not in self._plans:
-            parts = torch.split(buffer, self._piece_bytes // buffer.element_size())
-            pieces = [
-                self._piece(part, self._slots[(self._next + index) % _NUM_SLOTS])
-                for index, part in enumerate(parts)
-            ]
-            self._plans[key] = _Plan(pieces, self._calls)
+            self._plans[key] = self._new_plan(buffer)
         plan = self._plans[key]
         plan.call = self._calls
         self._plans.move_to_end(key)
         self._forget()
-        self._next = (self._next + len(plan.pieces)) % _NUM_SLOTS
+        num_slots = 1 if isinstance(plan.work, _Small) else len(plan.work)
+        self._next = (self._next + num_slots) % _NUM_SLOTS
         return plan
+
+    def _new_plan(self, buffer: Tensor) -> _Plan:
+        if (self._world_size - 1) * buffer.nbytes <= min(_READ_BYTES_MAX, self._piece_bytes):
+            return _Plan(_Small(buffer, self._slots[self._next]), self._calls)
+        parts = torch.split(buffer, self._piece_bytes // buffer.element_size())
+        pieces = [
+            self._piece(part, self._slots[(self._next + index) % _NUM_SLOTS])
+            for index, part in enumerate(parts)
+        ]
+        return _Plan(pieces, self._calls)
 
     def _forget(self) -> None:
         """Drop the least recently used plan, and with it its buffer, after two steps without use.

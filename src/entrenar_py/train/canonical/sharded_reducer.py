@@ -6,8 +6,8 @@ reduce-scatter computes the tree node over micro-batches i * W to i * W + W - 1,
 adds a rank's shards of these nodes. This makes the same tree for every W.
 
 Without `sync_each` the tree adds a rank's micro-batches first, which are neighbours, and then
-across ranks: the same tree again. FSDP still calls the reduce-scatter after each micro-batch. All
-but the last call keep the whole gradient and exchange nothing.
+across ranks: the same tree again. FSDP accumulates the gradients of two siblings by itself, and
+then calls the reduce-scatter. All but the last call keep the whole gradient and exchange nothing.
 
 Both halves of the tree round to the dtype of FSDP's reduction. The shards are therefore added in
 FSDP's all-reduce hook, which gets them in this dtype. `.grad` already has the parameter's dtype, so
@@ -16,8 +16,10 @@ a sum there would round differently for each W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,22 +50,36 @@ class ShardedReducer(Fold):
         share = micro_batches // world_size
         block = range(rank * share, (rank + 1) * share)
         super().__init__(range(rank, micro_batches, world_size) if sync_each else block, parameters)
-        # Whether `_reduce` adds to the tree, which gets shards, or the reduce-scatter.
-        self._adds_shards = sync_each or world_size == 1  # one rank has no reduce-scatter
+        # Whether the tree adds shards, in FSDP's all-reduce hook, or whole gradients, before the
+        # reduce-scatter. With one rank FSDP calls no reduce-scatter, but it calls the hook.
+        adds_shards = sync_each or world_size == 1
         self._scale = 1 / micro_batches
         self._counters: dict[str, Counter] = {}  # of each FSDP module
         self._reduced: set[str] = set()  # FSDP modules, in the current micro-batch
         self._sizes: dict[str, int] = {}  # of each FSDP module's shard, in elements
         assert isinstance(model, nn.Module)
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule):
-                scatter = _TreeReduceScatter(partial(self._is_due, name))
-                module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-                # Otherwise FSDP divides by the world size, before or after the sum.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-                # With one rank FSDP calls no reduce-scatter, but it calls this hook.
+        shards = {
+            name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
+        }
+        self._modules = list(shards.values())
+        self._groups = _groups(shards)
+        self._pairs = not sync_each and share > 1 and all(map(_adds_as_tree, self._groups.values()))
+        self._seen: dict[Tensor, int] = {}  # weight -> how often its gradient was added to
+        self._counted: set[Tensor] = set()  # whole weights, which tell us that
+        for name, module in shards.items():
+            # Otherwise FSDP divides by the world size, before or after the sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            scatter = _TreeReduceScatter()
+            if adds_shards:
                 module.set_all_reduce_hook(partial(self._reduce, name))
+            else:
+                scatter = _TreeReduceScatter(partial(self._add, name), scale=self._scale)
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+        if not adds_shards:
+            for group in self._groups.values():
+                group._all_reduce_hook = None  # an earlier one
+        self._ours = {name: _reductions(group) for name, group in self._groups.items()}
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -85,18 +101,12 @@ class ShardedReducer(Fold):
             gradient.to_local().mul_(factor)
         return total
 
-    def _is_due(self, module: str, whole: Tensor) -> bool:
-        """Return whether to exchange the rank's gradient of a module now. It is `whole` then."""
-        return self._adds_shards or self._add(module, whole)
-
     def _reduce(self, module: str, node: Tensor) -> None:
-        """Make `node`, a module's shard of the ranks' sum, the mean: FSDP's all-reduce hook.
+        """Add a module's shard to the tree: FSDP's all-reduce hook.
 
-        Before the last micro-batch, `node` is only a part of the sum, or nothing.
+        On the last micro-batch, `node` becomes the mean.
         """
-        if self._adds_shards:
-            self._add(module, node)
-        if self._is_last():
+        if self._add(module, node):
             node.mul_(self._scale)
 
     def _add(self, module: str, node: Tensor) -> bool:
@@ -136,17 +146,127 @@ class ShardedReducer(Fold):
             counter.push({module: node})
         return self._is_last()
 
+    def _accumulation(self) -> AbstractContextManager[None]:
+        self._set_sync(not self._is_left())
+        return nullcontext()
+
+    def _is_left(self) -> bool:
+        """Return whether FSDP keeps the current micro-batch's gradients, and adds its sibling's."""
+        assert self._shard is not None
+        return self._pairs and self._shard % 2 == 0
+
+    def _set_sync(self, reduces: bool) -> None:
+        for module in self._modules:
+            module.set_requires_gradient_sync(reduces, recurse=False)
+
     def _keep(self) -> None:
-        # Without a reduction, `.grad` isn't ours: something else has replaced this hook.
-        having = [one for one in self._parameters if self._reduced and one.grad is not None]
-        self._require_gradients(having)
+        if self._is_left():
+            whole = [weight for weight in self._weights() if _has_whole(weight)]
+            self._require_gradients([weight.sharded_param for weight in whole])
+            self._count_next(whole)
+            return
+        if self._pairs:
+            self._require_gradients(self._seen)
+        # Without a reduction, `.grad` isn't ours: something else has replaced our functions.
+        ours = [
+            weight.sharded_param
+            for name, group in self._groups.items()
+            if name in self._reduced
+            for weight in group.fsdp_params
+        ]
+        self._require_gradients([parameter for parameter in ours if parameter.grad is not None])
         self._reduced.clear()
         if not self._is_last():
             take(self._parameters)  # FSDP would add the next micro-batch's to them
+            return
+        for name, group in self._groups.items():
+            if _reductions(group) != self._ours[name]:
+                raise UsageError(
+                    f"the reductions of module {name or 'model'} were changed after "
+                    "canonical_reduce_scatter: leave out set_gradient_divide_factor, "
+                    "set_all_reduce_hook and set_custom_reduce_scatter"
+                )
+
+    def _count_next(self, weights: Iterable[Any]) -> None:
+        """Count how often each weight's gradient is added to, from now on."""
+        self._seen = {}
+        for weight in weights:
+            if (whole := weight._unsharded_param) not in self._counted:
+                self._counted.add(whole)
+                whole.register_post_accumulate_grad_hook(partial(self._count, weight))
+
+    def _count(self, weight: Any, _: Tensor) -> None:
+        """Note that a gradient was added to FSDP's sum: autograd's hook.
+
+        Autograd adds one part of a right sibling after another to the left one's gradient, which
+        is another tree.
+        """
+        parameter = weight.sharded_param
+        self._seen[parameter] = self._seen.get(parameter, 0) + 1
+        if self._seen[parameter] > 1 and self._shard is not None and not self._is_left():
+            raise UsageError(
+                f"the gradient of {self._parameters[parameter]} is added in several parts in "
+                f"micro-batch {self._shard}, so its bits would depend on the world size: use "
+                "checkpoint() with use_reentrant=False, or sync_each=True"
+            )
 
     def _clear(self) -> None:
         self._counters.clear()
         self._reduced.clear()
+        self._set_sync(True)
+        for weight in self._weights():
+            if _has_whole(weight):  # the loop was left
+                weight.unsharded_accumulated_grad = weight._unsharded_param.grad = None
+
+    def _weights(self) -> Iterator[Any]:
+        """Yield what FSDP holds of each parameter, its `FSDPParam`."""
+        for group in self._groups.values():
+            yield from group.fsdp_params
+
+
+# --- what torch doesn't export -------------------------------------------------------------------
+
+
+def _groups(modules: Mapping[str, FSDPModule]) -> dict[str, Any]:
+    """Return each module's `FSDPParamGroup`. Modules that share one have the last one's name.
+
+    Modules without parameters of their own are left out.
+    """
+    named: dict[int, tuple[str, Any]] = {}
+    for name, module in modules.items():
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            named[id(group)] = (name, group)
+    return dict(named.values())
+
+
+def _adds_as_tree(group: Any) -> bool:
+    """Return whether FSDP's own sum of two gradients has the bits of the tree.
+
+    It has the dtype of the reduction. A gradient of a wider one isn't rounded before it is added.
+    """
+    reduced, computed = group.mp_policy.reduce_dtype, group.mp_policy.param_dtype
+    trained = [
+        weight.sharded_param for weight in group.fsdp_params if weight.sharded_param.requires_grad
+    ]
+    if reduced is None:
+        return True
+    dtypes = [computed or parameter.dtype for parameter in trained]
+    return all(torch.promote_types(dtype, reduced) == reduced for dtype in dtypes)
+
+
+def _reductions(group: Any) -> tuple[object, ...]:
+    """Return how FSDP reduces a group's gradients."""
+    factor = group.gradient_divide_factor
+    return factor, group._all_reduce_hook, getattr(group, "_reduce_scatter_comm", None)
+
+
+def _has_whole(weight: Any) -> bool:
+    """Return whether FSDP holds a gradient of a parameter that it hasn't reduced yet."""
+    if weight.unsharded_accumulated_grad is not None:
+        return True
+    whole = getattr(weight, "_unsharded_param", None)  # made by the first forward pass
+    return whole is not None and whole.grad is not None
 
 
 def _require_sharded(model: nn.Module | FSDPModule) -> tuple[dict[Tensor, str], DeviceMesh]:
@@ -196,10 +316,15 @@ def _mesh_of(parameter: Tensor, name: str) -> DeviceMesh:
 
 
 class _TreeReduceScatter:
-    """FSDP's interface for a reduce-scatter, `ReduceScatter`, which torch doesn't export."""
+    """FSDP's interface for a reduce-scatter, `ReduceScatter`, which torch doesn't export.
 
-    def __init__(self, is_due: Callable[[Tensor], bool]) -> None:
-        self._is_due = is_due
+    With `is_due`, it exchanges a gradient only if that returns True.
+    """
+
+    def __init__(
+        self, is_due: Callable[[Tensor], bool] | None = None, *, scale: float = 1.0
+    ) -> None:
+        self._is_due, self._scale = is_due, scale
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -207,8 +332,8 @@ class _TreeReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
     ) -> None:
-        if self._is_due(input_tensor):
-            exchange.reduce_scatter(input_tensor, out=output_tensor, group=group)
+        if self._is_due is None or self._is_due(input_tensor):
+            exchange.reduce_scatter(input_tensor, scale=self._scale, out=output_tensor, group=group)
 
 
 def norm(gradient: DTensor, *, dtype: torch.dtype) -> Tensor:
