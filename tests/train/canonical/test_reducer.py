@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor import config as compiler
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.canonical import reducer, requirements
 from entrenar_py.train.canonical.exchange import add_tree
 
+MATMUL, THREADS = torch.backends.cuda.matmul, torch.get_num_threads()
 FIRST, SECOND = torch.zeros(7), torch.zeros(5, dtype=torch.bfloat16)
 
 
@@ -182,6 +187,36 @@ def test_too_few_batches(alone: None) -> None:
         train()
 
 
+class Endless:
+    """A loader that doesn't know its length."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("unknown")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.ones(9, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        (list(torch.ones(4, 1, 3)), r"a list of 4 micro-batches, .* \[batches\[shard\] for shard"),
+        (DataLoader(torch.ones(8, 3), batch_size=2), "a DataLoader of 4 micro-batches, .* iter"),  # type: ignore[arg-type]
+        (torch.ones(2, 1, 3), None),
+        (iter(torch.ones(4, 1, 3)), None),
+        (Endless(), None),
+    ],
+)
+def test_batches_of_other_ranks_or_steps(alone: None, batches: Any, words: str | None) -> None:
+    """All of a step, or a loader, would give every rank and step the same micro-batches."""
+    reducer = entrenar_py.canonical_all_reduce(wrapped(), micro_batches=2)
+    if words is None:
+        next(reducer.fold(batches))
+    else:
+        with pytest.raises(UsageError, match=rf"fold\(\) got {words}"):
+            next(reducer.fold(batches))
+
+
 @pytest.mark.parametrize("left_out", [1, 3])
 def test_a_micro_batch_without_backward_pass(alone: None, left_out: int) -> None:
     """A missing backward pass is an error, also in the last micro-batch, where the hook runs."""
@@ -218,7 +253,7 @@ def test_a_second_backward_pass(alone: None) -> None:
 
 
 def test_a_batch_left_early_leaves_nothing_behind(alone: None) -> None:
-    """A loop that ends with a break doesn't change the next batch's gradients."""
+    """A loop that ends with a break leaves no gradients, and doesn't change the next batch's."""
     ddp = wrapped()
     reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=2)
     found = []
@@ -227,8 +262,18 @@ def test_a_batch_left_early_leaves_nothing_behind(alone: None) -> None:
             ddp(batch).sum().backward()
             if leave:
                 break
-        found.append(ddp.module.weight.grad.clone())
+        found.append(ddp.module.weight.grad)
+    assert found[1] is None
     assert torch.equal(found[0], found[2])
+
+
+def test_a_loop_that_does_not_ask_for_more(alone: None) -> None:
+    """The mean stays where the loop ends after the last micro-batch by another iterator."""
+    ddp = wrapped()
+    reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=2)
+    for _, batch in zip(range(2), reducer.fold(torch.ones(2, 1, 3)), strict=False):
+        ddp(batch).sum().backward()
+    assert torch.equal(ddp.module.weight.grad, torch.ones(2, 3))
 
 
 def test_settings_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,16 +301,86 @@ def test_a_warning_is_not_enough() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_setting_moved_during_training(alone: None) -> None:
+@pytest.mark.parametrize(
+    ("change", "restore", "words"),
+    [
+        (
+            lambda: torch.set_num_threads(THREADS + 1),
+            lambda: torch.set_num_threads(THREADS),
+            rf"get_num_threads\(\) = {THREADS + 1}, and was {THREADS}",
+        ),
+        (
+            lambda: setattr(MATMUL, "allow_fp16_reduced_precision_reduction", False),
+            lambda: setattr(MATMUL, "allow_fp16_reduced_precision_reduction", True),
+            "matmul.allow_fp16_reduced_precision_reduction = False, and was True",
+        ),
+        (
+            lambda: setattr(compiler, "deterministic", False),
+            lambda: setattr(compiler, "deterministic", True),
+            "torch._inductor.config.deterministic = False, and was True",
+        ),
+    ],
+)
+def test_a_setting_moved_during_training(
+    alone: None, change: Callable[[], None], restore: Callable[[], None], words: str
+) -> None:
     """A setting that changed since the reducer was made is an error at the next batch."""
     reducer = entrenar_py.canonical_all_reduce(wrapped(), micro_batches=1)
-    kept = torch.get_num_threads()
-    torch.set_num_threads(kept + 1)
+    change()
     try:
-        with pytest.raises(UsageError, match=rf"get_num_threads\(\) = {kept + 1}, and was {kept}"):
+        with pytest.raises(UsageError, match=words):
             next(iter(reducer.fold([torch.ones(1, 3)])))
     finally:
-        torch.set_num_threads(kept)
+        restore()
+
+
+def test_the_compiler_begins_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has not loaded it has the settings of one that has, and doesn't load it."""
+    monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
+    name = "torch._inductor.config.deterministic"
+    for value, expected in (("1", True), ("0", False)):
+        monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", value)
+        assert requirements.switches()[name] is expected
+    assert "torch._inductor.config" not in sys.modules
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: model[0].bias.requires_grad_(True), "parameter 0.bias requires a gradient"),
+        (lambda model: model[0].weight.requires_grad_(False), "parameter 0.weight is frozen now"),
+        (lambda model: model.train(), "module 1 is a BatchNorm1d in training mode, and was not"),
+    ],
+)
+def test_a_model_changed_during_training(
+    alone: None, change: Callable[[Any], None], words: str, *, is_elastic: bool
+) -> None:
+    """What is trainable, and a batch norm's mode, are checked in every step. A dropout may train.
+
+    DistributedDataParallel doesn't reduce what was frozen, so ranks would silently drift apart.
+    """
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout()).eval()
+    model[0].bias.requires_grad_(False)
+    if is_elastic:
+        optimizer = torch.optim.SGD(model.parameters())
+        fold: Any = entrenar_py.elastic(model, optimizer, micro_batches=1)
+        next(fold.steps(1))
+    else:
+        fold = entrenar_py.canonical_all_reduce(wrapped(model), micro_batches=1)
+    model[2].train()
+    next(fold.fold([torch.ones(2, 3)]))
+    change(model)
+    with pytest.raises(UsageError, match=words):
+        next(fold.fold([torch.ones(2, 3)]))
+
+
+def test_the_timeout_of_a_group(alone: None) -> None:
+    """Shared memory's barriers wait as long as the group's collectives, whoever made it."""
+    group = dist.new_group(timeout=timedelta(seconds=7))
+    assert requirements.timeout_of(group, torch.device("cpu")) == timedelta(seconds=7)
+    model = DistributedDataParallel(nn.Linear(3, 2), process_group=group)
+    assert requirements.timeout_of(model.process_group, torch.device("cpu")).seconds == 7
 
 
 def test_ranks_that_differ(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:

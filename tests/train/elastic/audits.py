@@ -9,6 +9,7 @@ a fault. `... cost STEPS` measures what audits of 1 % cost.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -169,6 +170,18 @@ class DeathInRepeat:
             replace(self._death, step=step)(step, moment)
 
 
+def unrepeatable(report: Report) -> int:
+    """Train as a rank with a kernel that gives other bits each time."""
+    turn = itertools.count(int(os.environ["RANK"]), 100)  # no two ranks get the same
+    right = torch.Tensor.square
+
+    def square(tensor: Tensor) -> Tensor:
+        return right(tensor) * (1 + next(turn) * 2**-12)
+
+    torch.Tensor.square = square  # type: ignore[assignment, method-assign]
+    return train(report)
+
+
 def deaths(*all_of_them: Death) -> Callable[[int, str, int], None]:
     """Return the function that lets ranks die at these moments."""
 
@@ -193,6 +206,7 @@ def planned() -> dict[str, Any]:
         outcomes[name] = run(4, target=rank_of(stuck["activation"], passes))
     some = deaths(Death(1, 2, "forward"), Death(0, 5, "committed"), Death(2, 7, "forward"))
     outcomes["clean"] = run(3, target=rank_of(None, some, audit=0.5, waits=True))
+    outcomes["unrepeatable"] = run(3, target=unrepeatable)
     outcomes["one rank"] = run(1, target=rank_of())
     return {"one process": in_one_process(), **{name: asdict(o) for name, o in outcomes.items()}}
 

@@ -96,6 +96,17 @@ def test_nobody_is_blamed_while_ranks_die_and_join(outcomes: dict[str, Any]) -> 
     assert all(0 < int(count) < MICRO_BATCHES * STEPS for (count,) in said(outcome, "audited"))
 
 
+def test_nobody_is_blamed_where_kernels_do_not_repeat(outcomes: dict[str, Any]) -> None:
+    """No two of three ranks agree. All end with the reason, and none is started again."""
+    outcome = outcomes["unrepeatable"]
+    assert not outcome["convicted"]
+    assert outcome["statuses"] == [1] * 3
+    assert len(outcome["reports"]) == 3
+    assert not said(outcome, "committed")
+    assert outcomes["stderr"].count("SystemFailure: the gradients of micro-batch ") == 3
+    assert "differ each time that ranks compute them: kernels don't repeat" in outcomes["stderr"]
+
+
 def test_who_is_audited(outcomes: dict[str, Any]) -> None:
     """With audit=1, all micro-batches of two ranks or more, and none of a single one."""
     assert {count for (count,) in said(outcomes["weight flips"], "audited")} == {"96"}
@@ -153,6 +164,13 @@ def test_every_pair_of_ranks_is_drawn() -> None:
         ({"0": "a", "1": "b"}, {"0": "a", "1": "b"}, {"0", "1"}, False),
         ({"0": "a", "1": "b"}, {"0": "a"}, {"0", "1"}, False),
         ({"0": "a", "1": "b"}, {"0": "a", "1": "b", "2": "a", "3": "b"}, {"0", "1"}, False),
+        ({"0": "a", "1": "b"}, {"0": "c", "1": "b"}, {"0", "1"}, False),
+        # Kernels don't repeat.
+        ({"0": "a", "1": "b"}, {"0": "a", "1": "b", "2": "c"}, set(), False),
+        ({"0": "a", "1": "b"}, {"2": "c", "3": "d", "4": "b"}, set(), False),
+        ({"0": "a", "1": "b"}, {"0": "c", "1": "d"}, set(), False),
+        ({"0": "a", "1": "b"}, {"0": "b", "1": "a", "2": "a"}, set(), False),
+        ({"0": "a", "1": "b"}, {"0": "c", "1": "c", "2": "c"}, set(), False),
     ],
 )
 def test_what_most_get_is_right(

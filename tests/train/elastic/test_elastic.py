@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import entrenar_py
-from entrenar_py.shared.errors import UsageError
+from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.train.elastic.launcher import seat_of_launcher
 from tests.train.elastic.runs import MOMENTS, STEPS, in_a_process
 
@@ -262,6 +264,26 @@ def test_a_step_that_was_not_committed(layers: nn.Module) -> None:
         next(steps)
 
 
+def test_an_optimizer_that_fails_in_its_step(layers: nn.Module) -> None:
+    """A script that goes on would make the next step from weights between two steps."""
+    trainer = trainer_of(layers)
+    steps = trainer.steps(2)
+    next(steps)
+    for batch in trainer.fold([torch.ones(1, 3)] * 2):
+        layers(batch).sum().backward()
+    trainer._optimizer.step = Mock(side_effect=torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.commit()
+    for call in (
+        lambda: next(steps),
+        lambda: next(trainer.steps(2)),
+        lambda: next(trainer.fold([torch.ones(1, 3)] * 2)),
+        trainer._regroup,
+    ):
+        with pytest.raises(SystemFailure, match="the optimizer's step 0 failed"):
+            call()
+
+
 def test_a_parameter_without_a_gradient(layers: nn.Module) -> None:
     """The message names it."""
     trainer = trainer_of(layers)
@@ -270,6 +292,50 @@ def test_a_parameter_without_a_gradient(layers: nn.Module) -> None:
     (next(batches) @ layers.weight.T).sum().backward()
     with pytest.raises(UsageError, match=r"micro-batch 0, .* made no gradient for bias"):
         next(batches)
+
+
+class Running(nn.Module):
+    """A layer that keeps a sum of its inputs, in place or in another tensor."""
+
+    def __init__(self, *, in_place: bool, persistent: bool = True) -> None:
+        super().__init__()
+        self._in_place = in_place
+        self.total: Tensor
+        self.register_buffer("total", torch.zeros(3), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self._in_place:
+            self.total += x.detach().sum(0)
+        elif self.training:
+            self.total = self.total + x.detach().sum(0)
+        return x - self.total.clone()
+
+
+@pytest.mark.parametrize(
+    ("layer", "buffer"),
+    [
+        (Running(in_place=True), "0.total"),
+        (Running(in_place=False), "0.total"),
+        (spectral_norm(nn.Linear(3, 3)), "0.parametrizations.weight.0._u"),
+        (Running(in_place=True, persistent=False), None),
+        (Running(in_place=True).eval(), None),
+        (nn.BatchNorm1d(3).eval(), None),
+    ],
+)
+def test_a_micro_batch_that_changes_a_buffer(
+    layers: nn.Module, layer: nn.Module, buffer: str | None
+) -> None:
+    """Ranks would have other buffers, and an audit would convict a healthy one."""
+    model = nn.Sequential(layer, layers)
+    trainer = trainer_of(model)
+    next(trainer.steps(1))
+    batches = trainer.fold([torch.ones(2, 3)] * 2)
+    model(next(batches)).sum().backward()
+    if buffer is None:
+        next(batches)
+    else:
+        with pytest.raises(UsageError, match=f"micro-batch 0 changed buffer {buffer}: "):
+            next(batches)
 
 
 @pytest.mark.parametrize(

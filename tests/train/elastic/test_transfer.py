@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.elastic.group import Started, connect
-from entrenar_py.train.elastic.transfer import broadcast
+from entrenar_py.train.elastic.transfer import broadcast, load
 
 
 def test_tensors_keep_their_strides() -> None:
@@ -49,3 +52,49 @@ def test_tensors_keep_their_strides() -> None:
             assert received[name].dtype == tensor.dtype
             assert name == "with gaps" or received[name].stride() == tensor.stride()
     assert received["others"] == [1, "a"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
+def test_an_optimizer_gets_the_bits_that_were_sent(kind: Any) -> None:
+    """torch would round what is float32 to the weights' bfloat16. NAdam's weights would differ."""
+    weight = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    optimizer = kind([weight])
+
+    def steps(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter, number: int) -> None:
+        for _ in range(number):
+            weight.grad = weight.detach().sin()
+            optimizer.step()
+
+    steps(optimizer, weight, 3)
+    copied = torch.nn.Parameter(weight.detach().clone())
+    newcomer = kind([copied])
+    load(newcomer, copy.deepcopy(optimizer.state_dict()))
+    for name, sent in optimizer.state[weight].items():
+        assert newcomer.state[copied][name].dtype == sent.dtype
+        assert torch.equal(newcomer.state[copied][name], sent)
+    steps(newcomer, copied, 3)
+    steps(optimizer, weight, 3)
+    assert torch.equal(copied, weight)
+
+
+class Average:
+    """An object of a script, which keeps its tensor in the dtype that it began with."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.values = torch.full((3,), 1 / 3).to(dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensor in float32, in a list."""
+        return {"values": [1, self.values.float()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Round it."""
+        self.values = state["values"][1].to(self.values.dtype)
+
+
+def test_an_object_that_rounds_is_refused() -> None:
+    """The message names the tensor. What is no tensor may differ."""
+    sent = Average(torch.float32).state_dict()
+    load(Average(torch.float32), {"values": [2, sent["values"][1]]})
+    with pytest.raises(UsageError, match=r"Average.load_state_dict changed .*\['values'\]\[1\]"):
+        load(Average(torch.bfloat16), sent)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.futures import Future
 
-from entrenar_py.train.canonical import kernels
+from entrenar_py.train.canonical import kernels, requirements
 from entrenar_py.train.canonical.exchange import ALIGNMENT, all_gather, cut
 
 # While one slot receives, another is added. The third keeps a link from waiting for memory.
@@ -55,7 +56,12 @@ class Pipeline:
     ) -> None:
         self._scatter = group
         ranks = dist.get_process_group_ranks(group)
-        self._gather = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+        self._gather = dist.new_group(
+            ranks,
+            timeout=requirements.timeout_of(group, device),
+            backend="nccl",
+            use_local_synchronization=True,
+        )
         self._world_size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._scale, self._device, self._piece_bytes = scale, device, piece_bytes
         # High priority: queued after the many kernels of the backward pass, the links would idle.
@@ -119,7 +125,6 @@ class Pipeline:
 
 # Ranks put a piece into one slot while the sums of the other slot are computed and taken.
 _NUM_SLOTS = 2
-_TIMEOUT_MS = 600_000  # of a barrier: the default of NCCL's process group
 # That a rank's kernel reads from the others for a small buffer. Measured in docs/benchmarks.md.
 _READ_BYTES_MAX = 32 << 20
 
@@ -179,6 +184,7 @@ class Symmetric:
     ) -> None:
         self._world_size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._scale, self._device, self._piece_bytes = scale, device, piece_bytes
+        self._timeout_ms = requirements.timeout_of(group, device) // timedelta(milliseconds=1)
         self._chunk_bytes = piece_bytes // self._world_size
         size = _NUM_SLOTS * (piece_bytes + self._chunk_bytes)
         self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
@@ -260,7 +266,7 @@ class Symmetric:
         """Make the GPUs wait until all ranks have done all copies and additions launched so far."""
         self._adding.wait_stream(self._copying)
         with torch.cuda.stream(self._adding):
-            self._handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
+            self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
         self._copying.wait_stream(self._adding)
 
     def _add(self, piece: _Piece) -> None:

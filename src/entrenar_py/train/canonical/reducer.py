@@ -116,9 +116,9 @@ class Fold(ABC):
     a micro-batch from (seed, step, `shard`). Otherwise the randomness depends on the world size.
     """
 
-    def __init__(self, shards: range, parameters: dict[Tensor, str]) -> None:
+    def __init__(self, shards: range, parameters: requirements.Parameters) -> None:
         self.shards = shards
-        self._parameters = parameters  # with their names
+        self._parameters = parameters
         self._switches = requirements.switches()
         self._shard: int | None = None  # the current micro-batch
 
@@ -136,11 +136,14 @@ class Fold(ABC):
         """Yield the next `len(self.shards)` of `batches`. Run forward and backward on each.
 
         Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
-        of all ranks. Raises UsageError if there are too few batches, if a micro-batch had no
-        backward pass, or if a setting in `requirements.switches` changed since the reducer was
-        created.
+        of all ranks. Raises UsageError if there are too few batches, if `batches` would begin anew
+        in each step and has more, if a micro-batch had no backward pass, or if a setting in
+        `requirements.switches` changed since the reducer was created, or what
+        `requirements.Parameters` checks.
         """
         requirements.require_unchanged(self._switches)
+        self._parameters.require_unchanged()
+        self._require_share(batches)
         take(self._parameters)
         self._clear()
         coming = iter(batches)
@@ -152,8 +155,25 @@ class Fold(ABC):
                     yield batch
                 self._keep()
         finally:
+            if not self._is_reduced():
+                take(self._parameters)  # of a part of the step
             self._shard = None
             self._clear()
+
+    def _is_reduced(self) -> bool:
+        """Return whether each `.grad` is the mean, also if nobody asks `fold` for another batch."""
+        return self._is_last() and all(one.grad is not None for one in self._parameters)
+
+    def _require_share(self, batches: Iterable[object]) -> None:
+        """Raise UsageError if `batches` has other ranks' or other steps', and isn't an iterator."""
+        length = _length(batches)
+        if length is not None and length > len(self.shards) and iter(batches) is not batches:
+            raise UsageError(
+                f"fold() got a {type(batches).__name__} of {length} micro-batches, and would take "
+                f"the first {len(self.shards)} on every rank and in every step: give it those of "
+                "this rank, [batches[shard] for shard in reducer.shards], or an iterator over this "
+                "rank's micro-batches of all steps, iter(loader), made once before the steps"
+            )
 
     def _is_last(self) -> bool:
         return self._shard == self.shards[-1]
@@ -314,6 +334,14 @@ def _next(coming: Iterator[Batch], shard: int, shards: range) -> Batch:
         f"needs {len(shards)} micro-batches for a step; leave out an incomplete "
         "global batch"
     )
+
+
+def _length(batches: Iterable[object]) -> int | None:
+    """Return how many there are, or None if `batches` doesn't say so."""
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001  # loaders of streams raise what they like
+        return None
 
 
 def _named(shards: range) -> str:

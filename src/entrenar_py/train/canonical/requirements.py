@@ -1,9 +1,11 @@
-"""Checks that canonical reductions make before training: of models, numbers and settings."""
+"""Checks of models, numbers and settings: before training, and some in every step."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -47,7 +49,12 @@ def require_deterministic() -> None:
 
 
 def switches() -> dict[str, object]:
-    """Return the settings of this process that select kernels. Cheap enough to call every step."""
+    """Return the settings of this process that select kernels. Cheap enough to call every step.
+
+    torch's compiler isn't imported, which would take seconds. It begins as the environment says.
+    """
+    compiler = sys.modules.get("torch._inductor.config")
+    from_environment = os.environ.get("TORCHINDUCTOR_DETERMINISTIC") == "1"
     backends: Any = torch.backends  # half of it has no types
     cuda, cudnn, matmul = backends.cuda, backends.cudnn, backends.cuda.matmul
     return {
@@ -60,14 +67,21 @@ def switches() -> dict[str, object]:
         "torch.backends.cuda.matmul.fp32_precision": matmul.fp32_precision,
         "torch.backends.cudnn.conv.fp32_precision": cudnn.conv.fp32_precision,
         "torch.backends.cudnn.rnn.fp32_precision": cudnn.rnn.fp32_precision,
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
+            matmul.allow_fp16_reduced_precision_reduction
+        ),
         "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
             matmul.allow_bf16_reduced_precision_reduction
         ),
+        "torch.backends.cuda.matmul.allow_fp16_accumulation": matmul.allow_fp16_accumulation,
         "torch.backends.cuda.flash_sdp_enabled()": cuda.flash_sdp_enabled(),
         "torch.backends.cuda.mem_efficient_sdp_enabled()": cuda.mem_efficient_sdp_enabled(),
         "torch.backends.cuda.math_sdp_enabled()": cuda.math_sdp_enabled(),
         "torch.backends.cuda.cudnn_sdp_enabled()": cuda.cudnn_sdp_enabled(),
         "torch.get_num_threads()": torch.get_num_threads(),
+        "torch._inductor.config.deterministic": getattr(
+            compiler, "deterministic", from_environment
+        ),
         _WORKSPACE: os.environ.get(_WORKSPACE),
     }
 
@@ -123,6 +137,11 @@ def share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
     return one_host and distinct and all(indices <= peers for _, _, peers in everyone)
 
 
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a collective of `group` on `device` waits for another rank."""
+    return group._get_backend(device).options._timeout
+
+
 def require_unchanged(facts: dict[str, object]) -> None:
     """Raise UsageError unless `switches` still returns `facts`, which it returned earlier."""
     now = switches()
@@ -171,7 +190,7 @@ def require_numbers(*, micro_batches: int, world_size: int) -> None:
         )
 
 
-def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
+def require_model(model: DistributedDataParallel) -> Parameters:
     """Return the trainable parameters with their names.
 
     Raises UsageError if `model` isn't supported.
@@ -185,15 +204,83 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
     return require_parameters(model.module)
 
 
-def require_parameters(model: torch.nn.Module) -> dict[Tensor, str]:
+class Parameters(dict[Tensor, str]):
+    """A model's trainable parameters with their names. Which ones they are must not change."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        named = list(model.named_parameters())
+        super().__init__((one, name) for name, one in named if one.requires_grad)
+        self._frozen = [(one, name) for name, one in named if not one.requires_grad]
+        self._norms = [
+            (name, module) for name, module in model.named_modules() if _is_batch_norm(module)
+        ]
+
+    def require_unchanged(self) -> None:
+        """Raise UsageError if a parameter was frozen or unfrozen, or a batch norm trains now."""
+        frozen = [name for parameter, name in self.items() if not parameter.requires_grad]
+        unfrozen = [name for parameter, name in self._frozen if parameter.requires_grad]
+        for names, is_now in ((unfrozen, "requires a gradient"), (frozen, "is frozen")):
+            if names:
+                raise UsageError(
+                    f"parameter {names[0]} {is_now} now, unlike when the reducer was created "
+                    f"({len(names)} of {len(self) + len(self._frozen)} parameters): gradients are "
+                    "added for those that were trainable then; set requires_grad before, and start "
+                    "from a checkpoint to change it"
+                )
+        for name, module in self._norms:
+            if module.training:
+                raise UsageError(
+                    f"module {name} is a {type(module).__name__} in training mode, and was not "
+                    "when the reducer was created: its statistics depend on how micro-batches are "
+                    "spread over ranks; call its eval() after each train() of the model"
+                )
+
+
+class Buffers:
+    """A model's persistent buffers, which no micro-batch may change.
+
+    Those with persistent=False are caches: a model computes the same without their history, or it
+    couldn't go on from a checkpoint.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._places = [
+            (f"{place}.{name}".lstrip("."), module, name)
+            for place, module in model.named_modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+
+    def note(self) -> None:
+        """Note what they are now."""
+        self._noted = [_buffer(module, name) for _, module, name in self._places]
+
+    def require_unchanged(self, shard: int) -> None:
+        """Raise UsageError if micro-batch `shard` has changed one since `note`."""
+        for (path, module, name), (tensor, version) in zip(self._places, self._noted, strict=True):
+            now, version_now = _buffer(module, name)
+            if now is not tensor or version_now != version:
+                raise UsageError(
+                    f"micro-batch {shard} changed buffer {path}: other ranks compute other "
+                    "micro-batches, so their buffers, and what depends on them, would get other "
+                    "bits; change it after a commit, or freeze its module with eval(); if it is "
+                    "only a cache, register it with persistent=False"
+                )
+
+
+def _buffer(module: torch.nn.Module, name: str) -> tuple[Tensor | None, int]:
+    """Return a buffer, and a number that grows if it is changed in place."""
+    tensor = module._buffers.get(name)
+    return tensor, 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def require_parameters(model: torch.nn.Module) -> Parameters:
     """Return the trainable parameters with their names.
 
     Raises UsageError if `model`, which is not wrapped, isn't supported.
     """
-    parameters: dict[Tensor, str] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    parameters = Parameters(model)
+    for parameter, name in parameters.items():
         if parameter.dtype not in DTYPES:
             raise UsageError(
                 f"parameter {name} has dtype {parameter.dtype}: allowed are "
@@ -205,7 +292,6 @@ def require_parameters(model: torch.nn.Module) -> dict[Tensor, str]:
                 f"parameter {name} has strides {tuple(parameter.stride())}, with gaps or overlaps: "
                 "make it contiguous"
             )
-        parameters[parameter] = name
     if not parameters:
         raise UsageError("no parameter of the model requires a gradient: nothing would be trained")
     for name, module in model.named_modules():
@@ -226,7 +312,7 @@ def _require_options(model: DistributedDataParallel) -> None:
 
 
 def _require_module(name: str, module: torch.nn.Module) -> None:
-    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
+    if _is_batch_norm(module) and module.training:
         raise UsageError(
             f"module {name} is a {type(module).__name__}: its statistics depend on how "
             "micro-batches are spread over ranks; use LayerNorm or GroupNorm, or freeze it with "
@@ -234,6 +320,10 @@ def _require_module(name: str, module: torch.nn.Module) -> None:
         )
     if getattr(module, "sparse", False) is True:
         raise UsageError(f"module {name} makes sparse gradients: set sparse=False")
+
+
+def _is_batch_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def _is_power_of_two(number: object) -> bool:

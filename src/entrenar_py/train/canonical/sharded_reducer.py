@@ -269,7 +269,9 @@ def _has_whole(weight: Any) -> bool:
     return whole is not None and whole.grad is not None
 
 
-def _require_sharded(model: nn.Module | FSDPModule) -> tuple[dict[Tensor, str], DeviceMesh]:
+def _require_sharded(
+    model: nn.Module | FSDPModule,
+) -> tuple[requirements.Parameters, DeviceMesh]:
     """Return the trainable parameters with their names, and the mesh over which they are sharded.
 
     Raises UsageError if `model` isn't supported.

@@ -10,6 +10,10 @@ of them compute the micro-batch when they repeat the step. What most of them get
 that gets, or got, something else is convicted: its process raises, its seat stays empty, and the
 others repeat the step without it. If no two agree, those that began the dispute are convicted.
 If a rank dies meanwhile, the next generation goes on with the dispute.
+
+Two chips don't break at once. If both ranks of a dispute get something else when they repeat the
+micro-batch, or no two of three ranks agree, then kernels give other bits each time. Nobody is
+convicted, and the run ends.
 """
 
 from __future__ import annotations
@@ -65,7 +69,15 @@ class Dispute:
     num_bits: int
 
     def verdict(self, repeated: dict[str, str]) -> tuple[set[str], bool]:
-        """Return the seats to convict if all get `repeated`, and whether these are surely wrong."""
+        """Return the seats to convict if all get `repeated`, and whether these are surely wrong.
+
+        There are none if kernels don't repeat.
+        """
+        both_changed = all(
+            repeated.get(seat, claim) != claim for seat, claim in self.claims.items()
+        )
+        if both_changed or len({*repeated.values()}) == len(repeated) > 2:
+            return set(), False
         votes = Counter((self.claims | repeated).values()).most_common(2)
         right, most = votes[0]
         if most == 1 or (len(votes) == 2 and votes[1][1] == most):
@@ -189,6 +201,14 @@ class Audit:
     def _convict(self, dispute: Dispute, repeated: dict[str, str]) -> None:
         """Convict the ranks that were wrong. Returns if none of them is here any more."""
         wrong, known = dispute.verdict(repeated)
+        if not wrong:
+            reason = (
+                f"{dispute} differ each time that ranks compute them: kernels don't repeat here, "
+                "and no device is to blame; leave out what gives other bits each time, such as "
+                "atomic additions in a kernel of your own, or train without audit"
+            )
+            self._members.roll.stop(reason)
+            self._end(reason)
         for seat in wrong:
             last = self._right.get(seat)
             since = "yet" if last is None else f"after step {last}"

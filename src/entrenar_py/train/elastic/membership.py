@@ -23,6 +23,7 @@ TCPStore). It has to outlive the members. The keys, where N is a generation's nu
     place/SEAT        the host and the device of the seat, if there are audits (`audit`)
     dispute/N         what generation N found and the next has to settle; "": it has settled all
     convicted/SEAT    the seat computes wrong bits: nobody trains there any more; why
+    stopped           nobody trains any more; why
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from entrenar_py.shared.errors import EntrenarError, UsageError
+from entrenar_py.shared.errors import EntrenarError, SystemFailure, UsageError
 from entrenar_py.shared.untrusted import json_text
 
 if TYPE_CHECKING:
@@ -195,6 +196,14 @@ class Roll:
         """Return why `seat` was convicted. "": it was not."""
         return self._text(f"convicted/{seat}")
 
+    def stop(self, reason: str) -> None:
+        """End the run: all processes raise."""
+        self.store.compare_set("stopped", "", reason)
+
+    def stopped(self) -> str:
+        """Return why the run was stopped. "": it was not."""
+        return self._text("stopped")
+
     def _text(self, key: str) -> str:
         return self.store.get(key).decode() if self.has(key) else ""
 
@@ -263,7 +272,12 @@ class Membership:
         return Ending(self._generation.number, self.roll, self._interrupted)
 
     def require_innocent(self) -> None:
-        """Raise ConvictedError if this process's seat was convicted."""
+        """Raise ConvictedError if this process's seat was convicted.
+
+        Raises SystemFailure if the run was stopped.
+        """
+        if reason := self.roll.stopped():
+            raise SystemFailure(reason)
         if reason := self.roll.convicted(self.seat):
             raise ConvictedError(reason)
 
@@ -273,8 +287,8 @@ class Membership:
         The process has committed `step` steps. `trained` says whether it has the run's state.
         Waits `deadline_s` for members of the last generation, and for the first processes of all
         seats. Raises LeftBehindError if the others have gone on without this process,
-        ConvictedError if its seat was convicted, EndedError if the run has ended, and UsageError if
-        this process has other facts than the source.
+        ConvictedError if its seat was convicted, SystemFailure if the run was stopped, EndedError
+        if it has ended, and UsageError if this process has other facts than the source.
         """
         while True:
             last = self._generation

@@ -55,8 +55,9 @@ def supervise(
 
     Returns the exit status for the launcher. A process that ends with 2 isn't started again: it
     was used wrongly, as by its command line. If the run has not begun, neither will it elsewhere,
-    and the status is 2. Otherwise, after `max_restarts`, or if it is convicted, the seat stays
-    empty. The status is then 0 if the others end the run, and 1 if no seat is left.
+    and the status is 2. Otherwise, after `max_restarts`, or if it is convicted or the run is
+    stopped, the seat stays empty. The status is then 0 if the others end the run, and 1 if no seat
+    is left.
     """
     from entrenar_py.train.elastic.membership import Roll
 
@@ -69,12 +70,12 @@ def supervise(
         if status == 0 or (status == _USAGE and roll.newest() < 0):
             roll.leave(seat.seat)
             return status
-        if status == _USAGE or roll.convicted(seat.seat):
+        if status == _USAGE or roll.convicted(seat.seat) or roll.stopped():
             break
         if left:
             say(f"{name} ended with status {status}: starts again, {left - 1} more times")
             process = start()
-    why = roll.convicted(seat.seat) or "the others go on without it"
+    why = roll.convicted(seat.seat) or roll.stopped() or "the others go on without it"
     say(f"{name} ended with status {status} and does not start again: {why}")
     roll.leave(seat.seat)
     while not roll.has("ended"):

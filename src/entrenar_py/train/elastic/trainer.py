@@ -40,7 +40,7 @@ from entrenar_py.train.elastic.membership import (
     InterruptedGenerationError,
     Membership,
 )
-from entrenar_py.train.elastic.transfer import broadcast
+from entrenar_py.train.elastic.transfer import broadcast, load
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -80,6 +80,7 @@ class ElasticTrainer:
     ) -> None:
         requirements.require_deterministic()
         self._parameters = requirements.require_parameters(model)
+        self._model_buffers = requirements.Buffers(model)
         self._model = model
         self._device = _device_of(self._tensors())
         if not deadline_s > 0:
@@ -125,6 +126,7 @@ class ElasticTrainer:
         self._shard: int | None = None  # the current micro-batch
         self._reduced = False  # whether `.grad` is the mean over all micro-batches
         self._open = False  # between `steps` and `commit`
+        self._broken = False  # whether an optimizer's step was not made to its end
         self._num_made = 0  # gradients in the current micro-batch
         self._ended = False  # whether all ranks have committed the last step
         self._trained = False  # whether this process has the state of the run
@@ -161,6 +163,7 @@ class ElasticTrainer:
         if self._ended:
             raise UsageError("steps() has ended the run: make one loop, over all epochs")
         while True:
+            self._require_whole_state()
             if self.step >= total:
                 if self._members.finish(deadline_s=self._deadline_s):
                     self._ended = True
@@ -188,9 +191,12 @@ class ElasticTrainer:
         Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
         of all ranks, or None if the step can't be committed. Raises UsageError if `batches` doesn't
         have an item for each micro-batch of the global batch, if a micro-batch made no gradient for
-        a parameter, or if a setting in `requirements.switches` changed.
+        a parameter or changed a buffer, or if a setting in `requirements.switches` changed, or what
+        `requirements.Parameters` checks.
         """
+        self._require_whole_state()
         requirements.require_unchanged(self._switches)
+        self._parameters.require_unchanged()
         if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
             raise UsageError(
                 f"fold() got a {type(batches).__name__}: it needs a sequence of the step's "
@@ -215,7 +221,9 @@ class ElasticTrainer:
                 self._see()
                 self._shard = shard
                 torch.manual_seed(_seed_of(self._seed, self.step, shard))
+                self._model_buffers.note()
                 yield batches[shard]
+                self._model_buffers.require_unchanged(shard)
                 self._keep(shard)
             self._shard = None
             self._buckets.finish(self._wait)
@@ -235,7 +243,7 @@ class ElasticTrainer:
         """Step the optimizer and the schedulers, and return True, if `.grad` is the mean.
 
         Otherwise form a new group with the ranks that are left, and return False: `steps` yields
-        the step again.
+        the step again. After an error of the optimizer or a scheduler the trainer can't be used.
         """
         if not self._open:
             raise UsageError("commit() outside of the loop over steps()")
@@ -249,12 +257,23 @@ class ElasticTrainer:
             self._regroup()
             return False
         self._reduced = False
+        self._broken = True
         self._optimizer.step()
         for scheduler in self._schedulers:
             scheduler.step()
         self.step += 1
+        self._broken = False
         self._failures.clear()
         return True
+
+    def _require_whole_state(self) -> None:
+        """Raise SystemFailure if the state is between two steps, which no rank can repeat."""
+        if self._broken:
+            raise SystemFailure(
+                f"the optimizer's step {self.step} failed, so some weights have changed and others "
+                "have not: let this process end, and it gets the other ranks' state when it is "
+                "started again"
+            )
 
     # --- the gradients of a step ------------------------------------------------------------------
 
@@ -348,6 +367,7 @@ class ElasticTrainer:
 
     def _regroup(self) -> None:
         """Form a group of all ranks that are there. All get the state of the most advanced one."""
+        self._require_whole_state()
         take(self._parameters)
         while True:
             self._close_guard()
@@ -506,7 +526,7 @@ class ElasticTrainer:
         for ours, theirs in zip(self._tensors(), tensors, strict=True):
             ours.copy_(theirs)
         for holder, state in zip(states, dicts, strict=True):
-            holder.load_state_dict(state)
+            load(holder, state)
 
     def _tensors(self) -> list[Tensor]:
         return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]

@@ -1,12 +1,15 @@
-"""Broadcasts a state with tensors, each tensor by a collective of its own."""
+"""Broadcasts a state with tensors, each by a collective of its own, and loads it bit by bit."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from entrenar_py.shared.errors import UsageError
@@ -59,6 +62,60 @@ def broadcast(state: Any, group: Group, *, source: int, wait: Wait, keeps: bool 
 
     whole = pytree.tree_map_only(Tensor, received, empty)
     return whole if keeps else None
+
+
+def load(holder: Any, state: Mapping[str, Any]) -> None:
+    """Let `holder` load the `state_dict` of another rank's, with the same bits.
+
+    Raises UsageError if `holder` changes a tensor.
+    """
+    sent = _tensors(state)
+    holder.load_state_dict(state)
+    if isinstance(holder, Optimizer) and {"state", "param_groups"} <= state.keys():
+        _restore(holder, state)
+    loaded = _tensors(holder.state_dict()) if sent else {}
+    for path in sent.keys() & loaded.keys():
+        if _is_changed(loaded[path], sent[path]):
+            raise UsageError(
+                f"{type(holder).__name__}.load_state_dict changed the tensor "
+                f"{pytree.keystr(path)} ({sent[path].dtype} on the rank that sent it, "
+                f"{loaded[path].dtype} here): this rank would get other weights than the others; "
+                "let it keep dtypes and bits"
+            )
+
+
+def _tensors(state: Any) -> dict[Any, Tensor]:
+    """Return the tensors in a state by their paths."""
+    leaves = pytree.tree_flatten_with_path(state)[0]
+    return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _restore(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Put back what torch's load_state_dict has cast to the dtype and the device of a weight."""
+    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if number not in state["state"]:
+            continue
+        loaded, form = pytree.tree_flatten(optimizer.state[parameter])
+        sent, form_sent = pytree.tree_flatten(state["state"][number])
+        if form == form_sent:
+            leaves = [_restored(*pair) for pair in zip(loaded, sent, strict=True)]
+            optimizer.state[parameter] = pytree.tree_unflatten(leaves, form)
+
+
+def _restored(own: Any, sent: Any) -> Any:
+    """Return `sent` if it is a tensor that `own` differs from, and `own` otherwise."""
+    both = isinstance(own, Tensor) and isinstance(sent, Tensor)
+    return sent if both and (own.device != sent.device or _is_changed(own, sent)) else own
+
+
+def _is_changed(own: Tensor, sent: Tensor) -> bool:
+    """Return whether two tensors differ in dtype or bits. A NaN equals itself."""
+    if (own.dtype, own.shape) != (sent.dtype, sent.shape):
+        return True
+    ours, theirs = (one.detach().reshape(-1).view(torch.uint8) for one in (own, sent))
+    return not torch.equal(ours, theirs.to(ours.device))
 
 
 def _is_dense(tensor: Tensor) -> bool:
