@@ -5,21 +5,24 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from entrenar_py import entrenar as cli
-from entrenar_py.shared.errors import SystemFailure
+from entrenar_py.shared.errors import RowsError, SystemFailure, UsageError
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.train.finetune import outputs, settings_file
-from entrenar_py.train.model import model_folder, preparation, stock
+from entrenar_py.train.finetune.outputs import Sampling
+from entrenar_py.train.model import model_folder, preparation, samples, stock
+from entrenar_py.train.model.settings import Lora
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune import runs
 
@@ -71,6 +74,37 @@ def test_a_disk_that_fills_in_the_middle(tmp_path: Path, error: Exception) -> No
     assert [(tmp_path / name).read_text() for name in names] == ["third", "third"]
 
 
+def test_a_state_that_is_moved_in_part_is_not_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed then, and resumed, keeps the state of that step again."""
+    names = ("adapter_model.safetensors", "adapter_config.json", "run.json")
+
+    def fill(folder: Path, *_: object, **__: object) -> None:
+        for name in names:
+            (folder / name).write_text("{}")
+
+    def keep() -> None:
+        given = cast("Any", None)
+        kept = outputs.Kept("plan", 3, 0.5, None)
+        outputs.keep(tmp_path, given, given, given, kept, model_digest="")
+
+    monkeypatch.setattr(outputs, "_fill", fill)
+    keep()
+    assert outputs.Kept.of(tmp_path) is not None
+    move = Path.replace
+
+    def moved(path: Path, target: Path) -> Path:
+        if target.name == names[-1]:
+            raise Sudden
+        return move(path, target)
+
+    monkeypatch.setattr(Path, "replace", moved)
+    with pytest.raises(Sudden):
+        keep()
+    assert outputs.Kept.of(tmp_path) is None
+
+
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
@@ -81,11 +115,27 @@ def written(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("written"), small)
 
 
-def write(folder: Path, small: Path, **changes: Any) -> Path:
-    """Write a checkpoint to `folder`, and to `out` the adapters of a run of no step."""
+def write(
+    folder: Path,
+    small: Path,
+    *,
+    method: str = "lora",
+    generation: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a checkpoint to `folder`, and to `out` the adapters of a run of no step.
+
+    With `method` full, it is the whole model. `generation` replaces the checkpoint's generation
+    configuration.
+    """
     shutil.copytree(small / "model", folder / "model")
+    if generation is not None:
+        path = folder / "model" / "generation_config.json"
+        path.write_text(json.dumps(generation), "utf-8")
     config = runs.configured(folder, small, model=str(folder / "model"), **changes)
     settings = settings_file.load(config)
+    if method == "full":
+        settings = replace(settings, method="full", lora=Lora())
     prepared = preparation.prepare(settings, folder / "cache")
     workload = prepared.workload()
     draw = np.random.default_rng(0)
@@ -132,6 +182,105 @@ def test_a_file_of_prompts_is_answered_as_stock_libraries_sample(
             tokens = stock.generate(**batch, max_new_tokens=6, pad_token_id=0, **sampled)
         new = tokens[0, batch["input_ids"].shape[1] :]
         assert line["answer"] == tokenizer.decode(new, skip_special_tokens=True)
+
+
+LIST = [{"role": "user", "content": "ls"}]
+SIDES = {side: [*LIST, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+FEW = Sampling(new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "ls"},
+        {"text": "ls"},
+        {"messages": [*LIST, {"role": "assistant", "content": "no"}]},
+        {"prompt": "ls", "chosen": "a", "rejected": "b"},
+        {"chosen": "ls a", "rejected": "ls b"},
+        {"prompt": LIST},
+        {"prompt": LIST, **{side: turns[1:] for side, turns in SIDES.items()}},
+        {"prompt": "repeated", **SIDES},
+        SIDES,
+    ],
+)
+def test_a_prompt_of_a_pair_is_answered_alone_and_in_a_file(
+    row: dict[str, Any], texts: Path, tmp_path: Path
+) -> None:
+    """With `task: preference`, any form of a row is asked in the chat template, like --prompt."""
+    output = outputs.load(texts, trusts=False)
+    output = replace(output, settings=replace(output.settings, task="preference"))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row), "utf-8")
+    (alone,) = outputs.answer(output, "ls", FEW)
+    (line,) = outputs.answers(output, path, FEW)
+    assert json.loads(line)["answer"] == alone
+    (as_text,) = outputs.answer(outputs.load(texts, trusts=False), "ls", FEW)
+    assert as_text != alone
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"chosen": "yes", "rejected": "no"}, "its prompt is ''"),
+        ({"prompt": " "}, "its prompt is ' '"),
+        ({"chosen": SIDES["chosen"]}, "has no field 'messages'"),
+    ],
+)
+def test_a_row_without_a_prompt_of_a_pair(
+    row: dict[str, Any], told: str, texts: Path, tmp_path: Path
+) -> None:
+    output = outputs.load(texts, trusts=False)
+    output = replace(output, settings=replace(output.settings, task="preference"))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row), "utf-8")
+    with pytest.raises(RowsError, match=re.escape(told)):
+        list(outputs.answers(output, path, FEW))
+
+
+def test_an_answer_ends_with_either_end_token_and_nothing_else_of_the_checkpoint_counts(
+    texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint's penalties and beams are ignored, as the options promise."""
+    output = outputs.load(texts, trusts=False)
+    tokenizer, module = output.tokenizer, cast("Any", output.module)
+    config = module.get_base_model().generation_config
+    config.eos_token_id = None
+    answers = list[list[int]]()
+
+    def decode(new: torch.Tensor, **_: Any) -> str:
+        answers.append(new.tolist())
+        return ""
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+
+    def answer() -> list[int]:
+        list(outputs.answer(output, "ls", Sampling(new_tokens=8)))
+        return answers[-1]
+
+    plain = answer()
+    first = plain[0]
+    place = next(place for place, token in enumerate(plain) if token != first)
+    config.repetition_penalty, config.num_beams, config.min_p = 5.0, 3, 0.5
+    assert answer() == plain
+    assert module.get_base_model().generation_config is config
+    config.eos_token_id = plain[place]
+    assert answer() == plain[: place + 1]
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
+    assert answer() == [first]
+
+
+def test_exports_name_the_end_token_that_was_trained_with(small: Path, tmp_path: Path) -> None:
+    """Whole models and merged ones stop where stock transformers' trainer would let them stop."""
+    generation = {"eos_token_id": [7, 9], "top_k": 5, "do_sample": True}
+    full, lora = tmp_path / "full", tmp_path / "lora"
+    for folder in (full, lora):
+        folder.mkdir()
+        write(folder, small, generation=generation, task="text", method=folder.name)
+    outputs.merge(outputs.load(lora / "out", trusts=False), lora / "merged")
+    for folder in (full / "out", lora / "merged"):
+        noted = json.loads((folder / "generation_config.json").read_text("utf-8"))
+        assert noted["eos_token_id"] == [7, 9, 1]
+        assert noted["top_k"] == 5
 
 
 @pytest.mark.parametrize(
@@ -246,6 +395,22 @@ def test_adapters_are_not_used_with_what_they_were_not_trained_on(
     assert due in problem.err
 
 
+def test_a_run_does_not_begin_with_adapters_of_a_different_model(folder: Path) -> None:
+    """As long as the folder notes the digest of theirs, which peft's own does not."""
+    settings, _ = outputs.read_settings(folder / "out")
+    lora = replace(settings.lora, start_from=folder / "out")
+    settings = replace(settings, lora=lora, output=folder / "next")
+    workload = preparation.prepare(settings, folder / "cache").workload()
+    preparation.plan_of(settings, workload)
+    another_weight(folder)
+    with pytest.raises(UsageError, match=r"lora\.start_from=.* trained on a different model from"):
+        preparation.plan_of(settings, workload)
+    change(folder, "digests", None)
+    preparation.plan_of(settings, workload)
+    (folder / "out" / "run.json").unlink()
+    preparation.plan_of(settings, workload)
+
+
 def test_classes_of_a_file_of_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line of JSON for each row has the probability of each class."""
     path = folder / "two.jsonl"
@@ -256,6 +421,29 @@ def test_classes_of_a_file_of_rows(folder: Path, capsys: pytest.CaptureFixture[s
     for line in lines:
         assert set(line["classes"]) == {"safe", "unsafe"}
         assert sum(line["classes"].values()) == pytest.approx(1)
+
+
+def test_a_long_text_has_the_class_that_eval_gives_it(folder: Path) -> None:
+    """With `on_long: truncate` it is cut in both, and the tokenizer's last token stays."""
+    from tokenizers.processors import TemplateProcessing
+
+    output = outputs.load(folder / "out", trusts=False)
+    data = replace(output.settings.data, on_long="truncate", max_tokens=8)
+    output = replace(output, settings=replace(output.settings, data=data))
+    end = output.tokenizer.eos_token
+    output.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, output.tokenizer.eos_token_id)]
+    )
+    row = {"text": "sudo rm -rf / " * 9, "label": "safe"}
+    path = folder / "one.jsonl"
+    path.write_text(json.dumps(row), "utf-8")
+    found = samples.load(output.settings, path, output.tokenizer, cache=folder / "cache")
+    assert (len(found.tokens), found.tokens[-1]) == (8, output.tokenizer.eos_token_id)
+    with torch.no_grad():
+        tokens = torch.from_numpy(found.tokens).long()[None]
+        safe, unsafe = output.module(input_ids=tokens).logits[0].softmax(-1).tolist()
+    (line,) = outputs.answers(output, path, Sampling())
+    assert json.loads(line)["classes"] == {"safe": safe, "unsafe": unsafe}
 
 
 def test_the_run_s_own_model_may_be_moved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

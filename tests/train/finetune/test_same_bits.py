@@ -111,7 +111,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "evaluate_every": 4,
     },
     "DoRA, layers trained whole, rows cut": {
-        "lora": {"dora": True, "modules_to_save": ["embed_tokens", "norm"]},
+        "lora": {"dora": True, "modules_to_save": ["embed_tokens", "model.norm"]},
         "data": {"max_tokens": 8, "on_long": "truncate"},
     },
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,10 @@ def test_every_second_step(small: Path, tmp_path: Path, capsys: pytest.CaptureFi
     scored = runs.told(tmp_path / "with" / "out", "evaluation")
     assert [one["step"] for one in scored] == [2, 4, 5]
     assert {tuple(one) for one in scored} == {
-        ("time", "what", "step", "loss", "weight", "perplexity", "accuracy", "classes", "confusion")
+        (
+            *("time", "what", "step", "loss", "weight", "perplexity", "accuracy", "classes"),
+            *("confusion", "rows"),
+        )
     }
     first, _, last = scored
     assert first["loss"] != last["loss"]
@@ -92,6 +96,22 @@ def test_the_best_and_the_last_are_kept(small: Path, tmp_path: Path) -> None:
     assert (output / "step-3").exists() is False, "it is older than the last two"
     task._Keeper(prepared, workload.module, plan.with_(seed=9)).keep(3, 99.0, tensors)
     assert runs.adapters(output / "best") != before, "another run's best does not count"
+
+    assert prepared.validation is not None
+    digests = {line["rows"] for line in runs.told(output, "evaluation")}
+    assert digests == {prepared.validation.digest}
+    others = replace(prepared, validation=prepared.validation.chosen([0]))
+    for now, loss, step in ((prepared, 99.0, 4), (prepared, 100.0, 4), (others, 100.0, 6)):
+        task._Keeper(now, workload.module, plan).keep(step, loss, tensors)
+        kept_best = outputs.Kept.of(output / "best")
+        assert kept_best is not None
+        assert kept_best.step == step, "losses of different rows are not compared"
+    note = output / "best" / "kept.json"
+    note.write_text(json.dumps({"run": plan.digest, "step": 1, "loss": 0.0}), "utf-8")
+    task._Keeper(prepared, workload.module, plan).keep(7, 1.0, tensors)
+    old = outputs.Kept.of(output / "best")
+    assert old is not None
+    assert (old.step, old.rows) == (1, None), "an older release noted no rows"
 
 
 def _keep_trained(folder: Path, config: Path) -> None:
@@ -226,7 +246,7 @@ def test_what_waits_is_given_up(evaluator: Evaluator) -> None:
 def test_scores_of_classes() -> None:
     confusion = np.array([[6, 2, 0], [1, 3, 0], [0, 0, 0]])
     scores = Scores(loss=0.5, weight=12, labels=("a", "b", "c"), confusion=confusion)
-    told = task.event(scores, 7)
+    told = task.event(scores, 7, "digest")
     assert (told.step, told.accuracy, told.perplexity) == (7, 0.75, None)
     a, _, c = told.classes
     assert (a.recall, a.precision) == (6 / 8, 6 / 7)
@@ -236,7 +256,7 @@ def test_scores_of_classes() -> None:
 
 
 def test_perplexity() -> None:
-    assert task.event(NO_SCORES, 1).perplexity == pytest.approx(np.exp(0.5))
+    assert task.event(NO_SCORES, 1, None).perplexity == pytest.approx(np.exp(0.5))
     absurd = Scores(loss=1e4, weight=1, labels=(), confusion=np.zeros((0, 0), np.int64))
-    assert task.event(absurd, 1).perplexity is None
+    assert task.event(absurd, 1, None).perplexity is None
     assert next(absurd.lines()).endswith("perplexity inf")

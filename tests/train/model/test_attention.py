@@ -14,13 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 import transformers
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.fx.experimental import _config as shape_config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.arithmetic import sharding
+from entrenar_py.train.finetune.strategies import launch
+from entrenar_py.train.finetune.strategies.strategy import Shards
 from entrenar_py.train.model import attention, preparation
 from tests.train.model import checkpoints
 
@@ -137,6 +142,40 @@ def test_a_worker_that_refuses_refuses_again(small: Path, tmp_path: Path) -> Non
         with pytest.raises(UsageError, match="can't import nvidia-cudnn-frontend"):
             step(torch.device("cuda"))
     assert next(workload.module.parameters()).device.type == "cpu"
+
+
+def test_ranks_are_asked_at_the_start(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever their strategy, they end if cuDNN can't compute, and say so if it doesn't."""
+    asked = list[torch.device]()
+
+    def require(_: nn.Module, device: torch.device) -> None:
+        asked.append(device)
+        if len(asked) > 1:
+            raise UsageError("it can't")
+
+    monkeypatch.setattr(attention, "require", require)
+    monkeypatch.setattr(attention, "_num_calls", 0)
+    settings = checkpoints.settings(small, tmp_path / "model", checkpoints.qwen3())
+    settings = replace(settings, precision="bfloat16", attention="cudnn", strategy="fsdp")
+    prepared = preparation.prepare(settings, tmp_path / "cache")
+    place = torch.device("cuda:0")
+    here = launch.World(rank=0, local_rank=0, size=1, on_host=1, device=place)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        shards = launch._shards(settings, prepared, here)
+        assert asked == [here.device]
+        with pytest.raises(UsageError, match="it can't"):
+            launch._shards(settings, prepared, here)
+    finally:
+        dist.destroy_process_group()
+    shards = Shards(shards.workload, shards.plan, torch.device("cpu"))
+    step = shards.step(0, sharding.Position(0, 0))
+    shards.workload.objective.float()
+    for told in (True, False):  # once
+        shards.loss(shards.workload.objective, step, 0)
+        assert ("torch computed the attention" in capsys.readouterr().err) is told
 
 
 @pytest.fixture

@@ -41,6 +41,8 @@ def read(row: Mapping[str, Any], field: str = "messages") -> list[dict[str, Any]
         {"instruction": "list", "context": "", "response": "ls", "category": "open_qa"},
         {"prompt": "list", "completion": "ls"},
         {"prompt": [USER], "completion": [ANSWER]},
+        {"messages": [USER, ANSWER], "chat_template_kwargs": {}},
+        {"messages": [USER, ANSWER], "chat_template_kwargs": {"thinks": None}},
         {"question": "list", "answer": "ls"},
         {"question": "list", "response": "ls"},
     ],
@@ -194,6 +196,11 @@ def test_the_answers_in_a_prompt_are_not_learned() -> None:
             "this task doesn't learn preferences",
         ),
         ({"messages": [USER, ANSWER], "label": False}, "marks a bad answer"),
+        (
+            {"messages": [USER, ANSWER], "chat_template_kwargs": {"thinks": False, "x": None}},
+            "has chat_template_kwargs={'thinks': False}, but templates get no arguments here; lea",
+        ),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": '{"x": 1}'}, "templates get no arg"),
         ({"messages": [USER, {"from": "function_call", "value": "w("}]}, "a call that is not JSON"),
         (
             {"messages": [USER, {"from": "function_call", "value": "[" * 10**5}]},
@@ -266,6 +273,7 @@ def test_a_prompt_keeps_earlier_answers() -> None:
         {"instruction": 7},
         {"output": "ls"},
         {"messages": [USER], "images": ["a.png"]},
+        {"messages": [USER], "chat_template_kwargs": {"thinks": False}},
     ],
 )
 def test_rows_without_a_prompt(row: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,22 @@ def test_the_rate_follows_the_size(rate: float, size: int, method: str, told: st
     found = judged("C-HP-001", settings, num_parameters=size)
     assert bool(found) == bool(told)
     assert all(told in one.message for one in found)
+
+
+@pytest.mark.parametrize(
+    ("rate", "size", "told"),
+    [
+        (5e-6, 4 * 10**9, ""),  # TRL's
+        (2e-5, 4 * 10**9, ""),  # of docs/finetuning.md
+        (2e-4, 4 * 10**9, "for task: preference, and adapters of .*; use 2e-05 or less"),
+        (2e-4, 6 * 10**8, "use 0.0001 or less"),
+        (5e-7, 4 * 10**9, "use 1e-06 or more"),
+    ],
+)
+def test_pairs_need_a_smaller_rate_than_the_default(rate: float, size: int, told: str) -> None:
+    settings = replace(training(learning_rate=rate), task="preference")
+    found = [one.message for one in judged("C-HP-001", settings, num_parameters=size)]
+    assert [bool(re.search(told, message)) for message in found] == [True] * bool(told)
 
 
 def test_large_batches_of_adapters() -> None:

@@ -64,6 +64,21 @@ def test_products_have_the_format_of_autocast() -> None:
     assert torch.equal(gradient, gradient.bfloat16().float())
 
 
+def test_a_weight_is_not_rounded_in_16_bits() -> None:
+    """A pair's weight is beta times a share, and no power of two."""
+    draw = torch.Generator().manual_seed(3)
+    hidden = torch.randn(9, 16, generator=draw).requires_grad_()
+    weight, targets = torch.randn(40, 16, generator=draw), torch.arange(9)
+    gradients = list[torch.Tensor]()
+    for factor in (1.0, 0.3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = objectives.cross_entropy(hidden, weight, targets, weighted=True)
+        gradients += torch.autograd.grad(loss * factor, [hidden])
+    whole, weighted = gradients
+    assert torch.equal(weighted, (whole * 0.3).bfloat16().float())
+    assert not torch.equal(weighted, (whole.bfloat16() * torch.tensor(0.3).bfloat16()).float())
+
+
 def config(name: str, **more: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     return getattr(transformers, name)(

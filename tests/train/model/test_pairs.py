@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.shared.errors import RowsError, UsageError
-from entrenar_py.train.model import model, pairs, samples
+from entrenar_py.train.finetune import foresight
+from entrenar_py.train.model import model, pairs, preparation, samples
 from entrenar_py.train.model.conversations import BadConversationError
 from entrenar_py.train.model.rows import Row
 from entrenar_py.train.model.samples import Samples
@@ -92,6 +94,24 @@ def test_a_token_over_the_end_of_the_prompt_counts_for_both_sides() -> None:
     pair = pairs.Texts(prompt="a b", chosen="c", rejected=" d")
     found = pairs.of_texts(pair, tokens.__getitem__, "<e>")
     assert (found.num_prompt, found.chosen, found.rejected) == (1, [1, 3, 9], [1, 2, 4, 9])
+    assert not found.is_aligned
+    assert pairs.of_texts(replace(pair, is_given=False), tokens.__getitem__, "<e>").is_aligned
+    assert pairs.encoded([1, 2], [1, 2, 3], [1, 2, 4]).is_aligned
+
+
+def test_prompts_with_other_tokens_alone_are_counted_and_told_once(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also from the cache, and for both parts of one file."""
+    good = {"prompt": "do:", "chosen": " ls -la", "rejected": " rm"}
+    rows = [good, {"prompt": "sud", "chosen": "o rm", "rejected": "o ls"}]
+    rows += [{"chosen": "sudo rm", "rejected": "sudo ls"}]
+    for _ in range(2):
+        found = load(small, tmp_path, "preference", rows)
+        assert (len(found), found.num_unaligned) == (3, 1)
+    chosen = settings(small, tmp_path / "rows.jsonl", "preference", validation_share=0.4)
+    foresight.say_rows(preparation.prepare(chosen, tmp_path / "cache"))
+    assert capsys.readouterr().err.count("in 1 pair, the prompt alone has other tokens") == 1
 
 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
@@ -115,6 +135,10 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
         "chosen has a message with a weight of 0",
     ),
     ({"prompt": "do", "chosen": "ls", "rejected": "rm", "images": ["x"]}, "only text is learned"),
+    (
+        {"prompt": ASKED, "chosen": GOOD, "rejected": BAD, "chat_template_kwargs": {"thinks": 0}},
+        "has chat_template_kwargs={'thinks': 0}, but templates get no arguments",
+    ),
     ({"prompt": "do", "chosen": "ls", "rejected": "rm " * 90}, "tokens; data.max_tokens allows 64"),
 ]
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from entrenar_py.compute import nf4 as stored
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import reduction
-from entrenar_py.train.model import model, precision, workload
+from entrenar_py.train.model import model, precision, stock, workload
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
 from tests import extras
 from tests.train.model import nf4
@@ -173,6 +173,35 @@ def test_blocks_compile_to_the_same_programs(
         module(input_ids=TOKENS, use_cache=False)
         made.append(counter.frame_count)
     assert made == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_new_adapters_of_dora_change_nothing_in_16_bits(
+    method: str, dropout: float, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms are in float32, also where peft doesn't cast a layer's input, as it doesn't on CUDA."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    given = settings(small, tmp_path, qwen(), target="q_proj", task="preference")
+    lora = replace(given.lora, dora=True, dropout=dropout)
+    module = model.load(replace(given, method=method, precision="bfloat16", lora=lora), 0)
+    norm, dtypes = DoraLinearLayer.get_weight_norm, set[torch.dtype]()
+    is_enabled = torch.is_autocast_enabled
+
+    def recorded(self: Any, weight: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        dtypes.add(weight.dtype)
+        result: torch.Tensor = norm(self, weight, *more, **named)
+        return result
+
+    monkeypatch.setattr(DoraLinearLayer, "get_weight_norm", recorded)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *kind: not kind or is_enabled(*kind))
+    with precision.applied(torch.bfloat16, torch.device("cpu")), torch.no_grad():
+        policy = module(input_ids=TOKENS).logits
+        with stock.without_adapters(module):
+            reference = module(input_ids=TOKENS).logits
+    assert torch.equal(policy, reference)
+    assert dtypes == {torch.float32}
 
 
 def loss_and_gradient(module: Any) -> list[torch.Tensor]:

@@ -112,6 +112,24 @@ def test_long_rows_are_cut_as_stock_tokenizers_cut_them(small: Path, tmp_path: P
     ).labels.tolist() == [0]
 
 
+@pytest.mark.parametrize("added", ["$A <|end|>", "<|start|> $A <|end|> <|end|>", "<|start|> $A"])
+def test_a_cut_text_keeps_the_tokens_that_the_tokenizer_adds(added: str, small: Path) -> None:
+    """A classifier sees its end token, as with stock tokenizers. A token in the text is no end."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = model.tokenizer(settings(small, small, "classify"))
+    named = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|start|>", "<|end|>")]
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single=added, special_tokens=named)
+    before = backend.to_str()
+    text = 5 * "ls -la <|end|>"
+    lengths = range(4, len(tokenizer(text)["input_ids"]) + 2)
+    cut = [samples.first_tokens(tokenizer, text, most) for most in lengths]
+    assert backend.to_str() == before
+    for most, tokens in zip(lengths, cut, strict=True):
+        assert tokens == tokenizer(text, truncation=True, max_length=most)["input_ids"]
+
+
 def test_a_text_that_was_rendered_already_begins_once(small: Path, tmp_path: Path) -> None:
     """What a chat template wrote begins with the first token, which the tokenizer adds as well."""
     from tokenizers.processors import TemplateProcessing

@@ -204,6 +204,7 @@ def test_a_head_and_a_table_are_trained_whole(small: Path, tmp_path: Path) -> No
         ("lm_head", "model.embed_tokens has the same weights"),
         ("embed_tokens", "lm_head has the same weights"),
         ("head", "the model has no layer of that name with weights"),
+        ("norm", r"all of q_norm, k_norm, input_layernorm, .*; use a longer .* as model\.norm"),
     ],
 )
 def test_what_cannot_be_trained_whole(name: str, told: str, small: Path, tmp_path: Path) -> None:
@@ -213,6 +214,24 @@ def test_what_cannot_be_trained_whole(name: str, told: str, small: Path, tmp_pat
     chosen = replace(whole, method="lora", lora=Lora(modules_to_save=(name,)))
     with pytest.raises(UsageError, match=rf"lora\.modules_to_save='{name}': .*{told}"):
         model.load(chosen, 0)
+
+
+def test_a_trained_head_is_never_rounded(checkpoint: Path) -> None:
+    """It is float32 above a checkpoint in 16 bits, too: in a next run, `infer` and a merge."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    chosen = settings(checkpoint, precision="bfloat16")
+    trained = exported(chosen)[1]
+    name = next(name for name in trained if ".score." in name)
+    head = torch.from_numpy(trained[name])
+    assert not torch.equal(head, head.bfloat16().float())
+    lora = replace(chosen.lora, start_from=chosen.output)
+    begun = model.load(replace(chosen, lora=lora), 0)
+    read = model.trained(chosen, chosen.output, 0)
+    for module in (begun, read):
+        assert torch.equal(dict(module.named_parameters())[name], head)
+    stock.merge(read.float(), model.tokenizer(chosen), chosen.output / "merged")
+    merged = safetensors.load_file(chosen.output / "merged" / "model.safetensors")
+    assert torch.equal(merged["score.weight"], head)
 
 
 def test_a_run_begins_with_the_adapters_of_another(checkpoint: Path) -> None:

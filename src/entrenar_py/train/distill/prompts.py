@@ -19,15 +19,18 @@ from blake3 import blake3
 
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import escaping, files, json_text
-from entrenar_py.train.model import conversations, rows, samples
+from entrenar_py.train.model import conversations, pairs, rows, samples
 from entrenar_py.train.model.conversations import BadConversationError, Conversation
 from entrenar_py.train.model.rows import BadRow, Row
-from entrenar_py.train.model.settings import Data, Settings
+from entrenar_py.train.model.settings import CHATS, Data, Settings
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and the place of its row: a conversation for `instruct`, a text for `text`."""
+    """A prompt and the place of its row: a conversation for `instruct`, a text for `text`.
+
+    For `preference` it is either, as the row has it.
+    """
 
     place: str
     asked: Conversation | str
@@ -113,8 +116,10 @@ def _prompt(row: Row, settings: Settings) -> Prompt | BadRow:
 def of_row(row: Row, settings: Settings) -> Prompt | BadRow:
     """Return the prompt of a row, or why it has none."""
     name = settings.data.text_field
-    if settings.task == "instruct":
+    if settings.task in CHATS:
         try:
+            if settings.task == "preference":
+                return Prompt(row.place, _of_preference(row.fields, settings.data))
             return Prompt(row.place, conversations.prompt(row.fields, settings.data.messages_field))
         except BadConversationError as problem:
             return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
@@ -130,6 +135,26 @@ def of_row(row: Row, settings: Settings) -> Prompt | BadRow:
         )
         return BadRow(row.place, escaping.shortened(escaping.exact(lack)))
     return Prompt(row.place, text)
+
+
+def _of_preference(fields: Mapping[str, Any], data: Data) -> Conversation | str:
+    """Return the prompt of a pair, or of a row without answers.
+
+    Raises BadConversationError if it has none.
+    """
+    if all(fields.get(name) is not None for name in (pairs.CHOSEN, pairs.REJECTED)):
+        pair = pairs.read(fields)
+        if isinstance(pair, pairs.Chats):
+            return Conversation(messages=pair.prompt, tools=pair.tools, learned=())
+        text: Any = pair.prompt
+    else:
+        names = (data.messages_field, pairs.PROMPT, data.text_field)
+        text = next((fields[name] for name in names if fields.get(name) is not None), None)
+        if not isinstance(text, str):
+            return conversations.prompt(fields, data.messages_field)
+    if not text.strip():
+        raise BadConversationError(f"its prompt is {text!r}; use a text that is not empty")
+    return str(text)
 
 
 def row_of(prompt: Prompt, answer: Answer, data: Data) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from entrenar_py.train.model import (
     preparation,
     rendering,
     samples,
+    stock,
 )
 from entrenar_py.train.model.chat_template import ChatEncoder
 from entrenar_py.train.model.conversations import BadConversationError
@@ -447,7 +448,7 @@ class Generation:
         answer = self._generated(prompt, tokens, most, stopping)
         if stopping.is_set():
             return None
-        if answer[-1] not in self._ends():
+        if answer[-1] not in stock.ends(module, self._tokenizer):
             return Answer(TRUNCATED, self._decoded(prompt, tokens, answer))
         content = self._decoded(prompt, tokens, answer[:-1])
         return Answer(WHOLE if content.strip() else REFUSED, content)
@@ -470,7 +471,6 @@ class Generation:
                 attention_mask=torch.ones_like(prompt_tokens),
                 max_new_tokens=most,
                 pad_token_id=model.padding(self._tokenizer),
-                eos_token_id=sorted(self._ends()),
                 stopping_criteria=_criteria(stopping),
                 logits_processor=[_require_finite],
                 **how,
@@ -480,11 +480,6 @@ class Generation:
     def _seed(self, prompt: Prompt) -> int:
         told = f"{self._settings.seed} {prompt.digest}".encode()
         return int.from_bytes(blake3(told).digest(8)) >> 1
-
-    def _ends(self) -> set[int]:
-        named = getattr(self._module.generation_config, "eos_token_id", None)
-        several = named if isinstance(named, list) else [named]
-        return {int(one) for one in (*several, self._tokenizer.eos_token_id) if one is not None}
 
     def _decoded(self, prompt: Prompt, tokens: list[int], new: list[int]) -> str:
         decode = self._tokenizer.decode
@@ -500,7 +495,7 @@ class Generation:
         if self._module is None:
             module = checkpoint(self._settings, self._section, self._device)
             self._module = module.to(self._device)
-            self._module.generation_config = _plain(self._module.generation_config)
+            self._module.generation_config = stock.plain_generation(module, self._tokenizer)
         return self._module
 
 
@@ -511,17 +506,6 @@ def _require_finite(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             "float32"
         )
     return scores
-
-
-def _plain(config: Any) -> Any:
-    """Return a generation configuration with only the end tokens of `config`.
-
-    Penalties, beams and the like of the checkpoint are ignored: the settings give the temperature,
-    and nothing else is supported.
-    """
-    from transformers import GenerationConfig
-
-    return GenerationConfig(eos_token_id=getattr(config, "eos_token_id", None))
 
 
 def _criteria(stopping: threading.Event) -> Any:

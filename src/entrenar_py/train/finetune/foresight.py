@@ -26,12 +26,23 @@ SKIPPED = "skipped.txt"  # in the output folder
 
 
 def say_rows(prepared: Prepared) -> None:
-    """Print the numbers of samples, and the first rows that were skipped."""
+    """Print the numbers of samples, and the first rows that were skipped.
+
+    Warns about pairs with a prompt that isn't the beginning of both sides, token by token.
+    """
     for what, rows in (("train", prepared.train), ("validation", prepared.validation)):
         if rows is not None:
             cut = f", {rows.num_cut:,} rows cut (data.on_long: truncate)" if rows.num_cut else ""
             printing.say(f"{what}: {counted(len(rows), 'sample')}{cut}")
     say_skipped(prepared.settings, _skipped(prepared))
+    has_own = prepared.settings.data.validation is not None  # else both are parts of one file
+    both = (prepared.train, prepared.validation if has_own else None)
+    if number := sum(rows.num_unaligned for rows in both if rows is not None):
+        printing.warn(
+            f"entrenar: warning: in {counted(number, 'pair')}, the prompt alone has other tokens "
+            "than with its answers, so a completion begins before the prompt's end; see that "
+            "prompts end with a whole word, and not with a space"
+        )
 
 
 def say_teacher(workload: object) -> None:

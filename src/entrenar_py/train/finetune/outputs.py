@@ -108,8 +108,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-SETTINGS = "run.json"  # in the output folder: the settings, for later commands
-DIGESTS = "digests"  # a key in SETTINGS: the digests of the run's model and tokenizer
+SETTINGS, DIGESTS = model_folder.RUN, model_folder.DIGESTS
 MARKS = ("config.json", "adapter_config.json")  # without these, no library loads the weights
 _OWN = (SETTINGS, "state.checkpoint", "ledger.jsonl", "metrics.jsonl")  # files of a run
 _OTHERS = (*MARKS, "tokenizer.json")
@@ -164,18 +163,28 @@ def _fill(
 
 @dataclass(frozen=True)
 class Kept:
-    """Facts about adapters that a run kept: its plan's digest, their step, and their loss."""
+    """Facts about adapters that a run kept: its plan's digest, their step, and their loss.
+
+    `rows` is the digest of the validation rows of that loss; None if an older release wrote it.
+    """
 
     run: str
     step: int
     loss: float
+    rows: str | None
 
     @classmethod
     def of(cls, folder: Path) -> Kept | None:
         """Return what `keep` noted in `folder`; None if it wrote nothing there."""
         try:
             record = model_folder.record(folder / _KEPT, str(folder))
-            return cls(str(record["run"]), int(record["step"]), float(record["loss"]))
+            rows = record.get("rows")
+            return cls(
+                run=str(record["run"]),
+                step=int(record["step"]),
+                loss=float(record["loss"]),
+                rows=None if rows is None else str(rows),
+            )
         except (UsageError, LookupError, TypeError, ValueError):
             return None
 
@@ -193,7 +202,9 @@ def keep(
 
     Raises SystemFailure if a file can't be written.
     """
-    with replacing(folder, marks=(*MARKS, SETTINGS), advice="make room or give access") as partial:
+    # The note comes last: with it, a resumed run takes the folder to be complete.
+    marks = (*MARKS, SETTINGS, _KEPT)
+    with replacing(folder, marks=marks, advice="make room or give access") as partial:
         _fill(partial, prepared, module, tensors, model_digest=model_digest)
         (partial / _KEPT).write_text(json.dumps(asdict(kept)) + "\n", encoding="utf-8")
 
@@ -374,12 +385,7 @@ def answer(output: Output, prompt: str, sampling: Sampling) -> Iterator[str]:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UsageError("--prompt is not UTF-8; give a text in UTF-8") from error
-    question: Conversation | str = prompt
-    is_chat = getattr(output.tokenizer, "chat_template", None) is not None
-    if output.settings.task in CHATS and is_chat:
-        turn = {"role": "user", "content": prompt}
-        question = Conversation(messages=[turn], tools=None, learned=())
-    reply = _answer(output, question, sampling)
+    reply = _answer(output, prompt, sampling)
     if isinstance(reply, str):
         yield reply
     else:
@@ -416,10 +422,20 @@ def _answer(
 ) -> str | dict[str, float]:
     """Return a text, or the probability of each class, the most likely one first."""
     settings, tokenizer = output.settings, output.tokenizer
-    if isinstance(prompt, str):
+    is_chat = getattr(tokenizer, "chat_template", None) is not None
+    if isinstance(prompt, str) and settings.task in CHATS and is_chat:
+        turn = {"role": "user", "content": prompt}
+        prompt = Conversation(messages=[turn], tools=None, learned=())
+    if isinstance(prompt, str) and settings.task == "classify" and settings.data.truncates:
+        question = samples.first_tokens(tokenizer, prompt, settings.data.max_tokens)
+    elif isinstance(prompt, str):
         question = samples.tokens_of(tokenizer, prompt)
-    else:
+    elif is_chat:
         question = _asked(tokenizer, prompt, settings.data.date)
+    else:
+        raise UsageError(
+            f"has messages, but the tokenizer of {output.folder} has no chat template; give a text"
+        )
     module = cast("Any", output.module)
     _require_room(output, question, sampling.new_tokens)
     tokens = torch.tensor([question])
@@ -439,12 +455,13 @@ def _answer(
         if sampling.temperature:
             drawing = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
             drawing["top_p"] = sampling.top_p
-        generated = module.generate(
-            **batch,
-            max_new_tokens=sampling.new_tokens,
-            pad_token_id=model.padding(tokenizer),
-            **drawing,
-        )
+        with stock.answering_plainly(module, tokenizer):
+            generated = module.generate(
+                **batch,
+                max_new_tokens=sampling.new_tokens,
+                pad_token_id=model.padding(tokenizer),
+                **drawing,
+            )
     text: str = tokenizer.decode(generated[0, len(question) :], skip_special_tokens=True)
     return text
 

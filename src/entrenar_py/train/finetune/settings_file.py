@@ -519,7 +519,7 @@ class _Conflicts:
                 "leave packing out",
                 *("data", "packing"),
             )
-        if settings.data.on_long == "truncate":
+        if settings.data.truncates:
             self._error(
                 "on_long: truncate with task: preference: a pair would lose the ends of its "
                 "answers; use stop or skip",

@@ -99,7 +99,7 @@ class Evaluator:
         except _FAILED as error:
             tell(_left_out(step, error))
             return None
-        tell(event(scores, step))
+        tell(event(scores, step, rows.digest))
         return scores
 
     def close(self) -> None:
@@ -109,6 +109,7 @@ class Evaluator:
         self._waiting.clear()
 
     def _tell(self, tell: Listener, *, wait: bool) -> None:
+        rows = self._prepared.validation
         while self._waiting and (wait or self._waiting[0][2].done()):
             step, _, future = self._waiting.popleft()
             try:
@@ -116,7 +117,7 @@ class Evaluator:
             except _FAILED as error:
                 tell(_left_out(step, error))
             else:
-                tell(event(scores, step))
+                tell(event(scores, step, None if rows is None else rows.digest))
 
     def _kept(self, step: int, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
         scores = self._scores(rows, tensors)
@@ -155,15 +156,17 @@ class Evaluator:
 class _Keeper:
     """Keeps the best adapters, and the last ones, as the settings say.
 
-    A resumed run continues from the best loss that an earlier part of the same plan noted. If it
-    evaluates a step again, that step has the same bits.
+    A resumed run continues from the best loss that an earlier part of the same plan noted, if that
+    is a loss of the same rows. If it evaluates a step again, that step has the same bits.
     """
 
     def __init__(self, prepared: Prepared, module: nn.Module, plan: TrainingPlan) -> None:
         self._prepared, self._module, self._plan = prepared, module, plan
         self._output = prepared.settings.output
+        rows = prepared.validation
+        self._rows = None if rows is None else rows.digest
         best = outputs.Kept.of(self._output / BEST)
-        is_own = best is not None and best.run == plan.digest
+        is_own = best is not None and best.run == plan.digest and best.rows in (None, self._rows)
         self._least = best.loss if best is not None and is_own else math.inf
 
     def keep(self, step: int, loss: float, tensors: Mapping[str, Array]) -> None:
@@ -183,7 +186,7 @@ class _Keeper:
             self._least = loss
 
     def _write(self, folder: Path, step: int, loss: float, tensors: Mapping[str, Array]) -> None:
-        kept = outputs.Kept(self._plan.digest, step, loss)
+        kept = outputs.Kept(self._plan.digest, step, loss, self._rows)
         digest = preparation.model_digest(self._plan)
         outputs.keep(folder, self._prepared, self._module, tensors, kept, model_digest=digest)
 
@@ -194,8 +197,11 @@ def _left_out(step: int, error: Exception) -> Noted:
     return Noted(what="not_scored", step=step, text=text)
 
 
-def event(scores: Scores, step: int) -> Scored:
-    """Return `scores` after `step` steps as an event for the run's listeners."""
+def event(scores: Scores, step: int, rows: str | None) -> Scored:
+    """Return `scores` after `step` steps as an event for the run's listeners.
+
+    `rows` is the digest of the rows that were scored.
+    """
     classes = tuple(
         ClassScored(
             label=label,
@@ -214,6 +220,7 @@ def event(scores: Scores, step: int) -> Scored:
         margin=scores.margin,
         classes=classes,
         confusion=tuple(map(tuple, scores.confusion.tolist())),
+        rows=rows,
     )
 
 

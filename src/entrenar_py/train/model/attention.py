@@ -96,7 +96,8 @@ def warn_if_unused() -> None:
     if not _num_calls:
         printing.warn(
             "attention: cudnn: torch computed the attention of the first rows, since it has masks, "
-            f"heads wider than {_WIDTH_MAX}, or other widths for values than for keys"
+            f"dropout (attention_dropout in config.json), heads wider than {_WIDTH_MAX}, or other "
+            "widths for values than for keys"
         )
 
 

@@ -36,6 +36,7 @@ _ROLES = {
 # ShareGPT's role of an assistant that calls a function, and OpenAI's older field with the call.
 _CALL = "function_call"
 _MEDIA = ("images", "image", "videos", "audios", "audio")
+_ARGUMENTS = "chat_template_kwargs"  # TRL passes a row's to the template
 _PREFERENCES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
 # Keys of a message, or of a part of its content: 0 or false means that it is not learned. OpenAI
 # and OpenPipe use weight, LLaMA-Factory loss_weight, axolotl train and training, ms-swift loss and
@@ -137,8 +138,12 @@ def _answered(fields: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 
 def _require_good(fields: Mapping[str, Any], field: str) -> None:
-    """Raise BadConversationError for images, pairs of answers, and answers marked as bad."""
+    """Raise BadConversationError for images, pairs of answers, and answers marked as bad.
+
+    Also for arguments of the chat template.
+    """
     require_text_only(fields)
+    require_usual_template(fields)
     for better, worse in _PREFERENCES:
         if field not in (better, worse) and fields.get(better) and fields.get(worse):
             raise BadConversationError(
@@ -155,6 +160,19 @@ def require_text_only(fields: Mapping[str, Any]) -> None:
     media = [name for name in _MEDIA if fields.get(name)]
     if media:
         raise BadConversationError(f"has {media[0]}; only text is learned, leave such rows out")
+
+
+def require_usual_template(fields: Mapping[str, Any]) -> None:
+    """Raise BadConversationError for a row with its own arguments for the chat template."""
+    arguments = fields.get(_ARGUMENTS)
+    if isinstance(arguments, Mapping):  # Parquet gives every row all keys
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+    if arguments:
+        raise BadConversationError(
+            f"has {_ARGUMENTS}={arguments!r}, but templates get no arguments here; leave it out "
+            "of the row, or set the same values for all rows at the start of the checkpoint's "
+            "template: {% set name = value %}"
+        )
 
 
 def _given(fields: Mapping[str, Any], field: str) -> tuple[str, Any]:

@@ -26,6 +26,9 @@ from entrenar_py.train.model.settings import Settings
 _RATES = ((10**8, 1e-2), (10**9, 5e-3), (20 * 10**9, 1e-3), (math.inf, 5e-4))
 _RATE_MIN = 1e-6
 _FULL = 0.1  # the learning rate of full fine-tuning, relative to the adapters' rate
+# The highest rate for pairs, relative to the adapters' rate. TRL and the alignment handbook use
+# 5e-6 for models of 0.5 and 7 billion parameters.
+_OF_PAIRS = 0.02
 _BATCH_MAX = 128
 _STEPS_MIN = 10
 _ALPHA_SHARES = (0.25, 8.0)  # bounds of alpha / rank: QLoRA's value, and LoRA's for GPT-2
@@ -136,6 +139,8 @@ def _rate(facts: Facts) -> Iterator[Remark]:
     share = 1.0 if facts.settings.adapts else _FULL
     most = share * next(rate for size, rate in _RATES if number < size)
     kind = "adapters" if facts.settings.adapts else "all weights"
+    if facts.settings.task == "preference":
+        most, kind = _OF_PAIRS * most, f"task: preference, and {kind}"
     subject = f"learning_rate={rate:g} for {kind} of a model of {_amount(number)} parameters"
     if rate > most:
         yield Remark(

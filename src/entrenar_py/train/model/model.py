@@ -86,8 +86,8 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
             attention.use(module)
         if settings.adapts:
             module = stock.adapted(settings, module, new)
-            stock.start(settings, module)
     precision.prepare(module, settings)
+    stock.start(settings, module)  # into float32
     if settings.task != "classify":
         _require_causal(settings, module)
     if settings.data.packing:
@@ -174,10 +174,10 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
         stock.set_padding(module, pad_token)
         stock.freeze_beside(module)
         module = stock.adapted(settings, module, new)
-        stock.start(settings, module)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    stock.start(settings, module)
     return module.train()
 
 
@@ -245,6 +245,10 @@ def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int
 
         model_folder.require_adapters(folder)
         with model_folder.reading(folder, "adapters"), stock.quiet():
+            whole = peft.PeftConfig.from_pretrained(str(folder)).modules_to_save or ()
+            for name, part in module.named_modules():
+                if name.endswith(tuple(whole)):
+                    part.float()  # peft trains a copy, and would round its values to this dtype
             module = peft.PeftModel.from_pretrained(module, str(folder))
     return cast("nn.Module", module)
 

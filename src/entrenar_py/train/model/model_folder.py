@@ -29,6 +29,8 @@ from entrenar_py.train.model.settings import Settings
 
 CONFIG, TOKENIZER, ADAPTERS = "config.json", "tokenizer_config.json", "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+RUN = "run.json"  # in a run's output folder: its settings, for later commands
+DIGESTS = "digests"  # a key in RUN: the digests of the run's model and tokenizer
 # Values of these keys name installed code, such as `sdpa`, or `owner/name` of a hub.
 _CODE = ("attn_implementation", "experts_implementation")
 # Keys of adapter_config.json that `entrenar` sets. All others have peft's default; another value
@@ -110,6 +112,22 @@ def require_adapters(folder: Path) -> None:
 def adapters_digest(folder: Path) -> str:
     """Return 32 hex digits over the adapters' weights in `folder`."""
     return blake3().update_mmap(folder / ADAPTER_WEIGHTS).hexdigest(16)
+
+
+def require_base(adapters: Path, model: Path, digest: str) -> None:
+    """Raise UsageError if a run trained `adapters` on another model than the one in `model`.
+
+    `digest` is that model's digest. A folder that no run wrote, or an older release, has none.
+    """
+    path = adapters / RUN
+    noted = record(path, str(adapters)).get(DIGESTS) if path.is_file() else None
+    due = noted.get("model") if isinstance(noted, dict) else None
+    if due is not None and due != digest:
+        raise UsageError(
+            f"lora.start_from={adapters}: its adapters were trained on a different model from "
+            f"{model}, which has the digest {digest}; the model of their run had {due}. Train that "
+            "checkpoint, or leave start_from out"
+        )
 
 
 def _refuse(folder: Path, name: str, key: str, value: object, advice: str) -> None:

@@ -76,20 +76,26 @@ def _identity(hidden: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, fused: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    fused: bool = False,
+    weighted: bool = False,
 ) -> Tensor:
     """Return the summed cross entropy of `hidden @ weight.T`, 0-d float32.
 
     `hidden` is [m, d], `weight` is [vocabulary, d], and `targets` is int64 [m], negative for
     positions without a target. Matrix products have the dtype of torch.autocast where that is on.
-    With `fused`, a kernel on the GPU computes what comes between the products.
+    With `fused`, a kernel on the GPU computes what comes between the products. With `weighted`, the
+    result gets a weight of its own, such as a pair's, which is not rounded to that dtype.
     """
     dtype = precision.current(hidden.device)
     if dtype != torch.float32:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with precision.as_given(hidden.device):
         result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, fused
+            hidden, weight, targets, fused, weighted
         )
     return result
 
@@ -136,8 +142,11 @@ class _CrossEntropy(torch.autograd.Function):
     """See `cross_entropy`. The gradients are computed in the forward pass, at scale 1."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, fused: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, fused: bool, weighted: bool
+    ) -> Tensor:
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
+        ctx.weighted = weighted
         loss = torch.zeros((), device=hidden.device)
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
@@ -163,11 +172,22 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        multiply = _weighted if ctx.weighted else _scaled
         of_hidden, of_weight = (
-            None if one is None else one * scale.to(one.dtype) for one in ctx.saved_tensors
+            None if one is None else multiply(one, scale) for one in ctx.saved_tensors
         )
-        return of_hidden, of_weight, None, None
+        return of_hidden, of_weight, None, None, None
+
+
+def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    # Without weights, the scale is mostly a power of two, so nothing is rounded.
+    return gradient * scale.to(gradient.dtype)
+
+
+def _weighted(gradient: Tensor, weight: Tensor) -> Tensor:
+    # As a vector, the weight keeps its dtype, and a GPU needs no copy of the gradient.
+    return torch.mul(gradient, weight.reshape(1), out=torch.empty_like(gradient))
 
 
 _TILE = 256  # rows of a matrix product on a GPU

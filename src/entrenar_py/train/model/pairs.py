@@ -11,7 +11,7 @@ prompt and more text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from entrenar_py.train.model import conversations
@@ -22,11 +22,15 @@ PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """A pair of texts that follow a prompt, which may be empty."""
+    """A pair of texts that follow a prompt, which may be empty.
+
+    `is_given` is false if the prompt was found as what both begin with.
+    """
 
     prompt: str
     chosen: str
     rejected: str
+    is_given: bool = True
 
     @property
     def contents(self) -> list[Any]:
@@ -51,11 +55,15 @@ class Chats:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """The tokens of both sides; each begins with the same `num_prompt` tokens of the prompt."""
+    """The tokens of both sides; each begins with the same `num_prompt` tokens of the prompt.
+
+    `is_aligned` is false if the given prompt has other tokens alone than with the answers.
+    """
 
     num_prompt: int
     chosen: Sequence[int]
     rejected: Sequence[int]
+    is_aligned: bool
 
 
 def read(fields: Mapping[str, Any]) -> Texts | Chats:
@@ -80,6 +88,7 @@ def read(fields: Mapping[str, Any]) -> Texts | Chats:
 
 
 def _of_texts(prompt: object, chosen: str, rejected: str) -> Texts:
+    is_given = prompt is not None
     if prompt is None:
         place = _differ_at(chosen, rejected)
         place -= chosen[place - 1 : place] == " "  # a space belongs to the word after it
@@ -91,12 +100,13 @@ def _of_texts(prompt: object, chosen: str, rejected: str) -> Texts:
     for name, text in ((CHOSEN, chosen), (REJECTED, rejected)):
         if not text.strip():
             raise BadConversationError(f"{name}={text!r}: use a text that is not empty")
-    return Texts(prompt=prompt, chosen=chosen, rejected=rejected)
+    return Texts(prompt=prompt, chosen=chosen, rejected=rejected, is_given=is_given)
 
 
 def _of_chats(
     fields: Mapping[str, Any], prompt: object, chosen: list[Any], rejected: list[Any]
 ) -> Chats:
+    conversations.require_usual_template(fields)
     sides = {name: _messages(name, fields[name]) for name in (CHOSEN, REJECTED)}
     if isinstance(prompt, list):
         before = _messages(PROMPT, prompt)
@@ -147,13 +157,15 @@ def of_texts(pair: Texts, tokenise: Callable[[str], list[int]], end: str | None)
         tokenise(pair.prompt + (side if end is None or side.endswith(end) else side + end))
         for side in (pair.chosen, pair.rejected)
     )
-    return encoded(tokenise(pair.prompt) if pair.prompt else [], chosen, rejected)
+    both = encoded(tokenise(pair.prompt) if pair.prompt else [], chosen, rejected)
+    return both if pair.is_given else replace(both, is_aligned=True)
 
 
 def encoded(prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int]) -> Encoded:
     """Return the tokens of both sides, and how many first tokens both share with the prompt."""
     shared = min(_num_shared(prompt, chosen), _num_shared(prompt, rejected))
-    return Encoded(num_prompt=shared, chosen=chosen, rejected=rejected)
+    is_aligned = shared == len(prompt)
+    return Encoded(num_prompt=shared, chosen=chosen, rejected=rejected, is_aligned=is_aligned)
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:

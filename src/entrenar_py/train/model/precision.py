@@ -46,12 +46,56 @@ def prepare(module: nn.Module, settings: Settings) -> None:
     for tensor in module.parameters():
         if tensor.requires_grad:
             tensor.data = tensor.data.float()
-    # peft would copy activations to float32, which autocast makes unnecessary. DoRA rounds its
-    # norms as its input is rounded, so it needs peft's float32 input.
-    casts = settings.precision == "float32" or settings.lora.dora
+    # peft would copy activations to float32, which autocast makes unnecessary.
+    casts = settings.precision == "float32"
     for layer in module.modules():
         if hasattr(layer, "cast_input_dtype_enabled"):
             cast("Any", layer).cast_input_dtype_enabled = casts
+    if settings.lora.dora and not casts:
+        use_exact_norms(module)
+
+
+def magnitudes(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the layers of `module` that have DoRA, and the parts that compute their norms."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    for layer in module.modules():
+        for part in getattr(layer, "lora_magnitude_vector", {}).values():
+            if isinstance(part, DoraLinearLayer):
+                yield layer, part
+
+
+def use_exact_norms(module: nn.Module) -> None:
+    """Let DoRA compute norms in float32, and return its input's dtype, on every device.
+
+    peft computes norms in the dtype of a layer's input, which it casts to float32 for some kinds of
+    layers and devices only. On CUDA, its layers in NF4 return float32.
+    """
+    for layer, part in magnitudes(module):
+        part.register_forward_pre_hook(_in_float32)
+        if hasattr(layer.get_base_layer().weight, "quant_state"):
+            layer.register_forward_hook(_as_input)
+
+
+def _in_float32(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return inputs[0].float(), *inputs[1:]
+
+
+def _as_input(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output.to(inputs[0].dtype)
+
+
+@torch.no_grad()
+def set_magnitudes(module: nn.Module) -> None:
+    """Set new magnitudes of DoRA to the norms of the layers' weights, in float32.
+
+    peft rounds them to the dtype of the weights, so that new adapters would change the model.
+    """
+    from peft.utils.integrations import dequantize_module_weight
+
+    for layer, part in magnitudes(module):
+        weight = dequantize_module_weight(layer.get_base_layer()).float()
+        part.weight.data = part.get_weight_norm(weight, torch.zeros_like(weight[0, 0]), 1.0)
 
 
 def applied(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:

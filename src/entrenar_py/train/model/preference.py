@@ -102,7 +102,7 @@ class PreferenceObjective(NextTokens):
         hidden = self.hidden_of(tokens, places.flatten(), None, head).view(*targets.shape, -1)
         rows = zip(hidden, targets, strict=True)
         sums = [
-            objectives.cross_entropy(own, head.weight, wanted, fused=self.is_fused)
+            objectives.cross_entropy(own, head.weight, wanted, fused=self.is_fused, weighted=True)
             for own, wanted in rows
         ]
         return -torch.stack(sums)

@@ -216,7 +216,10 @@ def cache() -> Path:
 
 
 def plan_of(settings: Settings, workload: Tuned) -> TrainingPlan:
-    """Return the plan of the reference trainer for `settings`."""
+    """Return the plan of the reference trainer for `settings`.
+
+    Raises UsageError if `lora.start_from` has adapters of a different model.
+    """
     training = settings.training
     batch_size = min(training.batch_size, workload.num_samples)
     num_steps = training.num_steps(workload.num_samples)
@@ -267,6 +270,7 @@ def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
         }
         decisive["lora.targets"] = list(lora.targets)
         if lora.start_from is not None:
+            model_folder.require_base(lora.start_from, settings.model, decisive[_MODEL])
             decisive["lora.start_from"] = model_folder.adapters_digest(lora.start_from)
     return decisive
 

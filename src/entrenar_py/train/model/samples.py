@@ -14,6 +14,7 @@ more memory than their tokens, and other processes and machines read them direct
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -94,6 +95,20 @@ def tokens_of(tokenizer: Any, text: str) -> list[int]:
     return tokens[1:] if is_twice and text.startswith(tokenizer.bos_token) else tokens
 
 
+def first_tokens(tokenizer: Any, text: str, most: int) -> list[int]:
+    """Return the first tokens of a text, `most` in all with those that the tokenizer adds.
+
+    Those that it puts at the end stay there, as `tokenizer(truncation=True)` leaves them: many
+    encoders were trained with one. Unlike that call, this doesn't change the tokenizer.
+    """
+    tokens = tokens_of(tokenizer, text)
+    if len(tokens) <= most:
+        return tokens
+    is_added = tokenizer(text, return_special_tokens_mask=True)["special_tokens_mask"]
+    last = len(list(itertools.takewhile(bool, reversed(is_added))))
+    return [*tokens[: max(most - last, 0)], *tokens[len(tokens) - min(last, most) :]]
+
+
 class _BadValueError(ValueError):
     """Raised for a row's value that can't be used; says what to use instead."""
 
@@ -117,6 +132,7 @@ class Encoder:
             )
         self._num_endless = 0
         self.num_cut = 0  # samples so far that were cut after data.max_tokens
+        self.num_unaligned = 0  # pairs so far with other tokens in the prompt alone
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -144,7 +160,7 @@ class Encoder:
             return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
         most, length = self._settings.data.max_tokens, sample.num_tokens
         if length > most:
-            if self._settings.data.on_long == "truncate":
+            if self._settings.data.truncates:
                 return self._cut(row, sample, most)
             told = f"has {length} tokens; data.max_tokens allows {most}"
             return BadRow(row.place, told, length)
@@ -157,7 +173,10 @@ class Encoder:
             total = len(sample.tokens)
             return BadRow(row.place, f"has nothing to predict in {most} of its {total} tokens")
         self.num_cut += 1
-        return replace(sample, tokens=sample.tokens[:most], is_target=targets)
+        tokens = sample.tokens[:most]
+        if self._settings.task == "classify":
+            tokens = first_tokens(self._tokenizer, self._text(row.fields), most)
+        return replace(sample, tokens=tokens, is_target=targets)
 
     def _plain(self, fields: Mapping[str, Any]) -> Sample:
         tokens = self._tokens(self._text(fields))
@@ -199,6 +218,7 @@ class Encoder:
                 )
             encoded = self._chats.pair(pair)
         pairs.require_different(encoded)
+        self.num_unaligned += not encoded.is_aligned
         chosen, rejected = encoded.chosen, encoded.rejected
         # The first token of a row can't be predicted from anything.
         starts = max(encoded.num_prompt, 1)
@@ -253,7 +273,7 @@ def _hint(label: str, num_labels: int) -> str:
 
 
 # of the file, and of what is learned from a row; files of other versions are created again
-VERSION = 6
+VERSION = 7
 _SHOWN = 20  # bad rows in a message
 
 
@@ -263,7 +283,8 @@ class Samples:
 
     `tokens` is int32 and `is_target` bool, both [all tokens]; `starts` is int64 [n + 1]; `labels`
     is int32 [n]. `cuts` is int32 [n] for pairs, the number of tokens of each chosen side; otherwise
-    it is empty. `skipped` has the rows that could not be used. `num_cut` of all rows were cut.
+    it is empty. `skipped` has the rows that could not be used. `num_cut` of all rows were cut, and
+    the prompts of `num_unaligned` have other tokens alone than with their answers.
     """
 
     tokens: NDArray[np.int32]
@@ -273,6 +294,7 @@ class Samples:
     cuts: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     skipped: tuple[BadRow, ...] = ()
     num_cut: int = 0
+    num_unaligned: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -364,6 +386,7 @@ class Samples:
             cuts=self.cuts[list(indices)] if self.are_pairs else self.cuts,
             skipped=self.skipped,
             num_cut=self.num_cut,
+            num_unaligned=self.num_unaligned,
         )
 
 
@@ -442,7 +465,7 @@ def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
         "date": data.date,
         "labels": list(settings.classes.labels),
     }
-    if data.on_long == "truncate":
+    if data.truncates:
         facts["cut"] = True
     return blake3(json.dumps(facts).encode()).hexdigest(16)
 
@@ -480,6 +503,7 @@ def read_kept(path: Path) -> Samples | None:
             cuts=arrays.get("cuts", np.zeros(0, np.int32)),
             skipped=tuple(BadRow(**one) for one in facts["skipped"]),
             num_cut=int(facts.get("num_cut", 0)),
+            num_unaligned=int(facts.get("num_unaligned", 0)),
         )
     except (CheckpointError, KeyError, TypeError, ValueError):
         return None
@@ -494,7 +518,11 @@ def _keep(path: Path, samples: Samples) -> None:
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        facts = {"skipped": [asdict(one) for one in samples.skipped], "num_cut": samples.num_cut}
+        facts = {
+            "skipped": [asdict(one) for one in samples.skipped],
+            "num_cut": samples.num_cut,
+            "num_unaligned": samples.num_unaligned,
+        }
         checkpoint.save(own, arrays, facts)
         own.replace(path)
     except OSError as error:
@@ -521,6 +549,7 @@ def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
         cuts=np.array([sample.cut for sample in encoded if sample.cut], np.int32),
         skipped=tuple(skipped),
         num_cut=encoder.num_cut,
+        num_unaligned=encoder.num_unaligned,
     )
 
 

@@ -123,6 +123,11 @@ class Data:
     ] = None
 
     @property
+    def truncates(self) -> bool:
+        """True if a row of more than `max_tokens` loses its end."""
+        return self.on_long == "truncate"
+
+    @property
     def validates(self) -> bool:
         """True if there are rows to evaluate on."""
         return self.validation is not None or self.validation_share > 0

@@ -64,6 +64,8 @@ def adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
             f"lora.targets={', '.join(lora.targets)}: peft can't adapt all of them ({told}); leave "
             "that layer out"
         ) from error
+    if lora.dora:
+        precision.set_magnitudes(adapted)
     return adapted
 
 
@@ -120,7 +122,8 @@ def start(settings: Settings, module: Any) -> None:
 def _saved(names: Sequence[str], module: nn.Module, new: Sequence[str]) -> list[str]:
     """Return the names of the parts that are trained whole: those in `new` and in `names`.
 
-    Raises UsageError for a name that no part has, and for weights that another part shares.
+    Raises UsageError for a name that no part has, or with which peft would find other parts, too,
+    and for weights that another part shares.
     """
     for name in names:
         named = [part for path, part in module.named_modules() if f".{path}".endswith(f".{name}")]
@@ -129,6 +132,21 @@ def _saved(names: Sequence[str], module: nn.Module, new: Sequence[str]) -> list[
         if not weights:
             raise UsageError(
                 f"lora.modules_to_save={name!r}: the model has no layer of that name with weights"
+            )
+        others = [
+            path
+            for path, part in module.named_modules()
+            if path.endswith(name)
+            and not f".{path}".endswith(f".{name}")
+            and any(True for _ in part.parameters())
+        ]
+        if others:
+            ends = list(dict.fromkeys(path.rpartition(".")[2] for path in others))
+            whole = next(path for path, part in module.named_modules() if part is named[0])
+            raise UsageError(
+                f"lora.modules_to_save={name!r}: peft would also train all of "
+                f"{', '.join(ends[:_LAYERS_SHOWN])}, since their names end like that; use a longer "
+                f"name, such as {whole}"
             )
         for path, part in module.named_modules():
             own = part.parameters(recurse=False)
@@ -203,6 +221,51 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def ends(module: nn.Module, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: those of `module`, and the end token of `tokenizer`."""
+    named = getattr(cast("Any", module).generation_config, "eos_token_id", None)
+    several = named if isinstance(named, list) else [named]
+    known = (int(one) for one in (*several, tokenizer.eos_token_id) if one is not None)
+    return list(dict.fromkeys(known))
+
+
+def plain_generation(module: nn.Module, tokenizer: Any) -> Any:
+    """Return a generation configuration that has only the tokens in `ends`.
+
+    Penalties, beams and the like of the checkpoint are ignored: whoever asks gives the temperature,
+    and nothing else is supported.
+    """
+    from transformers import GenerationConfig
+
+    return GenerationConfig(eos_token_id=ends(module, tokenizer) or None)
+
+
+@contextmanager
+def answering_plainly(module: nn.Module, tokenizer: Any) -> Iterator[None]:
+    """Give `module`, with or without adapters, the configuration of `plain_generation`."""
+    # transformers fills an argument `generation_config` with the values of the model's own.
+    model = cast("Any", module)
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    before = model.generation_config
+    model.generation_config = plain_generation(model, tokenizer)
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def _add_end(module: nn.Module, tokenizer: Any) -> None:
+    """Let the generation configuration of `module` have the tokenizer's end token.
+
+    Answers were trained with it, and checkpoints often name a different one. transformers' own
+    trainer does the same.
+    """
+    config = getattr(module, "generation_config", None)
+    if config is not None and tokenizer.eos_token_id is not None:
+        tokens = ends(module, tokenizer)
+        config.eos_token_id = tokens if len(tokens) > 1 else tokens[0]
+
+
 def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder: Path) -> None:
     """Set the parameters `tensors` of `module`; write adapters or the whole model, and tokenizer.
 
@@ -219,6 +282,8 @@ def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder
     # peft would also write the frozen weights under an adapter on a head or an embedding. A
     # coordinator of stages doesn't have them.
     options = {"save_embedding_layers": False} if hasattr(saved, "peft_config") else {}
+    if not options:
+        _add_end(module, tokenizer)
     saved.save_pretrained(folder, **options)
     (folder / "README.md").unlink(missing_ok=True)  # peft's empty template of a model card
     tokenizer.save_pretrained(folder)
@@ -236,6 +301,7 @@ def merge(module: nn.Module, tokenizer: Any, folder: Path, dtype: str = "float32
     merged = cast("Any", module).merge_and_unload()
     if dtype != "float32":
         merged.to(getattr(torch, dtype))
+    _add_end(merged, tokenizer)
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return cast("nn.Module", merged)
@@ -349,7 +415,10 @@ def _adapted(settings: Settings, module: Any, folder: Path) -> nn.Module:
             dtype = precision.of_checkpoint(settings)
             below = kind.from_config(config, dtype=dtype, trust_remote_code=trusts)
         _share(settings, module.get_base_model(), below)
-        return cast("nn.Module", peft.PeftModel.from_pretrained(below, str(folder)))
+        read = cast("nn.Module", peft.PeftModel.from_pretrained(below, str(folder)))
+    if settings.lora.dora:
+        precision.use_exact_norms(read)  # peft's rounding is no difference of the files
+    return read
 
 
 def _whole(settings: Settings, folder: Path) -> nn.Module:

@@ -381,13 +381,7 @@ class Finetuning(Tuned):
         if self.is_compiled and (kind := self.objective.kind(batch)) not in self._shown:
             self._show(kind, tensors)
         self.seed(drop)
-        loss = self._loss(tensors, batch)
-        if self._warns:
-            from entrenar_py.train.model import attention  # imports transformers
-
-            self._warns = False
-            attention.warn_if_unused()
-        return loss
+        return self._loss(tensors, batch)
 
     def _loss(self, tensors: Tensors, batch: Batch) -> Tensor:
         objective = partial(functional_call, self.objective, named(tensors, batch))
@@ -409,7 +403,9 @@ class Finetuning(Tuned):
         """Return the summed loss of `batch`, 0-d, by calling `objective` with it on `device`."""
         given = tuple(one.to(device) for one in batch)
         with self.formats_of(batch, device), self.masks(device):
-            return objective(given)
+            loss = objective(given)
+        self.warn_once()
+        return loss
 
     def masks(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which dropout on `device` draws as it was seeded."""
@@ -432,10 +428,7 @@ class Finetuning(Tuned):
         Raises UsageError if the run needs compilation on CUDA, or attention by cuDNN, and this
         process can't do that.
         """
-        if self._by_cudnn and device.type == "cuda":
-            from entrenar_py.train.model import attention  # imports transformers
-
-            attention.require(self.module, device)
+        self.require_attention(device)
         is_new = self._compiles and not (self.is_compiled or self.drops)
         is_new = is_new and device.type in COMPILED
         if is_new and device.type == "cuda" and (problem := on_torch.compiler_problem()):
@@ -449,8 +442,26 @@ class Finetuning(Tuned):
             compile_blocks(self.module)
             if device.type == "cuda" and isinstance(self.objective, objectives.NextTokens):
                 self.objective.is_fused = True
-        self._warns = self._by_cudnn and device.type == "cuda"
         self._device = device
+
+    def require_attention(self, device: torch.device) -> None:
+        """Raise UsageError if cuDNN should compute attention on a CUDA `device`, and can't there.
+
+        `warn_once` says later whether it does.
+        """
+        if self._by_cudnn and device.type == "cuda":
+            from entrenar_py.train.model import attention  # imports transformers
+
+            attention.require(self.module, device)
+            self._warns = True
+
+    def warn_once(self) -> None:
+        """Say on standard error, after the first pass, if cuDNN should have computed attention."""
+        if self._warns:
+            from entrenar_py.train.model import attention  # imports transformers
+
+            self._warns = False
+            attention.warn_if_unused()
 
     def warm_up(self, device: torch.device, num_samples: int) -> None:
         """Move to the CUDA `device`, and compile for batches of `num_samples`, before a step does.
@@ -469,10 +480,7 @@ class Finetuning(Tuned):
 
     def _load_kernels(self, device: torch.device) -> None:
         """Load kernels that torch doesn't compile, with the first call of each."""
-        if self._by_cudnn:
-            from entrenar_py.train.model import attention  # imports transformers
-
-            attention.require(self.module, device)
+        self.require_attention(device)
         head = self.objective.head
         is_compiled = self._compiles and not self.drops and not on_torch.compiler_problem()
         if is_compiled and head is not None:

@@ -36,8 +36,8 @@ def kind_of(happening: Happening) -> str:
     return happening.what if isinstance(happening, Noted) else _NAMES[type(happening)]
 
 
-# keys that only layer pipelines have, and (margin) pairs
-_OF_SOME = ("passes_us", "idle_share", "margin")
+# keys that only layer pipelines have, (margin) pairs, and (rows) runs of fine-tuning
+_OF_SOME = ("passes_us", "idle_share", "margin", "rows")
 
 
 class Metrics:

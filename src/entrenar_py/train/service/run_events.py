@@ -91,7 +91,7 @@ class Scored:
     pairs. `perplexity` is None for rows with classes and pairs, `accuracy` for all other rows. The
     accuracy of pairs is the share in which the chosen side has the higher reward, and `margin`,
     None for other rows, the mean difference of both rewards. `confusion[i][j]` is the number of
-    rows of class i that were classified as class j.
+    rows of class i that were classified as class j. `rows` is the digest of the rows.
     """
 
     step: int
@@ -102,6 +102,7 @@ class Scored:
     classes: tuple[ClassScored, ...]
     confusion: tuple[tuple[int, ...], ...]
     margin: float | None = None
+    rows: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

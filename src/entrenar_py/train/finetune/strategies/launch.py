@@ -325,6 +325,7 @@ def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
         foresight.say_teacher(workload)
         foresight.say_warnings()
     plan = together(lambda: _plan(settings, workload, here))
+    together(lambda: workload.require_attention(here.device))
     return Shards(workload, plan, here.device)
 
 

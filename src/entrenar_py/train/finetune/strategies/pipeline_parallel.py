@@ -266,6 +266,7 @@ class PipelineParallel(Strategy):
                 losses=losses_here if is_last else None,
                 **named,
             )
+        self._shards.workload.warn_once()
         for parameter in self.trainable.values():
             gradient_of(parameter).div_(step.weight)
         for name, group in self._copied.items():

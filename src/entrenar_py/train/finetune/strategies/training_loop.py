@@ -56,7 +56,9 @@ class Scoring:
         self._every = prepared.settings.evaluate_every
         self._strategy, self._workload = strategy, shards.workload
         self._examination: Examination | None = None
+        self.digest: str | None = None  # of the validation rows
         if prepared.validation is not None:
+            self.digest = prepared.validation.digest
             self._examination = Examination(
                 prepared.validation,
                 shards.workload.module,
@@ -212,7 +214,8 @@ class Loop:
     def _score(self) -> Scores | None:
         scores, step = self._scoring.scores(), self._step
         if scores is not None:
-            self._on_record(lambda record: record.scored(task.event(scores, step)))
+            event = task.event(scores, step, self._scoring.digest)
+            self._on_record(lambda record: record.scored(event))
         return scores
 
     def _peaks(self) -> str:
