@@ -38,7 +38,7 @@ verify-stages:
 	$(BIN)/entrenar-check --contract layer-pipeline-v1.yaml --contract distillation-v1.yaml --examples 0
 
 # All tests but those of `make integrations`; how long each took is in durations.txt afterwards.
-TESTS := -m pytest -m 'not integrations and not by_hand' -p tests.spread -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable
+TESTS := -m pytest -m 'not integrations and not by_hand' -p tests.spread -n auto --maxprocesses=3 --dist=loadscope --benchmark-disable
 # Ranks and workers outnumber the cores: each computes on one thread, and no thread spins.
 test coverage: export OMP_NUM_THREADS := 1
 test: setup

@@ -200,16 +200,18 @@ class Endless:
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        (list(torch.ones(4, 1, 3)), r"a list of 4 micro-batches, .* \[batches\[shard\] for shard"),
+        (list(torch.ones(4, 1, 3)), r"the micro-batches of all ranks, 4, .* \[batches\[shard\]"),
         (DataLoader(torch.ones(8, 3), batch_size=2), "a DataLoader of 4 micro-batches, .* iter"),  # type: ignore[arg-type]
         (torch.ones(2, 1, 3), None),
         (iter(torch.ones(4, 1, 3)), None),
+        (torch.ones(8, 1, 3)[3:], None),
         (Endless(), None),
     ],
 )
 def test_batches_of_other_ranks_or_steps(alone: None, batches: Any, words: str | None) -> None:
     """All of a step, or a loader, would give every rank and step the same micro-batches."""
-    reducer = entrenar_py.canonical_all_reduce(wrapped(), micro_batches=2)
+    reducer = entrenar_py.canonical_all_reduce(wrapped(), micro_batches=4)
+    reducer.shards = range(2)  # as with two ranks
     if words is None:
         next(reducer.fold(batches))
     else:

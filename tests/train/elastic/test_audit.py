@@ -104,7 +104,7 @@ def test_nobody_is_blamed_where_kernels_do_not_repeat(outcomes: dict[str, Any]) 
     assert len(outcome["reports"]) == 3
     assert not said(outcome, "committed")
     assert outcomes["stderr"].count("SystemFailure: the gradients of micro-batch ") == 3
-    assert "differ each time that ranks compute them: kernels don't repeat" in outcomes["stderr"]
+    assert "differ when ranks compute them again: kernels don't repeat" in outcomes["stderr"]
 
 
 def test_who_is_audited(outcomes: dict[str, Any]) -> None:
@@ -160,7 +160,6 @@ def test_every_pair_of_ranks_is_drawn() -> None:
         ({"0": "a", "1": "b"}, {"0": "b", "1": "b", "2": "b"}, {"0"}, True),  # it was once
         ({"0": "a", "1": "b"}, {"0": "b", "1": "b"}, {"0"}, True),  # it contradicts itself
         ({"0": "a", "1": "b"}, {"2": "b"}, {"0"}, True),  # both have died
-        ({"0": "a", "1": "b"}, {"1": "b", "2": "b", "3": "c"}, {"0", "3"}, True),
         ({"0": "a", "1": "b"}, {"0": "a", "1": "b"}, {"0", "1"}, False),
         ({"0": "a", "1": "b"}, {"0": "a"}, {"0", "1"}, False),
         ({"0": "a", "1": "b"}, {"0": "a", "1": "b", "2": "a", "3": "b"}, {"0", "1"}, False),
@@ -170,7 +169,10 @@ def test_every_pair_of_ranks_is_drawn() -> None:
         ({"0": "a", "1": "b"}, {"2": "c", "3": "d", "4": "b"}, set(), False),
         ({"0": "a", "1": "b"}, {"0": "c", "1": "d"}, set(), False),
         ({"0": "a", "1": "b"}, {"0": "b", "1": "a", "2": "a"}, set(), False),
-        ({"0": "a", "1": "b"}, {"0": "c", "1": "c", "2": "c"}, set(), False),
+        ({"0": "a", "1": "b"}, {"1": "b", "2": "b", "3": "c"}, set(), False),
+        ({"0": "a", "1": "b"}, {"0": "a", "1": "a", "2": "b"}, set(), False),
+        # It happened once, to both.
+        ({"0": "a", "1": "b"}, {"0": "c", "1": "c", "2": "c"}, set(), True),
     ],
 )
 def test_what_most_get_is_right(

@@ -77,22 +77,23 @@ def test_an_optimizer_gets_the_bits_that_were_sent(kind: Any) -> None:
     assert torch.equal(copied, weight)
 
 
-class Average:
-    """An object of a script, which keeps its tensor in the dtype that it began with."""
+class Average(torch.nn.Module):
+    """A module of a script, which keeps its tensor in the dtype that it began with."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
         self.values = torch.full((3,), 1 / 3).to(dtype)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Return the tensor in float32, in a list."""
         return {"values": [1, self.values.float()]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
         """Round it."""
         self.values = state["values"][1].to(self.values.dtype)
 
 
-def test_an_object_that_rounds_is_refused() -> None:
+def test_a_module_that_rounds_is_refused() -> None:
     """The message names the tensor. What is no tensor may differ."""
     sent = Average(torch.float32).state_dict()
     load(Average(torch.float32), {"values": [2, sent["values"][1]]})

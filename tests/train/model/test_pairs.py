@@ -111,7 +111,7 @@ def test_prompts_with_other_tokens_alone_are_counted_and_told_once(
         assert (len(found), found.num_unaligned) == (3, 1)
     chosen = settings(small, tmp_path / "rows.jsonl", "preference", validation_share=0.4)
     foresight.say_rows(preparation.prepare(chosen, tmp_path / "cache"))
-    assert capsys.readouterr().err.count("in 1 pair, the prompt alone has other tokens") == 1
+    assert capsys.readouterr().err.count("in 1 pair, the prompt alone has different tokens") == 1
 
 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [

@@ -11,6 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.canonical import exchange, requirements
@@ -116,8 +124,10 @@ class Fold(ABC):
     a micro-batch from (seed, step, `shard`). Otherwise the randomness depends on the world size.
     """
 
-    def __init__(self, shards: range, parameters: requirements.Parameters) -> None:
-        self.shards = shards
+    def __init__(
+        self, shards: range, parameters: requirements.Parameters, micro_batches: int
+    ) -> None:
+        self.shards, self._micro_batches = shards, micro_batches
         self._parameters = parameters
         self._switches = requirements.switches()
         self._shard: int | None = None  # the current micro-batch
@@ -136,10 +146,10 @@ class Fold(ABC):
         """Yield the next `len(self.shards)` of `batches`. Run forward and backward on each.
 
         Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
-        of all ranks. Raises UsageError if there are too few batches, if `batches` would begin anew
-        in each step and has more, if a micro-batch had no backward pass, or if a setting in
-        `requirements.switches` changed since the reducer was created, or what
-        `requirements.Parameters` checks.
+        of all ranks. Raises UsageError if there are too few batches, if `batches` surely has those
+        of other ranks or steps, if a micro-batch had no backward pass, if a setting in
+        `requirements.switches` changed since the reducer was created, or if
+        `requirements.Parameters.require_unchanged` does.
         """
         requirements.require_unchanged(self._switches)
         self._parameters.require_unchanged()
@@ -165,14 +175,23 @@ class Fold(ABC):
         return self._is_last() and all(one.grad is not None for one in self._parameters)
 
     def _require_share(self, batches: Iterable[object]) -> None:
-        """Raise UsageError if `batches` has other ranks' or other steps', and isn't an iterator."""
-        length = _length(batches)
-        if length is not None and length > len(self.shards) and iter(batches) is not batches:
+        """Raise UsageError if `batches` surely has the micro-batches of other ranks or steps."""
+        all_ranks = (
+            isinstance(batches, list | tuple | Tensor)
+            and len(self.shards) < len(batches) == self._micro_batches
+        )
+        if all_ranks:
             raise UsageError(
-                f"fold() got a {type(batches).__name__} of {length} micro-batches, and would take "
-                f"the first {len(self.shards)} on every rank and in every step: give it those of "
-                "this rank, [batches[shard] for shard in reducer.shards], or an iterator over this "
-                "rank's micro-batches of all steps, iter(loader), made once before the steps"
+                f"fold() got the micro-batches of all ranks, {self._micro_batches}, and would take "
+                f"the first {len(self.shards)} on each rank: give it those of this rank, "
+                "[batches[shard] for shard in reducer.shards]"
+            )
+        if _begins_anew(batches) and len(batches) > len(self.shards):  # type: ignore[arg-type]
+            raise UsageError(
+                f"fold() got a DataLoader of {len(batches)} micro-batches, which begins "  # type: ignore[arg-type]
+                f"anew in each step, and would take the first {len(self.shards)} each time: give "
+                "it an iterator over this rank's micro-batches of all steps, iter(loader), made "
+                "once before the steps"
             )
 
     def _is_last(self) -> bool:
@@ -215,7 +234,7 @@ class Reducer(Fold):
         requirements.require_numbers(micro_batches=micro_batches, world_size=world_size)
         share = micro_batches // world_size
         shards = range(rank * share, (rank + 1) * share)
-        super().__init__(shards, requirements.require_model(model))
+        super().__init__(shards, requirements.require_model(model), micro_batches)
         device = next(iter(self._parameters)).device
         self._model, self._counter = model, Counter()
         self._reduced: set[Hashable] = set()  # parameters that the hook received in this step
@@ -336,12 +355,14 @@ def _next(coming: Iterator[Batch], shard: int, shards: range) -> Batch:
     )
 
 
-def _length(batches: Iterable[object]) -> int | None:
-    """Return how many there are, or None if `batches` doesn't say so."""
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001  # loaders of streams raise what they like
-        return None
+def _begins_anew(batches: object) -> bool:
+    """Return whether `batches` is a loader of torch that has no place of its own in its data."""
+    return (
+        type(batches) is DataLoader
+        and not isinstance(batches.dataset, IterableDataset)
+        and type(batches.batch_sampler) in (BatchSampler, type(None))
+        and type(batches.sampler) in (SequentialSampler, RandomSampler, DistributedSampler)
+    )
 
 
 def _named(shards: range) -> str:

@@ -239,8 +239,8 @@ class Parameters(dict[Tensor, str]):
 class Buffers:
     """A model's persistent buffers, which no micro-batch may change.
 
-    Those with persistent=False are caches: a model computes the same without their history, or it
-    couldn't go on from a checkpoint.
+    Those with persistent=False are taken for caches, which no checkpoint has. One that is None
+    before a micro-batch may be filled in it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -259,12 +259,12 @@ class Buffers:
         """Raise UsageError if micro-batch `shard` has changed one since `note`."""
         for (path, module, name), (tensor, version) in zip(self._places, self._noted, strict=True):
             now, version_now = _buffer(module, name)
-            if now is not tensor or version_now != version:
+            if tensor is not None and (now is not tensor or version_now != version):
                 raise UsageError(
                     f"micro-batch {shard} changed buffer {path}: other ranks compute other "
-                    "micro-batches, so their buffers, and what depends on them, would get other "
-                    "bits; change it after a commit, or freeze its module with eval(); if it is "
-                    "only a cache, register it with persistent=False"
+                    "micro-batches, so their buffers, and what depends on them, would get "
+                    "different bits; change it after a commit, or freeze its module with eval(); "
+                    "if it is only a cache, register it with persistent=False"
                 )
 
 

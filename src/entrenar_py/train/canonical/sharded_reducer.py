@@ -49,7 +49,8 @@ class ShardedReducer(Fold):
         requirements.require_same(facts, group)
         share = micro_batches // world_size
         block = range(rank * share, (rank + 1) * share)
-        super().__init__(range(rank, micro_batches, world_size) if sync_each else block, parameters)
+        shards = range(rank, micro_batches, world_size) if sync_each else block
+        super().__init__(shards, parameters, micro_batches)
         # Whether the tree adds shards, in FSDP's all-reduce hook, or whole gradients, before the
         # reduce-scatter. With one rank FSDP calls no reduce-scatter, but it calls the hook.
         adds_shards = sync_each or world_size == 1
@@ -58,15 +59,15 @@ class ShardedReducer(Fold):
         self._reduced: set[str] = set()  # FSDP modules, in the current micro-batch
         self._sizes: dict[str, int] = {}  # of each FSDP module's shard, in elements
         assert isinstance(model, nn.Module)
-        shards = {
+        sharded = {
             name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
         }
-        self._modules = list(shards.values())
-        self._groups = _groups(shards)
+        self._modules = list(sharded.values())
+        self._groups = _groups(sharded)
         self._pairs = not sync_each and share > 1 and all(map(_adds_as_tree, self._groups.values()))
         self._seen: dict[Tensor, int] = {}  # weight -> how often its gradient was added to
         self._counted: set[Tensor] = set()  # whole weights, which tell us that
-        for name, module in shards.items():
+        for name, module in sharded.items():
             # Otherwise FSDP divides by the world size, before or after the sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

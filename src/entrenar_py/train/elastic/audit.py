@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from entrenar_py.compute import digest
-from entrenar_py.shared.untrusted import json_text
+from entrenar_py.shared.untrusted import json_text, printing
 from entrenar_py.train.elastic import transfer
 from entrenar_py.train.elastic.exchange import Wait, share
 from entrenar_py.train.elastic.group import Group
@@ -71,11 +71,14 @@ class Dispute:
     def verdict(self, repeated: dict[str, str]) -> tuple[set[str], bool]:
         """Return the seats to convict if all get `repeated`, and whether these are surely wrong.
 
-        There are none if kernels don't repeat.
+        There are none, for sure, if all get the same now and take back what they got before. There
+        are none, but that isn't sure, if kernels don't repeat: chips don't break two at a time.
         """
         both_changed = all(
             repeated.get(seat, claim) != claim for seat, claim in self.claims.items()
         )
+        if both_changed and len({*repeated.values()}) == 1:
+            return set(), True
         if both_changed or len({*repeated.values()}) == len(repeated) > 2:
             return set(), False
         votes = Counter((self.claims | repeated).values()).most_common(2)
@@ -83,7 +86,8 @@ class Dispute:
         if most == 1 or (len(votes) == 2 and votes[1][1] == most):
             return {*self.claims}, False
         said = [*self.claims.items(), *repeated.items()]
-        return {seat for seat, claim in said if claim != right}, True
+        wrong = {seat for seat, claim in said if claim != right}
+        return (wrong, True) if len(wrong) == 1 else (set(), False)
 
     def __str__(self) -> str:
         return (
@@ -201,10 +205,12 @@ class Audit:
     def _convict(self, dispute: Dispute, repeated: dict[str, str]) -> None:
         """Convict the ranks that were wrong. Returns if none of them is here any more."""
         wrong, known = dispute.verdict(repeated)
-        if not wrong:
+        if not wrong and known:
+            printing.warn(f"{dispute} differed once, and not when all repeated them")
+        elif not wrong:
             reason = (
-                f"{dispute} differ each time that ranks compute them: kernels don't repeat here, "
-                "and no device is to blame; leave out what gives other bits each time, such as "
+                f"{dispute} differ when ranks compute them again: kernels don't repeat here, and "
+                "no device is to blame; leave out what gives different bits each time, such as "
                 "atomic additions in a kernel of your own, or train without audit"
             )
             self._members.roll.stop(reason)

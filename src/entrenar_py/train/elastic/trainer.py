@@ -270,9 +270,8 @@ class ElasticTrainer:
         """Raise SystemFailure if the state is between two steps, which no rank can repeat."""
         if self._broken:
             raise SystemFailure(
-                f"the optimizer's step {self.step} failed, so some weights have changed and others "
-                "have not: let this process end, and it gets the other ranks' state when it is "
-                "started again"
+                f"step {self.step} of the optimizer and schedulers failed, and may be half made: "
+                "let this process end, and it gets the other ranks' state when it is started again"
             )
 
     # --- the gradients of a step ------------------------------------------------------------------

@@ -65,15 +65,17 @@ def broadcast(state: Any, group: Group, *, source: int, wait: Wait, keeps: bool 
 
 
 def load(holder: Any, state: Mapping[str, Any]) -> None:
-    """Let `holder` load the `state_dict` of another rank's, with the same bits.
+    """Let `holder` load another rank's `state_dict`, with the same bits.
 
-    Raises UsageError if `holder` changes a tensor.
+    Raises UsageError if an optimizer or a module changes a tensor.
     """
     sent = _tensors(state)
     holder.load_state_dict(state)
     if isinstance(holder, Optimizer) and {"state", "param_groups"} <= state.keys():
         _restore(holder, state)
-    loaded = _tensors(holder.state_dict()) if sent else {}
+    # Others may load when they are next used, and start processes when they are asked for a state.
+    is_known = isinstance(holder, Optimizer | torch.nn.Module)
+    loaded = _tensors(holder.state_dict()) if sent and is_known else {}
     for path in sent.keys() & loaded.keys():
         if _is_changed(loaded[path], sent[path]):
             raise UsageError(
@@ -114,7 +116,7 @@ def _is_changed(own: Tensor, sent: Tensor) -> bool:
     """Return whether two tensors differ in dtype or bits. A NaN equals itself."""
     if (own.dtype, own.shape) != (sent.dtype, sent.shape):
         return True
-    ours, theirs = (one.detach().reshape(-1).view(torch.uint8) for one in (own, sent))
+    ours, theirs = (one.detach().reshape(-1).contiguous().view(torch.uint8) for one in (own, sent))
     return not torch.equal(ours, theirs.to(ours.device))
 
 

@@ -39,9 +39,10 @@ def say_rows(prepared: Prepared) -> None:
     both = (prepared.train, prepared.validation if has_own else None)
     if number := sum(rows.num_unaligned for rows in both if rows is not None):
         printing.warn(
-            f"entrenar: warning: in {counted(number, 'pair')}, the prompt alone has other tokens "
-            "than with its answers, so a completion begins before the prompt's end; see that "
-            "prompts end with a whole word, and not with a space"
+            f"entrenar: warning: in {counted(number, 'pair')}, the prompt alone has different "
+            "tokens than with its answers, so a completion begins before the prompt's end; see "
+            "that texts of prompts end with a whole word and no space, and that the chat template "
+            "begins an answer as it renders one"
         )
 
 

@@ -126,7 +126,8 @@ def require_base(adapters: Path, model: Path, digest: str) -> None:
         raise UsageError(
             f"lora.start_from={adapters}: its adapters were trained on a different model from "
             f"{model}, which has the digest {digest}; the model of their run had {due}. Train that "
-            "checkpoint, or leave start_from out"
+            "checkpoint, or leave start_from out; if it is the same model in other files, start "
+            f"from a copy of {adapters} without {RUN}"
         )
 
 

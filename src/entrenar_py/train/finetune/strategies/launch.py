@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from entrenar_py.compute import on_torch
-from entrenar_py.shared.errors import BackendUnavailable, EntrenarError, UsageError
+from entrenar_py.shared.errors import BackendUnavailable, EntrenarError, SystemFailure, UsageError
 from entrenar_py.shared.scenario import TrainingPlan
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.train.distill import student
@@ -325,8 +325,15 @@ def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
         foresight.say_teacher(workload)
         foresight.say_warnings()
     plan = together(lambda: _plan(settings, workload, here))
-    together(lambda: workload.require_attention(here.device))
+    together(lambda: _require_attention(workload, here.device))
     return Shards(workload, plan, here.device)
+
+
+def _require_attention(workload: Finetuning, device: torch.device) -> None:
+    try:
+        workload.require_attention(device)
+    except RuntimeError as error:  # such as OutOfMemoryError, which ends only this rank
+        raise SystemFailure(f"attention: cudnn: {error}") from error
 
 
 def _finish(prepared: Prepared, plan: TrainingPlan, record: Record, ended: Ended) -> None:
