@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -106,12 +106,12 @@ def train(
     audit: float = 1.0,
     num_steps: int = STEPS,
     records: bool = True,
-    waits: bool = False,
+    waits: Sequence[int] = (),
 ) -> int:
     """Train as one rank of the environment, and report the digest in the end.
 
     With `records`, also a hash of each micro-batch's gradients, as far as they can be seen. With
-    `waits`, the last steps are not made before all seats are taken.
+    `waits`, these steps are not made before all seats are taken.
     """
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -129,7 +129,7 @@ def train(
     )
     report(f"joined {trainer.step}")
     for step in trainer.steps(num_steps):
-        if waits and step == STEPS - 3 and trainer.world_size < int(os.environ["WORLD_SIZE"]):
+        if step in waits and trainer.world_size < int(os.environ["WORLD_SIZE"]):
             wait_for_newcomers(trainer)
         for batch in trainer.fold([*batches(step)]):
             passes(step, "forward", trainer.generation.number)
@@ -205,7 +205,9 @@ def planned() -> dict[str, Any]:
         passes = DeathInRepeat(seat)
         outcomes[name] = run(4, target=rank_of(stuck["activation"], passes))
     some = deaths(Death(1, 2, "forward"), Death(0, 5, "committed"), Death(2, 7, "forward"))
-    outcomes["clean"] = run(3, target=rank_of(None, some, audit=0.5, waits=True))
+    # Otherwise all three could have died before a newcomer has their state.
+    waits = (4, 7, STEPS - 3)
+    outcomes["clean"] = run(3, target=rank_of(None, some, audit=0.5, waits=waits))
     outcomes["unrepeatable"] = run(3, target=unrepeatable)
     outcomes["one rank"] = run(1, target=rank_of())
     return {"one process": in_one_process(), **{name: asdict(o) for name, o in outcomes.items()}}

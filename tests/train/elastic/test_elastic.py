@@ -280,7 +280,7 @@ def test_an_optimizer_that_fails_in_its_step(layers: nn.Module) -> None:
         lambda: next(trainer.fold([torch.ones(1, 3)] * 2)),
         trainer._regroup,
     ):
-        with pytest.raises(SystemFailure, match="the optimizer's step 0 failed"):
+        with pytest.raises(SystemFailure, match="step 0 of the optimizer and schedulers failed"):
             call()
 
 
