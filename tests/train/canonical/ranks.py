@@ -124,6 +124,7 @@ class Sharded:
     adamw: bool = False  # with clipped gradients
     measured: bool = False  # for memory in place of a digest
     sync_each: bool = True
+    has_earlier: bool = False  # whether another reducer of the model, with `sync_each`, was made
 
 
 # --- planted bugs -------------------------------------------------------------------------------
@@ -283,6 +284,7 @@ RIGHT_SHARDED = {
     "sharded, summed in fp32": Sharded(FP32, options=SUMS_IN_FP32),
     "sharded bf16, summed in fp32": Sharded(BF16, torch.bfloat16, SUMS_IN_FP32),
     "sharded, sync last": Sharded(FP32, sync_each=False),
+    "sharded, sync last, after another": Sharded(FP32, sync_each=False, has_earlier=True),
     "sharded bf16, sync last": Sharded(BF16, torch.bfloat16, sync_each=False),
     "sharded tied, sync last": Sharded(Tied, layers=nn.Sequential, sync_each=False),
     "sharded bf16, summed in fp32, sync last": Sharded(
@@ -368,6 +370,8 @@ def train_sharded(variant: Sharded, device: torch.device) -> str:
     for layer in [one for one in model.modules() if isinstance(one, variant.layers)]:
         fully_shard(layer, **options)
     fully_shard(model, **options)
+    if variant.has_earlier:
+        entrenar_py.canonical_reduce_scatter(model, micro_batches=MICRO_BATCHES)
     canonical = entrenar_py.canonical_reduce_scatter(
         model, micro_batches=MICRO_BATCHES, sync_each=variant.sync_each
     )

@@ -62,6 +62,7 @@ def test_buckets_change_no_bit(digests: Digests) -> None:
         "sharded, kept after forward",
         "sharded, freed after forward",
         "sharded, sync last",
+        "sharded, sync last, after another",
     ],
 )
 def test_the_way_of_sharding_changes_no_bit(digests: Digests, variant: str) -> None:
