@@ -176,22 +176,18 @@ class Fold(ABC):
 
     def _require_share(self, batches: Iterable[object]) -> None:
         """Raise UsageError if `batches` surely has the micro-batches of other ranks or steps."""
-        all_ranks = (
-            isinstance(batches, list | tuple | Tensor)
-            and len(self.shards) < len(batches) == self._micro_batches
-        )
-        if all_ranks:
+        own, every = len(self.shards), self._micro_batches
+        if isinstance(batches, list | tuple | Tensor) and own < len(batches) == every:
             raise UsageError(
-                f"fold() got the micro-batches of all ranks, {self._micro_batches}, and would take "
-                f"the first {len(self.shards)} on each rank: give it those of this rank, "
-                "[batches[shard] for shard in reducer.shards]"
+                f"fold() got the micro-batches of all ranks, {every}, and would take the first "
+                f"{own} on each rank: give it those of this rank, [batches[shard] for shard in "
+                "reducer.shards]"
             )
-        if _begins_anew(batches) and len(batches) > len(self.shards):  # type: ignore[arg-type]
+        if isinstance(batches, DataLoader) and _begins_anew(batches) and own < len(batches):
             raise UsageError(
-                f"fold() got a DataLoader of {len(batches)} micro-batches, which begins "  # type: ignore[arg-type]
-                f"anew in each step, and would take the first {len(self.shards)} each time: give "
-                "it an iterator over this rank's micro-batches of all steps, iter(loader), made "
-                "once before the steps"
+                f"fold() got a DataLoader of {len(batches)} micro-batches, which begins anew in "
+                f"each step, and would take the first {own} each time: give it an iterator over "
+                "this rank's micro-batches of all steps, iter(loader), made once before the steps"
             )
 
     def _is_last(self) -> bool:
@@ -355,13 +351,13 @@ def _next(coming: Iterator[Batch], shard: int, shards: range) -> Batch:
     )
 
 
-def _begins_anew(batches: object) -> bool:
-    """Return whether `batches` is a loader of torch that has no place of its own in its data."""
+def _begins_anew(loader: DataLoader[Any]) -> bool:
+    """Return whether `loader` has no place of its own in its data, from which it would go on."""
     return (
-        type(batches) is DataLoader
-        and not isinstance(batches.dataset, IterableDataset)
-        and type(batches.batch_sampler) in (BatchSampler, type(None))
-        and type(batches.sampler) in (SequentialSampler, RandomSampler, DistributedSampler)
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) in (BatchSampler, type(None))
+        and type(loader.sampler) in (SequentialSampler, RandomSampler, DistributedSampler)
     )
 
 
