@@ -165,9 +165,9 @@ class _Small:
 class _Plan:
     """The work for one bucket, and the number of the last call that did it.
 
-    The first call launches the work. The second call records it as a CUDA graph,
-    which all later calls replay. A replay is one launch. Without the graph there would be about
-    fifty launches, which for a small bucket would take longer than the work itself.
+    The first call launches the work. The second call records it as a CUDA graph, which all later
+    calls replay. A replay is one launch. Without the graph there would be up to fifty launches,
+    which could take longer than the work itself.
     """
 
     work: list[_Piece] | _Small

@@ -6,8 +6,8 @@ reduce-scatter computes the tree node over micro-batches i * W to i * W + W - 1,
 adds a rank's shards of these nodes. This makes the same tree for every W.
 
 Without `sync_each` the tree adds a rank's micro-batches first, which are neighbours, and then
-across ranks: the same tree again. FSDP accumulates the gradients of two siblings by itself, and
-then calls the reduce-scatter. All but the last call keep the whole gradient and exchange nothing.
+across ranks: the same tree again. FSDP itself accumulates the gradients of two siblings. Then it
+calls the reduce-scatter. All but the last call keep the whole gradient and exchange nothing.
 
 Both halves of the tree round to the dtype of FSDP's reduction. The shards are therefore added in
 FSDP's all-reduce hook, which gets them in this dtype. `.grad` already has the parameter's dtype, so

@@ -12,8 +12,8 @@ others repeat the step without it. If no two agree, those that began the dispute
 If a rank dies meanwhile, the next generation goes on with the dispute.
 
 Two chips don't break at once. If both ranks of a dispute get something else when they repeat the
-micro-batch, or no two of three ranks agree, then kernels give other bits each time. Nobody is
-convicted, and the run ends.
+micro-batch, no two of three ranks agree, or two would be wrong, then kernels don't repeat. Nobody
+is convicted, and the run ends. If both get something else, but now all agree, the run goes on.
 """
 
 from __future__ import annotations
