@@ -44,6 +44,7 @@ ON_GPUS = os.environ.get("ELASTIC_DEVICE") == "cuda"
 MICRO_BATCHES, STEPS = 8, 12
 DEADLINE_S = 1.5  # of random runs, in which many ranks freeze
 PATIENT_S, FREEZE_S = 10.0, 4.0  # of planned ones: a busy machine may be slow
+ROOM = 6  # last steps: a newcomer takes part two or three after it has asked, and may die
 PAUSE_S = 0.002  # of each micro-batch: a fault finds the run still going
 
 
@@ -150,12 +151,14 @@ def train(
     passes: Callable[[int, str], None] = lambda step, moment: None,
     *,
     waits: bool = False,
+    leaves_at: int = STEPS,
     deadline_s: float = DEADLINE_S,
 ) -> int:
     """Train as one rank of the environment, and report the digest in the end.
 
-    `passes` is told the moments of each step. With `waits`, the last steps are not made before all
-    seats are taken, by a newcomer if need be.
+    `passes` is told the moments of each step. With `waits`, the last `ROOM` steps are not
+    made before all seats are taken, by a newcomer if need be. The loop is left before step
+    `leaves_at`.
     """
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -179,7 +182,9 @@ def train(
     optimizer.register_step_pre_hook(lambda *_: passes(trainer.step, "optimizer"))
     report(f"joined {trainer.step} {trainer.rank} {trainer.world_size}")
     for step in trainer.steps(STEPS):
-        if waits and step >= STEPS - 3 and trainer.world_size < int(os.environ["WORLD_SIZE"]):
+        if step == leaves_at:
+            break
+        if waits and step >= STEPS - ROOM and trainer.world_size < int(os.environ["WORLD_SIZE"]):
             wait_for_newcomers(trainer)
         for batch in trainer.fold([*batches(step)]):
             passes(step, "forward")
@@ -420,6 +425,11 @@ def leave(report: Report) -> int:
         report(f"cuts {seat_of_launcher().store.add('cut/0', 0)}")
 
 
+def leave_early(report: Report) -> int:
+    """Leave the loop before step 3. Rank 1 is killed when it has committed step 2."""
+    return train(report, Death(1, 2, "committed"), leaves_at=3, deadline_s=PATIENT_S)
+
+
 def planned(*names: str) -> dict[str, Any]:
     """Make the named runs of `test_elastic.py`, or all, and return what came of them."""
     few = 2 if ON_GPUS else 3
@@ -449,6 +459,7 @@ def planned(*names: str) -> dict[str, Any]:
         plans[name] = partial(run, few, target=dying(frozen, deadline_s=FREEZE_S))
     plans["cut"] = partial(run, few, target=cut)
     plans["leaves"] = partial(run, few, target=leave)
+    plans["leaves early"] = partial(run, 2, target=leave_early)
     plans["fails"] = partial(run, 2, target=fail, max_restarts=1)
     outcomes = dict[str, Any]()
     for name in names or plans:

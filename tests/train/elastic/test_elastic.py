@@ -71,6 +71,7 @@ def test_runs_on_gpus_end_with_the_bits_of_one_process() -> None:
     """Over NCCL ranks die, freeze and join as over gloo."""
     outcomes = planned(ELASTIC_DEVICE="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
     right, fails = outcomes.pop("one process"), outcomes.pop("fails")
+    assert outcomes.pop("leaves early")["statuses"] == [0, 0]
     assert len(outcomes) >= 16
     for name, outcome in outcomes.items():
         assert {digest for (digest,) in said(outcome, "digest")} == {right}, name
@@ -156,6 +157,15 @@ def test_a_frozen_rank_is_replaced(outcomes: dict[str, Any]) -> None:
     reasons = [reason.partition(": ")[2] for reason in outcome["interrupts"]]
     assert "an exchange between ranks took longer than 4 s" in reasons
     assert len(outcome["reports"]) >= 4
+
+
+def test_a_script_that_leaves_its_loop_early_ends_the_run(outcomes: dict[str, Any]) -> None:
+    """The other rank was killed just then. Its newcomer ends, too, and doesn't train anew."""
+    outcome = outcomes["leaves early"]
+    assert outcome["statuses"] == [0, 0]
+    assert len(outcome["reports"]) == 3
+    assert [step for step, *_ in said(outcome, "joined")] == ["0", "0"]
+    assert len(said(outcome, "digest")) == 1
 
 
 def test_a_script_that_fails_ends_the_run(outcomes: dict[str, Any]) -> None:

@@ -202,6 +202,26 @@ def test_if_all_have_ended_the_run_starts_again() -> None:
         assert {one.result() for one in asked} == {Generation(1, ((0, 2), (1, 2)), 0, (1,), 0)}
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_if_a_member_left_by_itself_the_run_does_not_start_again(last: bool) -> None:
+    """The other one was killed, before that or after it. A newcomer ends, too."""
+    with seats(2) as launcher:
+        launcher.started(2)
+        launcher.roll.bury(0, by_itself=not last)
+        assert not launcher.roll.has("ended")
+        launcher.roll.bury(1, by_itself=last)
+        with pytest.raises(EndedError):
+            launcher.asks(launcher.member(0)).result()
+
+
+def test_one_that_leaves_by_itself_does_not_end_the_run_of_others() -> None:
+    """They go on without it."""
+    with seats(2) as launcher:
+        _, other = launcher.started(2)
+        launcher.roll.bury(0, by_itself=True)
+        assert launcher.asks(other, trained=True).result().members == ((1, 1),)
+
+
 def test_nobody_waits_for_a_seat_that_stays_empty() -> None:
     """A supervisor has given it up."""
     with seats(2) as launcher:

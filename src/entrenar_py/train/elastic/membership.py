@@ -149,13 +149,30 @@ class Roll:
         """End generation `number`. The first reason stays."""
         self.store.compare_set(f"interrupt/{number}", "", reason)
 
-    def bury(self, seat: int) -> None:
-        """Say that the newest process at `seat` has ended, and end the generation that it is in."""
-        self.store.set(f"dead/{seat}.{self.incarnation(seat)}", "")
+    def bury(self, seat: int, *, by_itself: bool = False) -> None:
+        """Say that the newest process at `seat` has ended, and end the generation that it is in.
+
+        If all members have ended, and one of them `by_itself`, as a script that leaves its loop
+        early, then the run has ended: nobody has its state, and nobody shall begin anew.
+        """
+        process = f"{seat}.{self.incarnation(seat)}"
+        if by_itself:
+            self.store.set(f"left/{process}", "")
+            self._end_if_left()  # before newcomers can see that it has ended
+        self.store.set(f"dead/{process}", "")
         # In this order: whoever writes a record looks for deaths after that.
         number = self.newest()
         if self.trains(seat, number):
             self.interrupt(number, f"rank {seat} of the launcher ended")
+            self._end_if_left()
+
+    def _end_if_left(self) -> None:
+        if (number := self.newest()) < 0:
+            return
+        members = ["{}.{}".format(*member) for member in self.generation(number).members]
+        left = [member for member in members if self.has(f"left/{member}")]
+        if left and all(member in left or self.has(f"dead/{member}") for member in members):
+            self.store.set("ended", "")
 
     def trains(self, seat: int, number: int) -> bool:
         """Return whether the newest process at `seat` is in generation `number`. -1: in none."""

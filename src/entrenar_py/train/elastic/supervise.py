@@ -64,9 +64,10 @@ def supervise(
     roll, name = Roll(seat.store), f"rank {seat.seat}"
     for left in range(max_restarts, -1, -1):
         status = _wait(process, roll, seat.seat)
+        if not roll.has("ended"):
+            roll.bury(seat.seat, by_itself=status == 0)
         if roll.has("ended"):
             return status if roll.trains(seat.seat, roll.newest()) else 0
-        roll.bury(seat.seat)
         if status == 0 or (status == _USAGE and roll.newest() < 0):
             roll.leave(seat.seat)
             return status
