@@ -114,7 +114,6 @@ def peer(
     folder: Path, given: argparse.Namespace, *, liger: bool = False, compiles: bool = False
 ) -> dict[str, Any]:
     """Train with `transformers.Trainer` and `peft`, as their documents show."""
-    began = time.perf_counter()
     import peft
     from transformers import (
         AutoModelForCausalLM,
@@ -177,7 +176,7 @@ def peer(
     passed = [b - a for a, b in itertools.pairwise(times)][UNCOUNTED:]
     return {
         "step_s": median(passed),
-        "first_step_s": times[0] - began,
+        "first_step_s": times[0] - given.began,
         "peak_gb": 0.0 if given.cores else torch.cuda.max_memory_allocated() / 1e9,
     }
 
@@ -323,6 +322,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep checkpoint and rows there")
     parser.add_argument("--sides", default="peer,liger,ours")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
@@ -336,6 +336,7 @@ def main() -> None:
     tokens = given.batch * given.tokens * given.shards
     for side in given.sides.split(","):
         command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--side", side]
+        command += [f"--began={time.perf_counter()}"]  # on a clock that processes share
         with Memory() as memory:
             done = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
         if done.returncode:

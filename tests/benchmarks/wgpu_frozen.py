@@ -1,10 +1,11 @@
 """A LoRA step on wgpu with frozen weights in float32, 16 bits and NF4, beside torch on CUDA.
 
     python -m tests.benchmarks.wgpu_frozen --shape tiny --tokens 32          # software Vulkan
-    python -m tests.benchmarks.wgpu_frozen --shape 0.6b --batch 4 --tokens 512
+    python -m tests.benchmarks.wgpu_frozen --shape 0.6b --batch 4 --tokens 512 --targets all
+    python -m tests.benchmarks.wgpu_frozen --shape 4b --tokens 512 --targets all --kinds nf4
 
-Loss and gradients of one shard of a Qwen3 with random weights, adapters of rank 16 on q_proj and
-v_proj. `frozen_mb` is the device memory of the weights that aren't trained, `intermediate_mb` that
+Loss and gradients of one shard of a Qwen3 with random weights and adapters of rank 16.
+`frozen_mb` is the device memory of the weights that aren't trained, `intermediate_mb` that
 of all results in between. Where there is a CUDA device, `torch` is the model's own loss and its
 gradients in float32 without TF32, and `cuda` our backend's: blocks compiled, operations recorded.
 Prints one JSON object a line, as soon as it is known; CI does not run it.
@@ -30,7 +31,7 @@ from entrenar_py.compute.wgpu import open_wgpu
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic.engine import Engine, no_dropout
 from entrenar_py.train.model import preparation
-from entrenar_py.train.model.settings import Data, Settings
+from entrenar_py.train.model.settings import Data, Lora, Settings
 from entrenar_py.train.model.workload import Finetuning
 from tests.benchmarks import gpu_finetune
 
@@ -42,7 +43,7 @@ KINDS = {
 RUNS = 5
 
 
-def workload_of(folder: Path, kind: str, tokens: int) -> Finetuning:
+def workload_of(folder: Path, kind: str, given: argparse.Namespace) -> Finetuning:
     """Return the model and its rows."""
     method, precision = KINDS[kind]
     settings = Settings(
@@ -51,7 +52,8 @@ def workload_of(folder: Path, kind: str, tokens: int) -> Finetuning:
         output=folder / "out",
         method=method,
         precision=precision,
-        data=Data(train=folder / "rows.jsonl", max_tokens=tokens),
+        lora=Lora(targets=tuple(gpu_finetune.TARGETS[given.targets])),
+        data=Data(train=folder / "rows.jsonl", max_tokens=given.tokens),
     )
     return preparation.prepare(settings).workload()
 
@@ -87,7 +89,7 @@ def by_torch(workload: Finetuning, batch: int) -> dict[str, Any]:
 def on_wgpu(folder: Path, kind: str, given: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Return the times on wgpu with the memory that the device holds, and the gradient."""
     try:
-        workload = workload_of(folder, kind, given.tokens)
+        workload = workload_of(folder, kind, given)
     except UsageError as error:
         return {"skipped": str(error)}, None
     backend = open_wgpu()
@@ -110,11 +112,11 @@ def measure(given: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         gpu_finetune.checkpoint(folder, given.shape)
         gpu_finetune.rows(folder / "rows.jsonl", given.batch, given.tokens)
         if torch.cuda.is_available():
-            yield "torch", by_torch(workload_of(folder, "float32", given.tokens), given.batch)
-            workload = workload_of(folder, "float32", given.tokens)
+            yield "torch", by_torch(workload_of(folder, "float32", given), given.batch)
+            workload = workload_of(folder, "float32", given)
             found, expected = timed(workload, backends.open_backend("cuda"), given.batch)
             yield "cuda", found
-        for kind in KINDS:
+        for kind in given.kinds:
             record, gradient = on_wgpu(folder, kind, given)
             yield kind, record
             if kind == "float32" and expected is not None:
@@ -129,6 +131,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=gpu_finetune.SHAPES, default="tiny")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--targets", choices=gpu_finetune.TARGETS, default="qv")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
     for name, value in measure(parser.parse_args()):
         print(json.dumps({name: value}), flush=True)
 

@@ -63,6 +63,7 @@ class Exchange:
         self.shards = shares[rank]
         self._nodes = [nodes(shards) for shards in shares]  # by rank
         self._group, self._rank, self._world_size = group, rank, world_size
+        self._is_even = micro_batches % world_size == 0  # then each rank holds one node, as large
         self._scale = 1 / micro_batches
         self._stream: torch.cuda.Stream | None = None
         if group is not None and group.device.type == "cuda":
@@ -96,10 +97,18 @@ class Exchange:
     # --- the two halves ---------------------------------------------------------------------------
 
     def scatter(self, rows: Tensor) -> tuple[Tensor, Started | None]:
-        """Send each rank its chunk of `rows`. Returns this rank's chunk of all nodes, in order."""
+        """Send each rank its chunk of `rows`. Returns this rank's chunk of all nodes, in order.
+
+        On GPUs with even shares, the row of this rank's own node is left as it is: garbage.
+        """
         if self._group is None:
             return rows, None
         chunk = rows.shape[1] // self._world_size
+        if rows.is_cuda and self._is_even:
+            received = rows.new_empty(self._world_size, chunk)
+            parts, pieces = list(received), list(rows.view(self._world_size, chunk))
+            parts[self._rank] = pieces[self._rank] = rows.new_empty(0)  # NCCL would copy it
+            return received, self._group.swap(parts, pieces)
         sent = rows.view(self.num_rows, self._world_size, chunk).transpose(0, 1).contiguous()
         counts = [len(one) for one in self._nodes]
         received = rows.new_empty(sum(counts), chunk)
@@ -114,12 +123,13 @@ class Exchange:
     def gather(self, received: Tensor, out: Tensor) -> Started | None:
         """Add the chunk of all nodes, and gather all ranks' chunks of the mean in `out`."""
         mine = out.view(self._world_size, -1)[self._rank]
-        spans = [span for of_rank in self._nodes for span in of_rank]
-        if received.is_cuda and len({len(span) for span in spans}) == 1:
+        if received.is_cuda and self._is_even:
             from entrenar_py.train.canonical import kernels  # needs triton
 
-            kernels.add_tree(received, scale=self._scale, out=mine)
+            own = None if self._group is None else (self._rank, mine)
+            kernels.add_tree(received, scale=self._scale, out=mine, own=own)
         else:
+            spans = [span for of_rank in self._nodes for span in of_rank]
             torch.mul(add_nodes(received, spans), self._scale, out=mine)
         return None if self._group is None else self._group.all_gather(out, mine)
 

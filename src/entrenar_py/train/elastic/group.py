@@ -69,6 +69,10 @@ class Group(ABC):
         """Send each rank a part of `sent`, and receive a part of `out` from each, in elements."""
         return self._start(lambda: self._group.alltoall_base(out, sent, received_from, sent_to))
 
+    def swap(self, received: list[Tensor], sent: list[Tensor]) -> Started:
+        """Send each rank the tensor at its place, and receive one from each. Not over gloo."""
+        return self._start(lambda: self._group.alltoall(received, sent))
+
     def all_gather(self, out: Tensor, mine: Tensor) -> Started:
         """Gather all ranks' tensors in `out`, by ranks. This rank's may be its place in `out`."""
         return self._start(lambda: self._group._allgather_base(out, mine))
