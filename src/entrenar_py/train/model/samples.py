@@ -43,7 +43,8 @@ from entrenar_py.train.model.settings import Data, Settings
 
 # A text with more than this many characters for each allowed token is too long, and is refused
 # without tokenising it, which would take 400 bytes of memory for each of its bytes. No language has
-# tokens that long on average. Short texts are always tokenised.
+# tokens that long on average. Short texts are always tokenised. If long rows are cut, so many
+# characters are tokenised: where they end only changes tokens that are cut off.
 CHARS_PER_TOKEN_MAX = 64
 SHORT_CHARS = 2**16
 NO_LABEL = -1
@@ -76,12 +77,16 @@ def too_long(value: Any, max_tokens: int) -> str:
     `value` is a text, or lists and mappings of texts that are not nested deeply.
     """
     num_chars = json_text.num_chars(value)
-    if num_chars <= max(SHORT_CHARS, CHARS_PER_TOKEN_MAX * max_tokens):
+    if num_chars <= _chars_max(max_tokens):
         return ""
     return (
         f"has {num_chars} characters, too many for data.max_tokens={max_tokens} "
         f"({CHARS_PER_TOKEN_MAX} a token)"
     )
+
+
+def _chars_max(max_tokens: int) -> int:
+    return max(SHORT_CHARS, CHARS_PER_TOKEN_MAX * max_tokens)
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
@@ -175,7 +180,8 @@ class Encoder:
         self.num_cut += 1
         tokens = sample.tokens[:most]
         if self._settings.task == "classify":
-            tokens = first_tokens(self._tokenizer, self._text(row.fields), most)
+            text = self._text(row.fields)[: _chars_max(most)]
+            tokens = first_tokens(self._tokenizer, text, most)
         return replace(sample, tokens=tokens, is_target=targets)
 
     def _plain(self, fields: Mapping[str, Any]) -> Sample:
@@ -244,9 +250,15 @@ class Encoder:
 
     def _require_short(self, value: Any) -> None:
         if problem := too_long(value, self._settings.data.max_tokens):
-            raise _BadValueError(problem)
+            ends = "; data.on_long: truncate cuts no row that is so long"
+            raise _BadValueError(problem + (ends if self._settings.data.truncates else ""))
 
     def _tokens(self, text: str) -> list[int]:
+        data = self._settings.data
+        if data.truncates and too_long(text, data.max_tokens):
+            tokens = tokens_of(self._tokenizer, text[: _chars_max(data.max_tokens)])
+            if len(tokens) > data.max_tokens:  # else its tokens are as long as in no language
+                return tokens
         self._require_short(text)
         tokens = tokens_of(self._tokenizer, text)
         if not tokens:
@@ -273,7 +285,7 @@ def _hint(label: str, num_labels: int) -> str:
 
 
 # of the file, and of what is learned from a row; files of other versions are created again
-VERSION = 7
+VERSION = 8
 _SHOWN = 20  # bad rows in a message
 
 
