@@ -263,8 +263,9 @@ def test_a_prompt_keeps_earlier_answers() -> None:
         {"system": "be brief", "messages": [USER, ANSWER, USER]}, "messages"
     )
     assert found.messages == [said, USER, ANSWER, USER]
-    calls = [USER, {**ANSWER, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}]
-    assert len(conversations.prompt({"messages": calls}, "messages").messages) == len(calls)
+    for result in ("7", ""):
+        calls = [USER, {**ANSWER, "tool_calls": [CALL]}, {"role": "tool", "content": result}]
+        assert len(conversations.prompt({"messages": calls}, "messages").messages) == len(calls)
 
 
 @pytest.mark.parametrize(

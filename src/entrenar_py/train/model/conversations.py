@@ -119,7 +119,7 @@ def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
         messages.pop()
     if not messages or messages[-1]["role"] == "system":
         raise BadConversationError(f"{name}: no turn of the user before an answer, so no prompt")
-    if not (messages[-1]["content"] or "").strip():
+    if messages[-1]["role"] == "user" and not (messages[-1]["content"] or "").strip():
         raise BadConversationError(f"{name}: the last message before the answer is empty")
     before = system(fields, messages)
     return Conversation(messages=[*before, *messages], tools=tools(fields), learned=())
