@@ -138,8 +138,14 @@ def test_the_last_thought_is_learned(small: Path) -> None:
 
 def test_arguments_of_calls_are_texts_where_a_template_needs_them_so(small: Path) -> None:
     call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
-    _, predicted = learned(small, JOINED, USER, {**CALL, "tool_calls": [call]})
+    turn = {**CALL, "tool_calls": [call]}
+    text, predicted = learned(small, JOINED, USER, turn)
     assert predicted == 'weather{"city": "Zürich"}<|end|>\n'
+    asked = conversations.prompt({"messages": [USER, turn, TOOL]}, "messages")
+    tokenizer = model.tokenizer(settings(small, small, "instruct"))
+    tokenizer.chat_template = JOINED
+    prompt = tokenizer.decode(ChatEncoder(tokenizer).prompt(asked))
+    assert prompt == text + "<|start|>tool\n4<|end|>\n<|start|>assistant\n"
 
 
 def test_a_turn_of_calls_alone_is_null_for_a_template_that_looks_for_that(small: Path) -> None:

@@ -292,6 +292,9 @@ class ChatEncoder:
 
         Raises BadConversationError if the template refuses it.
         """
+        return _with_either(self._prompt, conversation, _texts_of)
+
+    def _prompt(self, conversation: Conversation) -> list[int]:
         messages, tools = conversation.messages, conversation.tools
         return self._ranges.tokens(self._template.text(messages, tools, prompt=True))
 
@@ -312,7 +315,7 @@ class ChatEncoder:
         return _with_either(self._pair, pair, _pair_of_texts)
 
     def _pair(self, pair: Chats) -> Encoded:
-        prompt = self.prompt(Conversation(messages=pair.prompt, tools=pair.tools, learned=()))
+        prompt = self._prompt(Conversation(messages=pair.prompt, tools=pair.tools, learned=()))
         chosen, rejected = (
             self._whole(Conversation(messages=messages, tools=pair.tools, learned=()))
             for messages in ([*pair.prompt, *pair.chosen], [*pair.prompt, *pair.rejected])
