@@ -219,6 +219,17 @@ def test_no_tool_is_left_out_unsaid(small: Path) -> None:
         ChatEncoder(tokenizer).encode(conversation)
 
 
+def test_named_templates_without_a_default_refuse_a_row(small: Path) -> None:
+    """Rows with tools have a name of their own in transformers."""
+    tokenizer = model.tokenizer(settings(small, small, "instruct"))
+    tokenizer.chat_template = {"rag": PLAIN, "tool_use": ALL}
+    row = {"messages": [USER, ANSWER], "tools": [{"name": "weather", "parameters": {}}]}
+    assert any(ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))[1])
+    del row["tools"]
+    with pytest.raises(BadConversationError, match=r"several chat templates \(rag, tool_use\)"):
+        ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))
+
+
 # --- marks ---
 
 
