@@ -112,6 +112,13 @@ def test_the_assistant_may_speak_first(small: Path, template: str, predicted: st
     assert learned(small, template, ANSWER, USER, ANSWER)[1] == predicted
 
 
+@pytest.mark.parametrize("template", [PLAIN, NO_USER + PLAIN])
+def test_the_assistant_may_speak_after_the_system(small: Path, template: str) -> None:
+    """Qwen3.5's template refuses messages without a user, such as those before the first answer."""
+    _, predicted = learned(small, template, SYSTEM, ANSWER, USER, ANSWER)
+    assert predicted.replace("\n", "") == "ls<|end|>ls<|end|>"
+
+
 def test_a_template_that_wants_a_user_first_refuses_an_assistant_by_its_own_words(
     small: Path,
 ) -> None:

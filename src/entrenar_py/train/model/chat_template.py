@@ -352,7 +352,9 @@ class ChatEncoder:
     def _part(self, conversation: Conversation, text: str, index: int) -> Range:
         """Return where the turn of message `index` begins and ends in the whole `text`."""
         messages, tools = conversation.messages, conversation.tools
-        prompt = self._template.text(messages[:index], tools, prompt=True) if index else ""
+        prompt = ""
+        if index:  # some templates refuse a conversation without a turn of a user
+            prompt = self._template_text(messages[:index], tools, prompt=True) or ""
         if not text.startswith(prompt):
             bare = [_without_thoughts(message) for message in messages[:index]]
             prompt = self._template_text(bare, tools, prompt=True) or ""
