@@ -46,7 +46,8 @@ MARKED = (
     "{% else %}{{ m.content }}<|end|>{% endif %}\n{% endfor %}" + ASKED
 )
 # The prompt of an answer opens a thought, which answers in a conversation don't have.
-OPENED = PLAIN.replace(ASKED, ASKED.replace("\n", "\n<think>"))
+OPEN = ASKED.replace("\n", "\n<think>")
+OPENED = PLAIN.replace(ASKED, OPEN)
 # Arguments are texts, joined to others.
 JOINED = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content or '' }}"
@@ -71,7 +72,7 @@ def learned(small: Path, template: str, *messages: Any) -> tuple[str, str]:
     tokenizer = model.tokenizer(settings(small, small, "instruct"))
     tokenizer.chat_template = template
     conversation = conversations.read({"messages": list(messages)}, "messages")
-    tokens, is_target = ChatEncoder(tokenizer).encode(conversation)
+    tokens, is_target, _ = ChatEncoder(tokenizer).encode(conversation)
     targets = [token for token, flag in zip(tokens, is_target, strict=True) if flag]
     return tokenizer.decode(tokens), tokenizer.decode(targets)
 
@@ -237,6 +238,49 @@ def test_named_templates_without_a_default_refuse_a_row(small: Path) -> None:
         ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))
 
 
+# --- what the last answer follows ---
+
+# Answers without a thought have a closed one, but the prompt leaves it open, as with Nemotron 3.
+CLOSED = PLAIN.replace(ASKED, OPEN.replace("<think>", "<think>\n")).replace(
+    "{{ m.content", "{{ '<think>%s</think>' % m.thinking if m.role == 'assistant' }}{{ m.content"
+)
+# Earlier thoughts are in the text of a prompt alone.
+FORGOTTEN = PLAIN.replace(
+    "{{ m.content", "{{ m.thinking if messages[-1].role == 'user' }}{{ m.content"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "is_aligned"),
+    [
+        (PLAIN, ANSWER, True),
+        (THINKING, THOUGHT, True),
+        (ENDED, ANSWER, True),
+        (MARKED, ANSWER, True),
+        (RETURNED, ANSWER, True),
+        (FORGOTTEN, ANSWER, True),
+        (PLAIN.replace(ASKED, ""), ANSWER, True),
+        (OPENED, ANSWER, False),
+        (OPENED, THOUGHT, True),
+        (CLOSED, ANSWER, False),
+        (CLOSED, {**ANSWER, "thinking": "\nhm\n"}, True),
+        (MARKED.replace(ASKED, OPEN), ANSWER, False),
+    ],
+    ids=[
+        *("plain", "thinking", "ended", "marked", "returned", "forgotten", "no prompt"),
+        *("opened", "opened, with a thought", "closed", "closed, with a thought", "marked, opened"),
+    ],
+)
+def test_an_answer_that_does_not_follow_the_generation_prompt_is_noted(
+    small: Path, template: str, last: dict[str, Any], is_aligned: bool
+) -> None:
+    tokenizer = model.tokenizer(settings(small, small, "instruct"))
+    tokenizer.chat_template = template
+    row = {"messages": [USER, {**ANSWER, "thinking": "so"}, USER, last]}
+    *_, found = ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))
+    assert found is is_aligned
+
+
 # --- marks ---
 
 
@@ -308,7 +352,7 @@ def test_an_end_token_that_takes_the_white_space_after_it_is_learned(
     )
     tokenizer.chat_template = template.replace("<|end|>", "<|stop|>")
     row = {"messages": [USER, {**ANSWER, "content": "ls  "}, USER, ANSWER]}
-    tokens, is_target = ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))
+    tokens, is_target, _ = ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))
     targets = [token for token, flag in zip(tokens, is_target, strict=True) if flag]
     assert targets.count(tokenizer.convert_tokens_to_ids("<|stop|>")) == 2
 

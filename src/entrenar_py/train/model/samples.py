@@ -137,7 +137,9 @@ class Encoder:
             )
         self._num_endless = 0
         self.num_cut = 0  # samples so far that were cut after data.max_tokens
-        self.num_unaligned = 0  # pairs so far with other tokens in the prompt alone
+        # pairs so far with other tokens in the prompt alone, or conversations with a last turn that
+        # doesn't follow the generation prompt
+        self.num_unaligned = 0
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -205,7 +207,8 @@ class Encoder:
     def _instructed(self, fields: Mapping[str, Any]) -> Sample:
         conversation = conversations.read(fields, self._settings.data.messages_field)
         self._require_short([conversation.messages, conversation.tools])
-        tokens, is_target = self._chats.encode(conversation)
+        tokens, is_target, is_aligned = self._chats.encode(conversation)
+        self.num_unaligned += not is_aligned
         is_target = [False, *is_target[1:]]  # the first token can't be predicted from anything
         if not any(is_target):
             raise _BadValueError("has one token, and nothing to predict")
@@ -296,7 +299,8 @@ class Samples:
     `tokens` is int32 and `is_target` bool, both [all tokens]; `starts` is int64 [n + 1]; `labels`
     is int32 [n]. `cuts` is int32 [n] for pairs, the number of tokens of each chosen side; otherwise
     it is empty. `skipped` has the rows that could not be used. `num_cut` of all rows were cut, and
-    the prompts of `num_unaligned` have other tokens alone than with their answers.
+    the answers of `num_unaligned` don't follow what the model is asked with: a prompt of a pair has
+    other tokens alone, or the template's generation prompt is another one.
     """
 
     tokens: NDArray[np.int32]
