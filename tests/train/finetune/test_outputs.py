@@ -269,6 +269,19 @@ def test_an_answer_ends_with_either_end_token_and_nothing_else_of_the_checkpoint
     assert answer() == [first]
 
 
+def test_no_end_token_that_the_tokenizer_adds_stands_after_a_prompt(texts: Path) -> None:
+    """The answer continues the text, as if the tokenizer added nothing."""
+    from tokenizers.processors import TemplateProcessing
+
+    output = outputs.load(texts, trusts=False)
+    plain = list(outputs.answer(output, "ls", FEW))
+    end = output.tokenizer.eos_token
+    output.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, output.tokenizer.eos_token_id)]
+    )
+    assert list(outputs.answer(output, "ls", FEW)) == plain
+
+
 def test_exports_name_the_end_token_that_was_trained_with(small: Path, tmp_path: Path) -> None:
     """Whole models and merged ones stop where stock transformers' trainer would let them stop."""
     generation = {"eos_token_id": [7, 9], "top_k": 5, "do_sample": True}

@@ -428,8 +428,10 @@ def _answer(
         prompt = Conversation(messages=[turn], tools=None, learned=())
     if isinstance(prompt, str) and settings.task == "classify" and settings.data.truncates:
         question = samples.first_tokens(tokenizer, prompt, settings.data.max_tokens)
-    elif isinstance(prompt, str):
+    elif isinstance(prompt, str) and settings.task == "classify":
         question = samples.tokens_of(tokenizer, prompt)
+    elif isinstance(prompt, str):
+        question = samples.open_tokens(tokenizer, prompt)
     elif is_chat:
         question = _asked(tokenizer, prompt, settings.data.date)
     else:

@@ -21,7 +21,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,23 @@ def first_tokens(tokenizer: Any, text: str, most: int) -> list[int]:
     tokens = tokens_of(tokenizer, text)
     if len(tokens) <= most:
         return tokens
-    is_added = tokenizer(text, return_special_tokens_mask=True)["special_tokens_mask"]
-    last = len(list(itertools.takewhile(bool, reversed(is_added))))
+    last = _num_last(tokenizer, text)
     return [*tokens[: max(most - last, 0)], *tokens[len(tokens) - min(last, most) :]]
+
+
+def open_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that an answer follows.
+
+    They lack those that the tokenizer puts at the end, with which the text would be over.
+    """
+    tokens = tokens_of(tokenizer, text)
+    return tokens[: len(tokens) - _num_last(tokenizer, text)] or tokens
+
+
+def _num_last(tokenizer: Any, text: str) -> int:
+    """Return the number of tokens that the tokenizer puts at the end of a text."""
+    is_added = tokenizer(text, return_special_tokens_mask=True)["special_tokens_mask"]
+    return len(list(itertools.takewhile(bool, reversed(is_added))))
 
 
 class _BadValueError(ValueError):
@@ -218,7 +232,8 @@ class Encoder:
         pair = pairs.read(fields)
         self._require_short(pair.contents)
         if isinstance(pair, pairs.Texts):
-            encoded = pairs.of_texts(pair, self._tokens, self._tokenizer.eos_token)
+            tokenise = partial(open_tokens, self._tokenizer)
+            encoded = pairs.of_texts(pair, tokenise, self._tokenizer.eos_token_id)
         else:
             if not getattr(self._tokenizer, "chat_template", None):
                 raise _BadValueError(
