@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from entrenar_py import entrenar as cli
+from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.train.finetune import outputs, settings_file, task
 from entrenar_py.train.finetune.task import Evaluator
 from entrenar_py.train.model import evaluation, model, preparation
@@ -228,6 +229,29 @@ def test_a_result_that_can_not_be_scored_is_told(
     (note,) = heard
     assert isinstance(note, Noted)
     assert "step 4 is skipped: it failed (CUBLAS_STATUS_NOT_INITIALIZED)" in note.text
+
+
+def test_scores_are_told_though_their_state_can_not_be_kept(
+    evaluator: Evaluator, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full costs the kept folder only."""
+
+    def full(*_: object) -> None:
+        raise SystemFailure("output best: can't be written (No space left); make room")
+
+    monkeypatch.setattr(evaluator._keeper, "keep", full)
+    held.go_on.set()
+    heard: list[Happening] = []
+    evaluator.stepped(2, lambda: TENSORS, heard.append)
+    evaluator.settle(heard.append)
+    assert evaluator.finish(4, TENSORS, heard.append) is NO_SCORES
+    assert [(type(one), one.step) for one in heard] == [
+        *((Scored, 2), (Noted, 2)),
+        *((Scored, 4), (Noted, 4)),
+    ]
+    note = heard[1]
+    assert isinstance(note, Noted)
+    assert note.text.startswith("the state after step 2 is not kept: output best: can't be written")
 
 
 def test_what_waits_is_given_up(evaluator: Evaluator) -> None:

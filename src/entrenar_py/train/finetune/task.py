@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -39,6 +40,8 @@ from entrenar_py.train.service.run_events import ClassScored, Listener, Noted, S
 WAITING_BYTES = 2**30
 # What torch raises if memory runs out (also on the CPU), or if a device fails.
 _FAILED = (RuntimeError, MemoryError, SystemFailure)  # the last one if nothing can be written
+# Scores, and the error if the state that they belong to could not be kept.
+_Result: TypeAlias = tuple[Scores, Exception | None]
 
 
 class Evaluator:
@@ -56,7 +59,7 @@ class Evaluator:
         self._num_steps, self._keeper = plan.num_steps, _Keeper(prepared, workload.module, plan)
         self._every = prepared.settings.evaluate_every
         self._thread = ThreadPoolExecutor(1, "evaluation")
-        self._waiting: deque[tuple[int, int, Future[Scores]]] = deque()  # step, bytes, scores
+        self._waiting: deque[tuple[int, int, Future[_Result]]] = deque()  # step, bytes, scores
         self._is_stopped = False
 
     def stepped(
@@ -88,18 +91,18 @@ class Evaluator:
         """Score the result of the run, and report it; return None if there are no validation rows.
 
         If the GPU has too little memory, the CPU is used. If scoring fails, it is skipped, which is
-        reported, and None is returned, since the run itself is over.
+        reported, and None is returned, since the run itself is over. A state that can't be kept is
+        reported, too.
         """
         rows = self._prepared.validation
         if rows is None:
             return None
         try:
             scores = self._scores_somewhere(rows, tensors)
-            self._keeper.keep(step, scores.loss, tensors)
         except _FAILED as error:
             tell(_left_out(step, error))
             return None
-        tell(event(scores, step, rows.digest))
+        self._report(step, (scores, self._unkept(step, scores, tensors)), tell)
         return scores
 
     def close(self) -> None:
@@ -109,20 +112,34 @@ class Evaluator:
         self._waiting.clear()
 
     def _tell(self, tell: Listener, *, wait: bool) -> None:
-        rows = self._prepared.validation
         while self._waiting and (wait or self._waiting[0][2].done()):
             step, _, future = self._waiting.popleft()
             try:
-                scores = future.result()
+                scored = future.result()
             except _FAILED as error:
                 tell(_left_out(step, error))
             else:
-                tell(event(scores, step, None if rows is None else rows.digest))
+                self._report(step, scored, tell)
 
-    def _kept(self, step: int, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
+    def _report(self, step: int, scored: _Result, tell: Listener) -> None:
+        scores, unkept = scored
+        rows = self._prepared.validation
+        tell(event(scores, step, None if rows is None else rows.digest))
+        if unkept is not None:
+            text = f"the state after step {step} is not kept: {_reason(unkept)}"
+            tell(Noted(what="not_kept", step=step, text=text))
+
+    def _kept(self, step: int, rows: Samples, tensors: Mapping[str, Array]) -> _Result:
         scores = self._scores(rows, tensors)
-        self._keeper.keep(step, scores.loss, tensors)
-        return scores
+        return scores, self._unkept(step, scores, tensors)
+
+    def _unkept(self, step: int, scores: Scores, tensors: Mapping[str, Array]) -> Exception | None:
+        """Keep the state, if it is due; return the error if it can't be written."""
+        try:
+            self._keeper.keep(step, scores.loss, tensors)
+        except _FAILED as error:
+            return error
+        return None
 
     def _scores(self, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
         return evaluation.scores(
@@ -192,9 +209,12 @@ class _Keeper:
 
 
 def _left_out(step: int, error: Exception) -> Noted:
-    reason = escaping.shortened(" ".join(str(error).split()))
-    text = f"validation after step {step} is skipped: it failed ({reason})"
+    text = f"validation after step {step} is skipped: it failed ({_reason(error)})"
     return Noted(what="not_scored", step=step, text=text)
+
+
+def _reason(error: Exception) -> str:
+    return escaping.shortened(" ".join(str(error).split()))
 
 
 def event(scores: Scores, step: int, rows: str | None) -> Scored:
