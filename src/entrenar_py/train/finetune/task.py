@@ -60,7 +60,7 @@ class Evaluator:
         self._every = prepared.settings.evaluate_every
         self._thread = ThreadPoolExecutor(1, "evaluation")
         self._waiting: deque[tuple[int, int, Future[_Result]]] = deque()  # step, bytes, scores
-        self._is_stopped = False
+        self._is_stopped, self._is_first = False, True
 
     def stepped(
         self, step: int, present: Callable[[], Mapping[str, Array]], tell: Listener
@@ -68,11 +68,14 @@ class Evaluator:
         """Report finished scores to `tell`, and start to score the `present` tensors if due.
 
         `present` returns the tensors after `step` steps, which are copied. If the copies that
-        already wait have more than WAITING_BYTES, the evaluation is skipped, which is reported.
+        already wait have more than WAITING_BYTES, the evaluation is skipped, which is reported. The
+        state with which a resumed run begins is scored only if the run was stopped before it was.
         """
         self._tell(tell, wait=False)
-        rows = self._prepared.validation
+        rows, is_first, self._is_first = self._prepared.validation, self._is_first, False
         if rows is None or step % self._every or step == self._num_steps:
+            return
+        if is_first and self._was_scored(step, rows):
             return
         tensors = present()
         size = sum(array.nbytes for array in tensors.values())
@@ -105,11 +108,22 @@ class Evaluator:
         self._report(step, (scores, self._unkept(step, scores, tensors)), tell)
         return scores
 
-    def close(self) -> None:
-        """Abandon what is not scored yet."""
+    def close(self, tell: Listener = lambda _: None) -> None:
+        """Abandon what is not scored yet, and report that to `tell`."""
         self._is_stopped = True
-        self._thread.shutdown(cancel_futures=True)
-        self._waiting.clear()
+        self._thread.shutdown()
+        self._tell(tell, wait=True)
+
+    def _was_scored(self, step: int, rows: Samples) -> bool:
+        path = self._prepared.settings.output / METRICS
+        try:
+            history = page.read_history(path, num_steps=self._num_steps)
+        except OSError:
+            return False
+        if step not in history.evaluations:
+            return False
+        noted = history.evaluations[step].get("rows")
+        return noted in (None, rows.digest)  # older releases noted no rows
 
     def _tell(self, tell: Listener, *, wait: bool) -> None:
         while self._waiting and (wait or self._waiting[0][2].done()):
@@ -142,6 +156,7 @@ class Evaluator:
         return None
 
     def _scores(self, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
+        self._require_running()
         return evaluation.scores(
             self._put(tensors),
             rows,
@@ -167,7 +182,7 @@ class Evaluator:
 
     def _require_running(self) -> None:
         if self._is_stopped:
-            raise SystemFailure("the evaluation was cancelled")
+            raise SystemFailure("the run ended before")
 
 
 class _Keeper:
@@ -307,7 +322,7 @@ def _end(prepared: Prepared, evaluator: Evaluator, plan: TrainingPlan, ended: En
         scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
         for line in () if scores is None else scores.lines():
             printing.say(f"validation: {line}")
-    evaluator.close()
+    evaluator.close(ended.tell)
     draw(prepared, plan.num_steps, ended)
 
 
