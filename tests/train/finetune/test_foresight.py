@@ -199,6 +199,26 @@ def test_skipped_rows_are_told_and_listed(
     assert places == [f"{tmp_path}/rows.jsonl:{49 + index}" for index in range(NUM_BAD)]
 
 
+def test_cut_rows_are_counted_once_for_each_file(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts of one file both know of all its cut rows; a file for validation has its own."""
+    cutting = {"on_long": "truncate"}
+    path = runs.configured(tmp_path, small, data=cutting)
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as rows:
+        rows.write(json.dumps({"text": "ls " * 90, "label": "safe"}) + "\n")
+    foresight.say_rows(preparation.prepare(settings_file.load(path), tmp_path / "cache"))
+    assert capsys.readouterr().out.splitlines() == [
+        *("train: 37 samples", "validation: 12 samples"),
+        "cut: 1 row (data.on_long: truncate)",
+    ]
+    own = cutting | {"validation": "rows.jsonl", "validation_share": 0.0}
+    record = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**record, "data": {**record["data"], **own}}), "utf-8")
+    foresight.say_rows(preparation.prepare(settings_file.load(path), tmp_path / "cache"))
+    assert "cut: 2 rows (data.on_long: truncate)" in capsys.readouterr().out.splitlines()
+
+
 def test_answers_that_do_not_follow_the_generation_prompt_are_counted_once(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
