@@ -322,7 +322,9 @@ def test_a_model_is_merged_in_16_bits(
         command = ["merge", str(texts), str(tmp_path / name), "--precision", name]
         assert cli.main(command) == exit_codes.DONE
         merged[name] = safetensors.load_file(tmp_path / name / "model.safetensors")
-    assert "weights were rounded to bfloat16" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "weights were rounded to bfloat16, which may undo small changes" in told
+    assert f"answers with those of `entrenar infer {texts}`" in told, "`eval` takes no merged model"
     assert merged["float32"].keys() == merged["bfloat16"].keys()
     for name, weight in merged["float32"].items():
         assert torch.equal(merged["bfloat16"][name], weight.bfloat16()), name
