@@ -184,6 +184,21 @@ def test_a_file_of_prompts_is_answered_as_stock_libraries_sample(
         assert line["answer"] == tokenizer.decode(new, skip_special_tokens=True)
 
 
+def test_prompts_that_are_skipped_are_named(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the run's `on_error: skip`, on standard error: the output has a line for each answer."""
+    output = outputs.load(texts, trusts=False)
+    data = replace(output.settings.data, on_error="skip")
+    output = replace(output, settings=replace(output.settings, data=data))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "ls"}\n{"text": ""}\n', "utf-8")
+    assert len(list(outputs.answers(output, path, FEW))) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[-2] == "entrenar: warning: skipped: 1 row (data.on_error: skip)"
+    assert told[-1] == f"  {path}:2: text='': use a text that is not empty"
+
+
 LIST = [{"role": "user", "content": "ls"}]
 SIDES = {side: [*LIST, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
 FEW = Sampling(new_tokens=4)
