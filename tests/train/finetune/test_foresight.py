@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,47 @@ def test_skipped_rows_are_told_and_listed(
     lines = listed.read_text(encoding="utf-8").splitlines()
     places = [line.partition(": ")[0] for line in lines]
     assert places == [f"{tmp_path}/rows.jsonl:{49 + index}" for index in range(NUM_BAD)]
+
+
+def test_cut_rows_are_counted_once_for_each_file(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts of one file both know of all its cut rows; a file for validation has its own."""
+    cutting = {"on_long": "truncate"}
+    path = runs.configured(tmp_path, small, data=cutting)
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as rows:
+        rows.write(json.dumps({"text": "ls " * 90, "label": "safe"}) + "\n")
+    foresight.say_rows(preparation.prepare(settings_file.load(path), tmp_path / "cache"))
+    assert capsys.readouterr().out.splitlines() == [
+        *("train: 37 samples", "validation: 12 samples"),
+        "cut: 1 row (data.on_long: truncate)",
+    ]
+    own = cutting | {"validation": "rows.jsonl", "validation_share": 0.0}
+    record = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**record, "data": {**record["data"], **own}}), "utf-8")
+    foresight.say_rows(preparation.prepare(settings_file.load(path), tmp_path / "cache"))
+    assert "cut: 2 rows (data.on_long: truncate)" in capsys.readouterr().out.splitlines()
+
+
+def test_answers_that_do_not_follow_the_generation_prompt_are_counted_once(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both parts of a file know of all of its rows."""
+    copy = tmp_path / "model"
+    shutil.copytree(small / "model", copy)
+    template = copy / "chat_template.jinja"
+    path = runs.configured(tmp_path, small, task="instruct", model=str(copy))
+    lines = (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()
+    rows = [json.dumps({"question": json.loads(line)["text"], "answer": "ls"}) for line in lines]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", "utf-8")
+    for opening, number in (("", 0), ("<think>", 1)):
+        text = template.read_text("utf-8")
+        template.write_text(text.replace("assistant\n", f"assistant\n{opening}"), "utf-8")
+        found = preparation.prepare(settings_file.load(path), tmp_path / "cache")
+        foresight.say_rows(found)
+        told = capsys.readouterr()
+        assert told.out.startswith("train: 36 samples\nvalidation: 12 samples")
+        assert told.err.count("in 48 rows, the chat template doesn't write before") == number
 
 
 def test_a_list_of_an_earlier_run_goes(small: Path, tmp_path: Path) -> None:

@@ -184,6 +184,21 @@ def test_a_file_of_prompts_is_answered_as_stock_libraries_sample(
         assert line["answer"] == tokenizer.decode(new, skip_special_tokens=True)
 
 
+def test_prompts_that_are_skipped_are_named(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the run's `on_error: skip`, on standard error: the output has a line for each answer."""
+    output = outputs.load(texts, trusts=False)
+    data = replace(output.settings.data, on_error="skip")
+    output = replace(output, settings=replace(output.settings, data=data))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "ls"}\n{"text": ""}\n', "utf-8")
+    assert len(list(outputs.answers(output, path, FEW))) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[-2] == "entrenar: warning: skipped: 1 row (data.on_error: skip)"
+    assert told[-1] == f"  {path}:2: text='': use a text that is not empty"
+
+
 LIST = [{"role": "user", "content": "ls"}]
 SIDES = {side: [*LIST, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
 FEW = Sampling(new_tokens=4)
@@ -269,6 +284,19 @@ def test_an_answer_ends_with_either_end_token_and_nothing_else_of_the_checkpoint
     assert answer() == [first]
 
 
+def test_no_end_token_that_the_tokenizer_adds_stands_after_a_prompt(texts: Path) -> None:
+    """The answer continues the text, as if the tokenizer added nothing."""
+    from tokenizers.processors import TemplateProcessing
+
+    output = outputs.load(texts, trusts=False)
+    plain = list(outputs.answer(output, "ls", FEW))
+    end = output.tokenizer.eos_token
+    output.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, output.tokenizer.eos_token_id)]
+    )
+    assert list(outputs.answer(output, "ls", FEW)) == plain
+
+
 def test_exports_name_the_end_token_that_was_trained_with(small: Path, tmp_path: Path) -> None:
     """Whole models and merged ones stop where stock transformers' trainer would let them stop."""
     generation = {"eos_token_id": [7, 9], "top_k": 5, "do_sample": True}
@@ -309,7 +337,9 @@ def test_a_model_is_merged_in_16_bits(
         command = ["merge", str(texts), str(tmp_path / name), "--precision", name]
         assert cli.main(command) == exit_codes.DONE
         merged[name] = safetensors.load_file(tmp_path / name / "model.safetensors")
-    assert "weights were rounded to bfloat16" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "weights were rounded to bfloat16, which may undo small changes" in told
+    assert f"answers with those of `entrenar infer {texts}`" in told, "`eval` takes no merged model"
     assert merged["float32"].keys() == merged["bfloat16"].keys()
     for name, weight in merged["float32"].items():
         assert torch.equal(merged["bfloat16"][name], weight.bfloat16()), name

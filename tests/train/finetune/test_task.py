@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from entrenar_py import entrenar as cli
+from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.train.finetune import outputs, settings_file, task
 from entrenar_py.train.finetune.task import Evaluator
 from entrenar_py.train.model import evaluation, model, preparation
@@ -230,14 +231,64 @@ def test_a_result_that_can_not_be_scored_is_told(
     assert "step 4 is skipped: it failed (CUBLAS_STATUS_NOT_INITIALIZED)" in note.text
 
 
-def test_what_waits_is_given_up(evaluator: Evaluator) -> None:
+def test_scores_are_told_though_their_state_can_not_be_kept(
+    evaluator: Evaluator, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full costs the kept folder only."""
+
+    def full(*_: object) -> None:
+        raise SystemFailure("output best: can't be written (No space left); make room")
+
+    monkeypatch.setattr(evaluator._keeper, "keep", full)
+    held.go_on.set()
+    heard: list[Happening] = []
+    evaluator.stepped(2, lambda: TENSORS, heard.append)
+    evaluator.settle(heard.append)
+    assert evaluator.finish(4, TENSORS, heard.append) is NO_SCORES
+    assert [(type(one), one.step) for one in heard] == [
+        *((Scored, 2), (Noted, 2)),
+        *((Scored, 4), (Noted, 4)),
+    ]
+    note = heard[1]
+    assert isinstance(note, Noted)
+    assert note.text.startswith("the state after step 2 is not kept: output best: can't be written")
+
+
+def test_what_waits_is_given_up_and_told(evaluator: Evaluator) -> None:
     """A run that is stopped does not wait for scores."""
     heard: list[Happening] = []
     evaluator.stepped(2, lambda: TENSORS, heard.append)
     evaluator.stepped(4, lambda: TENSORS, heard.append)
-    evaluator.close()
+    evaluator.close(heard.append)
     evaluator.settle(heard.append)
-    assert heard == []
+    assert [(one.what, one.step) for one in heard if isinstance(one, Noted)] == [
+        ("not_scored", 2),
+        ("not_scored", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("step", "rows", "scored"),
+    [(2, "same", [4]), (2, None, [4]), (2, "others", [2, 4]), (4, "same", [2, 4])],
+    ids=["scored", "by an older release", "other rows", "not scored"],
+)
+def test_a_resumed_run_scores_the_state_it_begins_with_unless_it_was(
+    step: int, rows: str | None, scored: list[int], evaluator: Evaluator, held: Held
+) -> None:
+    """The run was stopped after step 2, perhaps before the scores were there."""
+    prepared = evaluator._prepared
+    assert prepared.validation is not None
+    noted = {"what": "evaluation", "step": step, "loss": 0.5}
+    if rows is not None:
+        noted["rows"] = prepared.validation.digest if rows == "same" else rows
+    prepared.settings.output.mkdir()
+    (prepared.settings.output / task.METRICS).write_text(json.dumps(noted) + "\n", "utf-8")
+    held.go_on.set()
+    heard: list[Happening] = []
+    for made in (2, 3, 4):
+        evaluator.stepped(made, lambda: TENSORS, heard.append)
+    evaluator.settle(heard.append)
+    assert [one.step for one in heard if isinstance(one, Scored)] == scored
 
 
 # --- the figures ----------------------------------------------------------------------------------

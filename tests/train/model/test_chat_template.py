@@ -46,7 +46,8 @@ MARKED = (
     "{% else %}{{ m.content }}<|end|>{% endif %}\n{% endfor %}" + ASKED
 )
 # The prompt of an answer opens a thought, which answers in a conversation don't have.
-OPENED = PLAIN.replace(ASKED, ASKED.replace("\n", "\n<think>"))
+OPEN = ASKED.replace("\n", "\n<think>")
+OPENED = PLAIN.replace(ASKED, OPEN)
 # Arguments are texts, joined to others.
 JOINED = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content or '' }}"
@@ -71,7 +72,7 @@ def learned(small: Path, template: str, *messages: Any) -> tuple[str, str]:
     tokenizer = model.tokenizer(settings(small, small, "instruct"))
     tokenizer.chat_template = template
     conversation = conversations.read({"messages": list(messages)}, "messages")
-    tokens, is_target = ChatEncoder(tokenizer).encode(conversation)
+    tokens, is_target, _ = ChatEncoder(tokenizer).encode(conversation)
     targets = [token for token, flag in zip(tokens, is_target, strict=True) if flag]
     return tokenizer.decode(tokens), tokenizer.decode(targets)
 
@@ -112,6 +113,13 @@ def test_the_assistant_may_speak_first(small: Path, template: str, predicted: st
     assert learned(small, template, ANSWER, USER, ANSWER)[1] == predicted
 
 
+@pytest.mark.parametrize("template", [PLAIN, NO_USER + PLAIN])
+def test_the_assistant_may_speak_after_the_system(small: Path, template: str) -> None:
+    """Qwen3.5's template refuses messages without a user, such as those before the first answer."""
+    _, predicted = learned(small, template, SYSTEM, ANSWER, USER, ANSWER)
+    assert predicted.replace("\n", "") == "ls<|end|>ls<|end|>"
+
+
 def test_a_template_that_wants_a_user_first_refuses_an_assistant_by_its_own_words(
     small: Path,
 ) -> None:
@@ -138,8 +146,14 @@ def test_the_last_thought_is_learned(small: Path) -> None:
 
 def test_arguments_of_calls_are_texts_where_a_template_needs_them_so(small: Path) -> None:
     call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
-    _, predicted = learned(small, JOINED, USER, {**CALL, "tool_calls": [call]})
+    turn = {**CALL, "tool_calls": [call]}
+    text, predicted = learned(small, JOINED, USER, turn)
     assert predicted == 'weather{"city": "Zürich"}<|end|>\n'
+    asked = conversations.prompt({"messages": [USER, turn, TOOL]}, "messages")
+    tokenizer = model.tokenizer(settings(small, small, "instruct"))
+    tokenizer.chat_template = JOINED
+    prompt = tokenizer.decode(ChatEncoder(tokenizer).prompt(asked))
+    assert prompt == text + "<|start|>tool\n4<|end|>\n<|start|>assistant\n"
 
 
 def test_a_turn_of_calls_alone_is_null_for_a_template_that_looks_for_that(small: Path) -> None:
@@ -213,6 +227,60 @@ def test_no_tool_is_left_out_unsaid(small: Path) -> None:
         ChatEncoder(tokenizer).encode(conversation)
 
 
+def test_named_templates_without_a_default_refuse_a_row(small: Path) -> None:
+    """Rows with tools have a name of their own in transformers."""
+    tokenizer = model.tokenizer(settings(small, small, "instruct"))
+    tokenizer.chat_template = {"rag": PLAIN, "tool_use": ALL}
+    row = {"messages": [USER, ANSWER], "tools": [{"name": "weather", "parameters": {}}]}
+    assert any(ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))[1])
+    del row["tools"]
+    with pytest.raises(BadConversationError, match=r"several chat templates \(rag, tool_use\)"):
+        ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))
+
+
+# --- what the last answer follows ---
+
+# Answers without a thought have a closed one, but the prompt leaves it open, as with Nemotron 3.
+CLOSED = PLAIN.replace(ASKED, OPEN.replace("<think>", "<think>\n")).replace(
+    "{{ m.content", "{{ '<think>%s</think>' % m.thinking if m.role == 'assistant' }}{{ m.content"
+)
+# Earlier thoughts are in the text of a prompt alone.
+FORGOTTEN = PLAIN.replace(
+    "{{ m.content", "{{ m.thinking if messages[-1].role == 'user' }}{{ m.content"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "is_aligned"),
+    [
+        (PLAIN, ANSWER, True),
+        (THINKING, THOUGHT, True),
+        (ENDED, ANSWER, True),
+        (MARKED, ANSWER, True),
+        (RETURNED, ANSWER, True),
+        (FORGOTTEN, ANSWER, True),
+        (PLAIN.replace(ASKED, ""), ANSWER, True),
+        (OPENED, ANSWER, False),
+        (OPENED, THOUGHT, True),
+        (CLOSED, ANSWER, False),
+        (CLOSED, {**ANSWER, "thinking": "\nhm\n"}, True),
+        (MARKED.replace(ASKED, OPEN), ANSWER, False),
+    ],
+    ids=[
+        *("plain", "thinking", "ended", "marked", "returned", "forgotten", "no prompt"),
+        *("opened", "opened, with a thought", "closed", "closed, with a thought", "marked, opened"),
+    ],
+)
+def test_an_answer_that_does_not_follow_the_generation_prompt_is_noted(
+    small: Path, template: str, last: dict[str, Any], is_aligned: bool
+) -> None:
+    tokenizer = model.tokenizer(settings(small, small, "instruct"))
+    tokenizer.chat_template = template
+    row = {"messages": [USER, {**ANSWER, "thinking": "so"}, USER, last]}
+    *_, found = ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))
+    assert found is is_aligned
+
+
 # --- marks ---
 
 
@@ -284,7 +352,7 @@ def test_an_end_token_that_takes_the_white_space_after_it_is_learned(
     )
     tokenizer.chat_template = template.replace("<|end|>", "<|stop|>")
     row = {"messages": [USER, {**ANSWER, "content": "ls  "}, USER, ANSWER]}
-    tokens, is_target = ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))
+    tokens, is_target, _ = ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))
     targets = [token for token, flag in zip(tokens, is_target, strict=True) if flag]
     assert targets.count(tokenizer.convert_tokens_to_ids("<|stop|>")) == 2
 

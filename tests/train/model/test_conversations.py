@@ -146,9 +146,12 @@ def test_turns_that_are_marked_so_are_not_learned(key: str, no: float) -> None:
     assert found.messages[1] == ANSWER
 
 
-def test_the_answers_in_a_prompt_are_not_learned() -> None:
-    """As TRL reads them: the completion alone is."""
-    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+@pytest.mark.parametrize(
+    "marks", [{}, {"weight": 1}, {"weight": None}, {"train": True}, {"masked": False}]
+)
+def test_the_answers_in_a_prompt_are_not_learned(marks: dict[str, Any]) -> None:
+    """As TRL reads them: the completion alone is, whatever an answer says of itself."""
+    row = {"prompt": [USER, {**ANSWER, **marks}, USER], "completion": [ANSWER]}
     assert list(conversations.read(row, "messages").learned) == [3]
 
 
@@ -260,8 +263,9 @@ def test_a_prompt_keeps_earlier_answers() -> None:
         {"system": "be brief", "messages": [USER, ANSWER, USER]}, "messages"
     )
     assert found.messages == [said, USER, ANSWER, USER]
-    calls = [USER, {**ANSWER, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}]
-    assert len(conversations.prompt({"messages": calls}, "messages").messages) == len(calls)
+    for result in ("7", ""):
+        calls = [USER, {**ANSWER, "tool_calls": [CALL]}, {"role": "tool", "content": result}]
+        assert len(conversations.prompt({"messages": calls}, "messages").messages) == len(calls)
 
 
 @pytest.mark.parametrize(

@@ -423,8 +423,8 @@ def ends_by_letters(names: Sequence[str], text: str, *, collapses: bool) -> Iter
         yield place if place > begin else place + 1
 
 
-def encoded(tokenizer: Any, template: str, messages: Sequence[Message]) -> Sample:
-    """Return the sample of a row with a chat."""
+def encoded(tokenizer: Any, template: str, messages: Sequence[Message]) -> tuple[Sample, bool]:
+    """Return the sample of a row with a chat, and whether it follows the generation prompt."""
     tokenizer.chat_template = template
     settings = Settings(
         model=Path("model"),
@@ -432,9 +432,10 @@ def encoded(tokenizer: Any, template: str, messages: Sequence[Message]) -> Sampl
         output=Path("out"),
         data=Data(train=Path("rows.jsonl"), max_tokens=10**4),
     )
-    found = Encoder(settings, tokenizer).encode(Row("rows.jsonl", 1, {"messages": messages}))
+    encoder = Encoder(settings, tokenizer)
+    found = encoder.encode(Row("rows.jsonl", 1, {"messages": messages}))
     assert isinstance(found, Sample), found
-    return found
+    return found, not encoder.num_unaligned
 
 
 KINDS = ("bytes", "bytes-trimmed", "metaspace", "wordpiece", "unigram", "composed")
@@ -447,7 +448,7 @@ def test_targets_are_those_of_a_mask_made_by_hand(kind: str, is_marked: bool) ->
     tokenizer = tokenizer_of(kind)
     signs = ("{% generation %}", "{% endgeneration %}") if is_marked else ("", "")
     for number, messages in enumerate(CHATS):
-        source, _ = list(TEMPLATES.values())[number // 3]
+        name, (source, _) = list(TEMPLATES.items())[number // 3]
         template = source.replace("[[", signs[0]).replace("]]", signs[1])
         pieces = pieces_of(number)
         text = "".join(text for text, _ in pieces)
@@ -462,7 +463,8 @@ def test_targets_are_those_of_a_mask_made_by_hand(kind: str, is_marked: bool) ->
             ends = ends_by_letters(names, text, collapses=kind == "unigram")
         due = [learned[end - 1] for end in ends]
         due[0] = False
-        sample = encoded(tokenizer, template, messages)
+        sample, is_aligned = encoded(tokenizer, template, messages)
+        assert is_aligned is (name != "deepseek"), "its prompt alone opens a thought"
         told = (number, text)
         assert tokenizer.convert_ids_to_tokens(list(sample.tokens)) == names, told
         got = [name for name, flag in zip(names, sample.is_target, strict=True) if flag]

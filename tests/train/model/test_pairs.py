@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,14 +89,35 @@ def test_texts_get_the_end_token_once(
     assert bad.endswith(rejected)
 
 
+def test_an_end_token_that_the_tokenizer_adds_as_well_is_there_once(
+    small: Path, tmp_path: Path
+) -> None:
+    """It ends the answers, and not the prompt, which has no other tokens alone."""
+    from tokenizers.processors import TemplateProcessing
+
+    chosen = settings(small, tmp_path / "rows.jsonl", "preference")
+    row = {"prompt": "do:", "chosen": " ls", "rejected": " rm<|end|>"}
+    chosen.data.train.write_text(json.dumps(row), "utf-8")
+    tokenizer = model.tokenizer(chosen)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|end|>", special_tokens=[("<|end|>", tokenizer.eos_token_id)]
+    )
+    found = samples.load(chosen, chosen.data.train, tokenizer, cache=tmp_path / "cache")
+    assert sides(small, found) == [
+        ("do: ls<|end|>", " ls<|end|>"),
+        ("do: rm<|end|>", " rm<|end|>"),
+    ]
+    assert not found.num_unaligned
+
+
 def test_a_token_over_the_end_of_the_prompt_counts_for_both_sides() -> None:
     """The tokens of the prompt are the same ones on both sides, whichever merges with it."""
-    tokens = {"a b": [1, 2], "a bc<e>": [1, 3, 9], "a b d<e>": [1, 2, 4, 9]}
+    tokens = {"a b": [1, 2], "a bc": [1, 3], "a b d": [1, 2, 4]}
     pair = pairs.Texts(prompt="a b", chosen="c", rejected=" d")
-    found = pairs.of_texts(pair, tokens.__getitem__, "<e>")
+    found = pairs.of_texts(pair, tokens.__getitem__, 9)
     assert (found.num_prompt, found.chosen, found.rejected) == (1, [1, 3, 9], [1, 2, 4, 9])
     assert not found.is_aligned
-    assert pairs.of_texts(replace(pair, is_given=False), tokens.__getitem__, "<e>").is_aligned
+    assert pairs.of_texts(replace(pair, is_given=False), tokens.__getitem__, 9).is_aligned
     assert pairs.encoded([1, 2], [1, 2, 3], [1, 2, 4]).is_aligned
 
 

@@ -112,6 +112,40 @@ def test_long_rows_are_cut_as_stock_tokenizers_cut_them(small: Path, tmp_path: P
     ).labels.tolist() == [0]
 
 
+@pytest.mark.parametrize("task", ["text", "classify"])
+def test_of_a_row_that_is_cut_only_the_beginning_is_tokenised(small: Path, task: str) -> None:
+    """It has the tokens of a row that is just longer than `max_tokens`."""
+    tokenizer = model.tokenizer(settings(small, small, task))
+    num_chars = list[int]()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            num_chars.append(len(text))
+            return tokenizer(text, **options)
+
+    encoder = Encoder(settings(small, small, task, max_tokens=16, on_long="truncate"), Counting())
+    long, short = (
+        encoder.encode(Row("f", 7, {"text": "ls " * number, "label": "safe"}))
+        for number in (2**16, 40)
+    )
+    assert isinstance(long, samples.Sample)
+    assert isinstance(short, samples.Sample)
+    assert (list(long.tokens), long.label) == (list(short.tokens), short.label)
+    assert encoder.num_cut == 2
+    assert max(num_chars) == samples.SHORT_CHARS
+
+
+def test_a_chat_is_cut_up_to_a_length(small: Path) -> None:
+    """Beyond it the row is refused as it is without `truncate`, and told why."""
+    chosen = settings(small, small, "instruct", max_tokens=512, on_long="truncate")
+    row = {"messages": [*CHAT[:2], {"role": "user", "content": LONG}, CHAT[3]]}
+    bad = Encoder(chosen, Untouched()).encode(Row("f", 7, row))
+    assert str(bad).endswith("data.on_long: truncate cuts no row that is so long")
+
+
 @pytest.mark.parametrize("added", ["$A <|end|>", "<|start|> $A <|end|> <|end|>", "<|start|> $A"])
 def test_a_cut_text_keeps_the_tokens_that_the_tokenizer_adds(added: str, small: Path) -> None:
     """A classifier sees its end token, as with stock tokenizers. A token in the text is no end."""

@@ -12,7 +12,7 @@ from entrenar_py.shared.trace import writer
 from entrenar_py.shared.trace.ledger import Head
 from entrenar_py.shared.trace.writer import Writer
 from entrenar_py.train.coordinator.server import Server
-from entrenar_py.train.service.host import Host
+from entrenar_py.train.service.host import Host, Stepped
 from entrenar_py.train.service.run_events import Happening
 from entrenar_py.train.wire.effects import Apply, Gather, Joined, Keep, Left, Stop
 from entrenar_py.train.wire.frames import Buffer
@@ -34,6 +34,7 @@ def host_of(
     checkpoint: Path | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     halt_on_spike: bool = False,
+    stepped: Stepped = lambda made, tensors, tell: None,
 ) -> Host:
     """Return a host that appends its events to `heard`."""
     listeners = [] if heard is None else [heard.append]
@@ -43,6 +44,7 @@ def host_of(
         listeners=listeners,
         clock=clock,
         halt_on_spike=halt_on_spike,
+        stepped=stepped,
     )
 
 

@@ -127,6 +127,20 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     assert ours.replicas.state(ours.replica) == theirs.replicas.state(theirs.replica)
 
 
+def test_the_state_that_a_run_is_resumed_with_is_shown(tmp_path: Path) -> None:
+    """As after the step that made it: what was to be done then may not have been."""
+    first = host_of(plan_of(), checkpoint=tmp_path / "c")
+    train(meet(first), range(2))
+    first.save(2)
+    shown = list[int]()
+    second = host_of(
+        plan_of(), checkpoint=tmp_path / "c", stepped=lambda made, *_: shown.append(made)
+    )
+    second.resume()
+    train(meet(second, step=2), range(2, 4))
+    assert shown == [2, 3, 4]
+
+
 def test_a_state_is_saved_once(tmp_path: Path) -> None:
     """A run that is stopped at a step where it saves anyway writes one checkpoint, not two."""
     heard: list[Happening] = []

@@ -424,7 +424,7 @@ class Generation:
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt.asked, str):
-            return samples.tokens_of(self._tokenizer, prompt.asked)
+            return samples.open_tokens(self._tokenizer, prompt.asked)
         return self._chats.prompt(prompt.asked)
 
     def _answer(

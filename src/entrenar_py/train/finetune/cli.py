@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.precision != "float32":
             printing.say(
                 f"weights were rounded to {arguments.precision}, which may undo small changes: "
-                "compare the scores by `entrenar eval`"
+                f"compare its answers with those of `entrenar infer {arguments.output}`, or merge "
+                "without --precision"
             )
         elif narrow != "float32":
             printing.say(

@@ -26,23 +26,34 @@ SKIPPED = "skipped.txt"  # in the output folder
 
 
 def say_rows(prepared: Prepared) -> None:
-    """Print the numbers of samples, and the first rows that were skipped.
+    """Print the numbers of samples and of cut rows, and the first rows that were skipped.
 
-    Warns about pairs with a prompt that isn't the beginning of both sides, token by token.
+    Warns about pairs with a prompt that isn't the beginning of both sides, token by token, and
+    about conversations with an answer that doesn't follow the generation prompt.
     """
     for what, rows in (("train", prepared.train), ("validation", prepared.validation)):
         if rows is not None:
-            cut = f", {rows.num_cut:,} rows cut (data.on_long: truncate)" if rows.num_cut else ""
-            printing.say(f"{what}: {counted(len(rows), 'sample')}{cut}")
+            printing.say(f"{what}: {counted(len(rows), 'sample')}")
+    files = [prepared.train]
+    if prepared.validation is not None and prepared.settings.data.validation is not None:
+        files.append(prepared.validation)  # else both are parts of one file
+    if num_cut := sum(rows.num_cut for rows in files):
+        printing.say(f"cut: {counted(num_cut, 'row')} (data.on_long: truncate)")
     say_skipped(prepared.settings, _skipped(prepared))
-    has_own = prepared.settings.data.validation is not None  # else both are parts of one file
-    both = (prepared.train, prepared.validation if has_own else None)
-    if number := sum(rows.num_unaligned for rows in both if rows is not None):
+    number = sum(rows.num_unaligned for rows in files)
+    if number and prepared.train.are_pairs:
         printing.warn(
             f"entrenar: warning: in {counted(number, 'pair')}, the prompt alone has different "
             "tokens than with its answers, so a completion begins before the prompt's end; see "
             "that texts of prompts end with a whole word and no space, and that the chat template "
             "begins an answer as it renders one"
+        )
+    elif number:
+        printing.warn(
+            f"entrenar: warning: in {counted(number, 'row')}, the chat template doesn't write "
+            "before the last answer what it asks for one with (its generation prompt), such as an "
+            "open <think>; so the model is trained after a text that it is never asked with: give "
+            "those answers a thought, or use a template that begins an answer as it renders one"
         )
 
 

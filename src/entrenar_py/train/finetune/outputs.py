@@ -19,6 +19,7 @@ from torch import nn
 
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.shared.untrusted import escaping, files, printing
+from entrenar_py.shared.wording import counted
 from entrenar_py.train.arithmetic.tensors import Array
 from entrenar_py.train.distill import prompts
 from entrenar_py.train.distill.answers import LEAST_TEMPERATURE
@@ -396,8 +397,8 @@ def answers(output: Output, path: Path, sampling: Sampling) -> Iterator[str]:
     """Yield a line of JSON for each row at `path`: its place, and its answer or classes.
 
     The answer that ends a conversation is replaced by the model's. Raises RowsError for rows that
-    can't be used, unless the run's `data.on_error` skips them, and UsageError for one that can't be
-    answered.
+    can't be used, unless the run's `data.on_error` skips them, which is warned of, and UsageError
+    for one that can't be answered.
     """
     questions = [
         row if isinstance(row, BadRow) else prompts.of_row(row, output.settings)
@@ -406,6 +407,10 @@ def answers(output: Output, path: Path, sampling: Sampling) -> Iterator[str]:
     bad = [question for question in questions if isinstance(question, BadRow)]
     num_good = len(questions) - len(bad)
     samples.require_usable(output.settings.data, f"--prompts {path}", bad, num_good)
+    if bad:
+        by = samples.skipped_by(output.settings.data, bad)
+        printing.warn(f"entrenar: warning: skipped: {counted(len(bad), 'row')} ({by})")
+        printing.warn_lines("\n".join(samples.listed(bad)))
     for question in questions:
         if isinstance(question, BadRow):
             continue
@@ -428,8 +433,10 @@ def _answer(
         prompt = Conversation(messages=[turn], tools=None, learned=())
     if isinstance(prompt, str) and settings.task == "classify" and settings.data.truncates:
         question = samples.first_tokens(tokenizer, prompt, settings.data.max_tokens)
-    elif isinstance(prompt, str):
+    elif isinstance(prompt, str) and settings.task == "classify":
         question = samples.tokens_of(tokenizer, prompt)
+    elif isinstance(prompt, str):
+        question = samples.open_tokens(tokenizer, prompt)
     elif is_chat:
         question = _asked(tokenizer, prompt, settings.data.date)
     else:

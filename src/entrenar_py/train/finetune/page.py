@@ -91,7 +91,7 @@ def _pass_box(timed: Timed, start: int, end: int, top: int) -> str:
 POINTS_MAX = 400  # points of a curve
 NOTES_MAX = 100
 BEGINNINGS = ("listening", "began")  # a coordinator's run, and one of torchrun's ranks
-ALERTS = ("spike", "halted", "left", "not_saved", "not_scored", "gap", "unchecked")
+ALERTS = ("spike", "halted", "left", "not_saved", "not_scored", "not_kept", "gap", "unchecked")
 
 
 @dataclass

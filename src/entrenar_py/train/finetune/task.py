@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -39,6 +40,8 @@ from entrenar_py.train.service.run_events import ClassScored, Listener, Noted, S
 WAITING_BYTES = 2**30
 # What torch raises if memory runs out (also on the CPU), or if a device fails.
 _FAILED = (RuntimeError, MemoryError, SystemFailure)  # the last one if nothing can be written
+# Scores, and the error if the state that they belong to could not be kept.
+_Result: TypeAlias = tuple[Scores, Exception | None]
 
 
 class Evaluator:
@@ -56,8 +59,8 @@ class Evaluator:
         self._num_steps, self._keeper = plan.num_steps, _Keeper(prepared, workload.module, plan)
         self._every = prepared.settings.evaluate_every
         self._thread = ThreadPoolExecutor(1, "evaluation")
-        self._waiting: deque[tuple[int, int, Future[Scores]]] = deque()  # step, bytes, scores
-        self._is_stopped = False
+        self._waiting: deque[tuple[int, int, Future[_Result]]] = deque()  # step, bytes, scores
+        self._is_stopped, self._is_first = False, True
 
     def stepped(
         self, step: int, present: Callable[[], Mapping[str, Array]], tell: Listener
@@ -65,11 +68,14 @@ class Evaluator:
         """Report finished scores to `tell`, and start to score the `present` tensors if due.
 
         `present` returns the tensors after `step` steps, which are copied. If the copies that
-        already wait have more than WAITING_BYTES, the evaluation is skipped, which is reported.
+        already wait have more than WAITING_BYTES, the evaluation is skipped, which is reported. The
+        state with which a resumed run begins is scored only if the run was stopped before it was.
         """
         self._tell(tell, wait=False)
-        rows = self._prepared.validation
+        rows, is_first, self._is_first = self._prepared.validation, self._is_first, False
         if rows is None or step % self._every or step == self._num_steps:
+            return
+        if is_first and self._was_scored(step, rows):
             return
         tensors = present()
         size = sum(array.nbytes for array in tensors.values())
@@ -88,43 +94,69 @@ class Evaluator:
         """Score the result of the run, and report it; return None if there are no validation rows.
 
         If the GPU has too little memory, the CPU is used. If scoring fails, it is skipped, which is
-        reported, and None is returned, since the run itself is over.
+        reported, and None is returned, since the run itself is over. A state that can't be kept is
+        reported, too.
         """
         rows = self._prepared.validation
         if rows is None:
             return None
         try:
             scores = self._scores_somewhere(rows, tensors)
-            self._keeper.keep(step, scores.loss, tensors)
         except _FAILED as error:
             tell(_left_out(step, error))
             return None
-        tell(event(scores, step, rows.digest))
+        self._report(step, (scores, self._unkept(step, scores, tensors)), tell)
         return scores
 
-    def close(self) -> None:
-        """Abandon what is not scored yet."""
+    def close(self, tell: Listener = lambda _: None) -> None:
+        """Abandon what is not scored yet, and report that to `tell`."""
         self._is_stopped = True
-        self._thread.shutdown(cancel_futures=True)
-        self._waiting.clear()
+        self._thread.shutdown()
+        self._tell(tell, wait=True)
+
+    def _was_scored(self, step: int, rows: Samples) -> bool:
+        path = self._prepared.settings.output / METRICS
+        try:
+            history = page.read_history(path, num_steps=self._num_steps)
+        except OSError:
+            return False
+        if step not in history.evaluations:
+            return False
+        noted = history.evaluations[step].get("rows")
+        return noted in (None, rows.digest)  # older releases noted no rows
 
     def _tell(self, tell: Listener, *, wait: bool) -> None:
-        rows = self._prepared.validation
         while self._waiting and (wait or self._waiting[0][2].done()):
             step, _, future = self._waiting.popleft()
             try:
-                scores = future.result()
+                scored = future.result()
             except _FAILED as error:
                 tell(_left_out(step, error))
             else:
-                tell(event(scores, step, None if rows is None else rows.digest))
+                self._report(step, scored, tell)
 
-    def _kept(self, step: int, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
+    def _report(self, step: int, scored: _Result, tell: Listener) -> None:
+        scores, unkept = scored
+        rows = self._prepared.validation
+        tell(event(scores, step, None if rows is None else rows.digest))
+        if unkept is not None:
+            text = f"the state after step {step} is not kept: {_reason(unkept)}"
+            tell(Noted(what="not_kept", step=step, text=text))
+
+    def _kept(self, step: int, rows: Samples, tensors: Mapping[str, Array]) -> _Result:
         scores = self._scores(rows, tensors)
-        self._keeper.keep(step, scores.loss, tensors)
-        return scores
+        return scores, self._unkept(step, scores, tensors)
+
+    def _unkept(self, step: int, scores: Scores, tensors: Mapping[str, Array]) -> Exception | None:
+        """Keep the state, if it is due; return the error if it can't be written."""
+        try:
+            self._keeper.keep(step, scores.loss, tensors)
+        except _FAILED as error:
+            return error
+        return None
 
     def _scores(self, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
+        self._require_running()
         return evaluation.scores(
             self._put(tensors),
             rows,
@@ -150,7 +182,7 @@ class Evaluator:
 
     def _require_running(self) -> None:
         if self._is_stopped:
-            raise SystemFailure("the evaluation was cancelled")
+            raise SystemFailure("the run ended before")
 
 
 class _Keeper:
@@ -192,9 +224,12 @@ class _Keeper:
 
 
 def _left_out(step: int, error: Exception) -> Noted:
-    reason = escaping.shortened(" ".join(str(error).split()))
-    text = f"validation after step {step} is skipped: it failed ({reason})"
+    text = f"validation after step {step} is skipped: it failed ({_reason(error)})"
     return Noted(what="not_scored", step=step, text=text)
+
+
+def _reason(error: Exception) -> str:
+    return escaping.shortened(" ".join(str(error).split()))
 
 
 def event(scores: Scores, step: int, rows: str | None) -> Scored:
@@ -287,7 +322,7 @@ def _end(prepared: Prepared, evaluator: Evaluator, plan: TrainingPlan, ended: En
         scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
         for line in () if scores is None else scores.lines():
             printing.say(f"validation: {line}")
-    evaluator.close()
+    evaluator.close(ended.tell)
     draw(prepared, plan.num_steps, ended)
 
 

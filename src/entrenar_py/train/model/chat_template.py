@@ -292,11 +292,17 @@ class ChatEncoder:
 
         Raises BadConversationError if the template refuses it.
         """
+        return _with_either(self._prompt, conversation, _texts_of)
+
+    def _prompt(self, conversation: Conversation) -> list[int]:
         messages, tools = conversation.messages, conversation.tools
         return self._ranges.tokens(self._template.text(messages, tools, prompt=True))
 
-    def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+    def encode(self, conversation: Conversation) -> tuple[list[int], list[bool], bool]:
         """Return the tokens of a conversation, and for each whether it is to be predicted.
+
+        Also returns whether the last turn follows the text with which the template asks for it:
+        some ask with an open thought (`<think>`) that answers without a thought don't have.
 
         Raises BadConversationError if the template refuses it or leaves out a part of it, or if the
         beginning of a turn can't be found.
@@ -312,7 +318,7 @@ class ChatEncoder:
         return _with_either(self._pair, pair, _pair_of_texts)
 
     def _pair(self, pair: Chats) -> Encoded:
-        prompt = self.prompt(Conversation(messages=pair.prompt, tools=pair.tools, learned=()))
+        prompt = self._prompt(Conversation(messages=pair.prompt, tools=pair.tools, learned=()))
         chosen, rejected = (
             self._whole(Conversation(messages=messages, tools=pair.tools, learned=()))
             for messages in ([*pair.prompt, *pair.chosen], [*pair.prompt, *pair.rejected])
@@ -324,7 +330,7 @@ class ChatEncoder:
         Parts(self._template, conversation, text)  # raises if one is left out
         return self._ranges.tokens(text)
 
-    def _encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+    def _encode(self, conversation: Conversation) -> tuple[list[int], list[bool], bool]:
         text = self._template.text(conversation.messages, conversation.tools)
         places = Parts(self._template, conversation, text).places
         runs = self._template.marked(conversation.messages, conversation.tools)
@@ -344,12 +350,35 @@ class ChatEncoder:
             raise BadConversationError(
                 "the chat template leaves out everything that the assistant says"
             )
-        return targets
+        return *targets, self._is_aligned(conversation, text, places)
+
+    def _is_aligned(
+        self, conversation: Conversation, text: str, places: Sequence[tuple[int, Range]]
+    ) -> bool:
+        """Return whether the last turn in the whole `text` follows the generation prompt.
+
+        Earlier turns may differ from those of a prompt, in which some templates keep reasoning. So
+        if the text doesn't begin with the prompt, only what a prompt adds to its messages is looked
+        for, after them.
+        """
+        messages, tools = conversation.messages[:-1], conversation.tools
+        if not messages or messages[-1]["role"] == "assistant":
+            return True  # nobody asks so
+        prompt = self._template_text(messages, tools, prompt=True)
+        if prompt is None or text.startswith(prompt):
+            return True
+        plain = self._template_text(messages, tools)
+        if plain is None:
+            return True
+        ends = [end for index, (_, end) in places if index < len(messages)]
+        return text.find(prompt[_shared(prompt, plain) :], max(ends, default=0)) >= 0
 
     def _part(self, conversation: Conversation, text: str, index: int) -> Range:
         """Return where the turn of message `index` begins and ends in the whole `text`."""
         messages, tools = conversation.messages, conversation.tools
-        prompt = self._template.text(messages[:index], tools, prompt=True) if index else ""
+        prompt = ""
+        if index:  # some templates refuse a conversation without a turn of a user
+            prompt = self._template_text(messages[:index], tools, prompt=True) or ""
         if not text.startswith(prompt):
             bare = [_without_thoughts(message) for message in messages[:index]]
             prompt = self._template_text(bare, tools, prompt=True) or ""

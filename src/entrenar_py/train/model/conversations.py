@@ -119,7 +119,7 @@ def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
         messages.pop()
     if not messages or messages[-1]["role"] == "system":
         raise BadConversationError(f"{name}: no turn of the user before an answer, so no prompt")
-    if not (messages[-1]["content"] or "").strip():
+    if messages[-1]["role"] == "user" and not (messages[-1]["content"] or "").strip():
         raise BadConversationError(f"{name}: the last message before the answer is empty")
     before = system(fields, messages)
     return Conversation(messages=[*before, *messages], tools=tools(fields), learned=())
@@ -193,7 +193,7 @@ def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Ma
     if isinstance(fields[prompt], list) and isinstance(fields[answer], list):
         # TRL's format: both are messages, and no message of the prompt is learned.
         for message in fields[prompt]:
-            yield {"weight": 0, **message} if isinstance(message, Mapping) else message
+            yield _unlearned(message) if isinstance(message, Mapping) else message
         yield from fields[answer]
         return
     names = [name for name in (prompt, *_MORE) if fields.get(name) is not None]
@@ -209,6 +209,12 @@ def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Ma
         yield {"role": "assistant", "content": pair[1]}
     yield {"role": "user", "content": "\n\n".join(parts)}
     yield {"role": "assistant", "content": fields[answer]}
+
+
+def _unlearned(message: Mapping[str, Any]) -> Message:
+    """Return a message that is not learned, whatever its keys say."""
+    marks = (*_WEIGHTS, *_MASKS)
+    return {**{key: value for key, value in message.items() if key not in marks}, "weight": 0}
 
 
 def message(name: str, number: int, entry: Any) -> tuple[Message, bool]:

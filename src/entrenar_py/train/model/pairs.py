@@ -151,11 +151,14 @@ def _differ_at(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((place for place, (a, b) in both if a != b), max(shorter - 1, 0))
 
 
-def of_texts(pair: Texts, tokenise: Callable[[str], list[int]], end: str | None) -> Encoded:
-    """Return the tokens of a pair of texts. A side that doesn't end with the text `end` gets it."""
+def of_texts(pair: Texts, tokenise: Callable[[str], list[int]], end: int | None) -> Encoded:
+    """Return the tokens of a pair of texts. A side that doesn't end with the token `end` gets it.
+
+    `tokenise` adds nothing at the end.
+    """
     chosen, rejected = (
-        tokenise(pair.prompt + (side if end is None or side.endswith(end) else side + end))
-        for side in (pair.chosen, pair.rejected)
+        tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
+        for tokens in (tokenise(pair.prompt + side) for side in (pair.chosen, pair.rejected))
     )
     both = encoded(tokenise(pair.prompt) if pair.prompt else [], chosen, rejected)
     return both if pair.is_given else replace(both, is_aligned=True)

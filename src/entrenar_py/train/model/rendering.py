@@ -155,7 +155,7 @@ class ChatTemplate:
         No range is empty, and there is text between any two. None if the template has no marks.
         Raises BadConversationError as `text` does.
         """
-        if not _MARKED.search(self._tokenizer.get_chat_template(None, tools)):
+        if not _MARKED.search(self._source(tools)):
             return None
         rendered = self._rendered(messages, tools, prompt=False, is_marked=True)
         runs, length, begin = list[Range](), 0, 0
@@ -208,7 +208,7 @@ class ChatTemplate:
         prompt: bool,
         is_marked: bool,
     ) -> str:
-        key = (self._tokenizer.get_chat_template(None, tools), is_marked)
+        key = (self._source(tools), is_marked)
         self._steps, self._start_s = 0, time.thread_time()
         try:
             template = self._compiled.get(key)
@@ -226,6 +226,16 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything
             raise TemplateRefusalError(f"the chat template refuses it: {error}") from error
         return str(rendered)
+
+    def _source(self, tools: Sequence[Any] | None) -> str:
+        try:
+            return str(self._tokenizer.get_chat_template(None, tools))
+        except ValueError as error:
+            names = ", ".join(sorted(self._tokenizer.chat_template))
+            raise BadConversationError(
+                f"the tokenizer has several chat templates ({names}), and none for such a row is "
+                "named default; give one of the checkpoint's templates that name"
+            ) from error
 
     def _compile(self, source: str, is_marked: bool) -> Any:
         """Return the template of `source`. It counts its steps, and writes marks if `is_marked`."""

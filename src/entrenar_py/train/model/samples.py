@@ -21,7 +21,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ from entrenar_py.train.model.settings import Data, Settings
 
 # A text with more than this many characters for each allowed token is too long, and is refused
 # without tokenising it, which would take 400 bytes of memory for each of its bytes. No language has
-# tokens that long on average. Short texts are always tokenised.
+# tokens that long on average. Short texts are always tokenised. If long rows are cut, so many
+# characters are tokenised: where they end only changes tokens that are cut off.
 CHARS_PER_TOKEN_MAX = 64
 SHORT_CHARS = 2**16
 NO_LABEL = -1
@@ -76,12 +77,16 @@ def too_long(value: Any, max_tokens: int) -> str:
     `value` is a text, or lists and mappings of texts that are not nested deeply.
     """
     num_chars = json_text.num_chars(value)
-    if num_chars <= max(SHORT_CHARS, CHARS_PER_TOKEN_MAX * max_tokens):
+    if num_chars <= _chars_max(max_tokens):
         return ""
     return (
         f"has {num_chars} characters, too many for data.max_tokens={max_tokens} "
         f"({CHARS_PER_TOKEN_MAX} a token)"
     )
+
+
+def _chars_max(max_tokens: int) -> int:
+    return max(SHORT_CHARS, CHARS_PER_TOKEN_MAX * max_tokens)
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
@@ -104,9 +109,23 @@ def first_tokens(tokenizer: Any, text: str, most: int) -> list[int]:
     tokens = tokens_of(tokenizer, text)
     if len(tokens) <= most:
         return tokens
-    is_added = tokenizer(text, return_special_tokens_mask=True)["special_tokens_mask"]
-    last = len(list(itertools.takewhile(bool, reversed(is_added))))
+    last = _num_last(tokenizer, text)
     return [*tokens[: max(most - last, 0)], *tokens[len(tokens) - min(last, most) :]]
+
+
+def open_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that an answer follows.
+
+    They lack those that the tokenizer puts at the end, with which the text would be over.
+    """
+    tokens = tokens_of(tokenizer, text)
+    return tokens[: len(tokens) - _num_last(tokenizer, text)] or tokens
+
+
+def _num_last(tokenizer: Any, text: str) -> int:
+    """Return the number of tokens that the tokenizer puts at the end of a text."""
+    is_added = tokenizer(text, return_special_tokens_mask=True)["special_tokens_mask"]
+    return len(list(itertools.takewhile(bool, reversed(is_added))))
 
 
 class _BadValueError(ValueError):
@@ -132,7 +151,9 @@ class Encoder:
             )
         self._num_endless = 0
         self.num_cut = 0  # samples so far that were cut after data.max_tokens
-        self.num_unaligned = 0  # pairs so far with other tokens in the prompt alone
+        # pairs so far with other tokens in the prompt alone, or conversations with a last turn that
+        # doesn't follow the generation prompt
+        self.num_unaligned = 0
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -175,7 +196,8 @@ class Encoder:
         self.num_cut += 1
         tokens = sample.tokens[:most]
         if self._settings.task == "classify":
-            tokens = first_tokens(self._tokenizer, self._text(row.fields), most)
+            text = self._text(row.fields)[: _chars_max(most)]
+            tokens = first_tokens(self._tokenizer, text, most)
         return replace(sample, tokens=tokens, is_target=targets)
 
     def _plain(self, fields: Mapping[str, Any]) -> Sample:
@@ -199,7 +221,8 @@ class Encoder:
     def _instructed(self, fields: Mapping[str, Any]) -> Sample:
         conversation = conversations.read(fields, self._settings.data.messages_field)
         self._require_short([conversation.messages, conversation.tools])
-        tokens, is_target = self._chats.encode(conversation)
+        tokens, is_target, is_aligned = self._chats.encode(conversation)
+        self.num_unaligned += not is_aligned
         is_target = [False, *is_target[1:]]  # the first token can't be predicted from anything
         if not any(is_target):
             raise _BadValueError("has one token, and nothing to predict")
@@ -209,7 +232,8 @@ class Encoder:
         pair = pairs.read(fields)
         self._require_short(pair.contents)
         if isinstance(pair, pairs.Texts):
-            encoded = pairs.of_texts(pair, self._tokens, self._tokenizer.eos_token)
+            tokenise = partial(open_tokens, self._tokenizer)
+            encoded = pairs.of_texts(pair, tokenise, self._tokenizer.eos_token_id)
         else:
             if not getattr(self._tokenizer, "chat_template", None):
                 raise _BadValueError(
@@ -244,9 +268,15 @@ class Encoder:
 
     def _require_short(self, value: Any) -> None:
         if problem := too_long(value, self._settings.data.max_tokens):
-            raise _BadValueError(problem)
+            ends = "; data.on_long: truncate cuts no row that is so long"
+            raise _BadValueError(problem + (ends if self._settings.data.truncates else ""))
 
     def _tokens(self, text: str) -> list[int]:
+        data = self._settings.data
+        if data.truncates and too_long(text, data.max_tokens):
+            tokens = tokens_of(self._tokenizer, text[: _chars_max(data.max_tokens)])
+            if len(tokens) > data.max_tokens:  # else its tokens are as long as in no language
+                return tokens
         self._require_short(text)
         tokens = tokens_of(self._tokenizer, text)
         if not tokens:
@@ -273,7 +303,7 @@ def _hint(label: str, num_labels: int) -> str:
 
 
 # of the file, and of what is learned from a row; files of other versions are created again
-VERSION = 7
+VERSION = 8
 _SHOWN = 20  # bad rows in a message
 
 
@@ -284,7 +314,8 @@ class Samples:
     `tokens` is int32 and `is_target` bool, both [all tokens]; `starts` is int64 [n + 1]; `labels`
     is int32 [n]. `cuts` is int32 [n] for pairs, the number of tokens of each chosen side; otherwise
     it is empty. `skipped` has the rows that could not be used. `num_cut` of all rows were cut, and
-    the prompts of `num_unaligned` have other tokens alone than with their answers.
+    the answers of `num_unaligned` don't follow what the model is asked with: a prompt of a pair has
+    other tokens alone, or the template's generation prompt is another one.
     """
 
     tokens: NDArray[np.int32]

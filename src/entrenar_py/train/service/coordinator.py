@@ -62,16 +62,16 @@ class Task:
 
     `workload` defaults to the plan's workload. `listening` is called when workers may connect, with
     the address and a function that ends the run for a given reason. `memory` returns the peak
-    memory of the run's processes on this machine. `stepped` is called after each step of a star
-    with the number of steps so far, the tensors by name, which it must copy, and a function that
-    sends an event to the listeners. `complete` is called with the last tensors and such a function
-    before a run reports completion; if it raises an exception, the run does not complete. `ended`
-    is called when the run is over, before the listeners are closed. `halt_on_spike` halts a star's
-    run before a step with a gradient far larger than the previous ones. Event files go to the
-    folder `tensorboard`, if given. `package` has the files that workers may fetch; `piece` reads
-    them. After a signal, the current step has `grace_s` seconds, by default no limit. `make_server`
-    creates the object that does the coordinator's arithmetic. `machine` is the coordinator's state
-    machine, by default the one of the plan's topology.
+    memory of the run's processes on this machine. `stepped` is called after each step of a star,
+    and when one is resumed, with the number of steps so far, the tensors by name, which it must
+    copy, and a function that sends an event to the listeners. `complete` is called with the last
+    tensors and such a function before a run reports completion; if it raises an exception, the run
+    does not complete. `ended` is called when the run is over, before the listeners are closed.
+    `halt_on_spike` halts a star's run before a step with a gradient far larger than the previous
+    ones. Event files go to the folder `tensorboard`, if given. `package` has the files that workers
+    may fetch; `piece` reads them. After a signal, the current step has `grace_s` seconds, by
+    default no limit. `make_server` creates the object that does the coordinator's arithmetic.
+    `machine` is the coordinator's state machine, by default the one of the plan's topology.
     """
 
     workload: Workload | None = None

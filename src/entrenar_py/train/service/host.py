@@ -128,7 +128,7 @@ class Host:
                 self._held_step = step + 1
                 average = self.server.average_held()
                 self._tell_made(step, average.loss, average.clipped.rate, average.clipped.norm)
-                self._stepped(step + 1, lambda: self.server.replica.replica.arrays, self.tell)
+                self._tell_stepped(step + 1)
             case do.Send(_, Commit()):
                 self._watch.exchanged()
             case do.Dealt():
@@ -217,6 +217,8 @@ class Host:
         self.since = ledger_account.gap_since(self.server.notes, path)
         self._norms = measures.of_checkpoint(self.server.notes, path)
         self._step = self._held_step = self._saved = first
+        if self._in_star and first:
+            self._tell_stepped(first)
         return first
 
     def write_to(self, ledger: Writer, standing: Standing) -> None:
@@ -321,6 +323,9 @@ class Host:
             )
         )
         self._passes.clear()
+
+    def _tell_stepped(self, made: int) -> None:
+        self._stepped(made, lambda: self.server.replica.replica.arrays, self.tell)
 
     def tell(self, happening: Happening) -> None:
         """Send an event to the listeners."""
