@@ -7,6 +7,8 @@ import contextlib
 import random
 import resource
 import socket
+import ssl
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,11 +18,11 @@ import pytest
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.frames import FIELDS, MAGIC, PREFIX_BYTES
-from entrenar_py.train.wire.messages import VERSION, NonFinite, TreeNode
+from entrenar_py.train.wire.messages import VERSION, NonFinite, TreeNode, WorkerPhase
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io import tcp
+from entrenar_py.train.wire_io import sockets, tcp
 from entrenar_py.train.wire_io.door import TAKEN_UP_MAX, Door
-from entrenar_py.train.wire_io.tcp import CoordinatorServer
+from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
 from tests.train.wire_io.certificates import Authority, client_context, server_context
 from tests.train.wire_io.fakes import (
     COMPLETED,
@@ -36,10 +38,12 @@ from tests.train.wire_io.fakes import (
     run_of,
     take_part,
     until,
+    worker_of,
 )
 from tests.train.wire_io.misdeeds import RESETS
 
 ALL = [0, 1, 2]
+LEFT = do.Finish("failed", "left: stopped by SIGTERM")
 IMPATIENT = Timing(heartbeat_s=0.05, dead_after_s=5.0, hello_s=0.2, gather_s=5.0)
 
 
@@ -177,6 +181,78 @@ def test_the_run_is_over() -> None:
         assert await late == b""
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(LOOPBACK, port)
+
+    go(story())
+
+
+# --- a worker that leaves without a connection --------------------------------------------------
+
+
+class _Connects(WorkerClient):
+    """Leaves the run when it has connected, before it talks."""
+
+    async def connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
+        sock = await super().connect(host, port, context)
+        self.leave("stopped by SIGTERM")
+        return sock
+
+
+class _Slow(FakeMember):
+    """Computes until `goes_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
+        self.begun.set()
+        assert self.goes_on.wait(10.0)
+        return super().work(step, shards)
+
+
+def test_a_worker_may_leave_while_it_connects() -> None:
+    """It does not take part, though the connection was made."""
+
+    async def story() -> None:
+        hands = FakeServer()
+        server, port = await listening(run_of(awaited={}), hands)
+        running = asyncio.ensure_future(server.finish())
+        leaving = _Connects(worker_of(0), FakeMember())
+        assert await take_part([leaving], port) == [LEFT]
+        assert await take_part([client_of(0)], port) == [COMPLETED]
+        assert await running == COMPLETED
+        assert hands.told.count("0 joined") == 1
+
+    go(story())
+
+
+def test_a_worker_may_leave_while_it_computes_for_a_lost_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not reconnect."""
+    monkeypatch.setattr(sockets, "BACKOFF_S", (0.0, 0.0))
+
+    async def story() -> None:
+        member = _Slow()
+        server, port = await listening(run_of(awaited={}), FakeServer())
+        running = asyncio.ensure_future(server.finish())
+        client = client_of(0, member)
+        taking_part = asyncio.ensure_future(take_part([client], port))
+        await until(member.begun.is_set)
+        server.die()
+        assert await running == tcp.DIED
+        await until(lambda: client.end.machine.phase is WorkerPhase.AWAY)
+        for _ in range(9):
+            await asyncio.sleep(0)  # from the lost connection to the wait for the computation
+        again, _ = await listening(run_of(awaited={}), FakeServer(), port=port)
+        running = asyncio.ensure_future(again.finish())
+        client.leave("stopped by SIGTERM")
+        member.goes_on.set()
+        assert await taking_part == [LEFT]
+        assert again.strangers == (0, [])
+        assert not again.end.machine.peers
+        again.die()
+        assert await running == tcp.DIED
 
     go(story())
 

@@ -262,8 +262,6 @@ class WorkerClient:
         self._tick()
         try:
             while self.end.finished is None:
-                if self._computing is not None:  # for the last connection, on the same replica
-                    await asyncio.wait([self._computing])
                 problem = await self._stay(host, port, context)
                 if self._error is not None:
                     raise self._error
@@ -311,9 +309,13 @@ class WorkerClient:
     async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
         """Return why one connection was not admitted, after it has ended.
 
-        The result is None if it was admitted.
+        The result is None if it was admitted, or if this worker left before it was connected.
         """
         stays = self.end.num_stays
+        if self._computing is not None:  # for the last connection, on the same replica
+            await asyncio.wait([self._computing])
+            if self.end.finished is not None:
+                return None
         try:
             sock = await self.connect(host, port, context)
             self.prepare(sock)
@@ -321,6 +323,9 @@ class WorkerClient:
             return f"no answer within {self.end.machine.timing.hello_s:g} s"
         except OSError as error:
             return str(error)
+        if self.end.finished is not None:
+            sock.close()
+            return None
         self._link = link = Link(
             sock, buffer=self.end.buffer, filled=self.end.filled, lost=self.end.lost
         )
