@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from entrenar_py.shared.errors import ProtocolError
@@ -22,6 +23,7 @@ from entrenar_py.train.wire.messages import (
 )
 from entrenar_py.train.wire.terms import PIECE_BYTES, Run, Terms, Timing
 from entrenar_py.train.wire.worker import Worker
+from entrenar_py.train.wire_io.endpoints import Saving
 from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
 
 TERMS = Terms(run="r", manifest="m", data="d")
@@ -126,8 +128,8 @@ class FakeServer:
     def apply_average(self, step: int) -> None:
         self.made.append(step)
 
-    def save(self, step: int) -> None:
-        self.told.append(f"saved {step}")
+    def save(self, step: int) -> Saving:
+        return lambda: partial(self.told.append, f"saved {step}")
 
     def stop(self, effect: do.Stop) -> None:
         self.stopped = effect

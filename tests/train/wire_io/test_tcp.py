@@ -9,6 +9,8 @@ import resource
 import socket
 import ssl
 import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,6 +24,7 @@ from entrenar_py.train.wire.messages import VERSION, NonFinite, TreeNode, Worker
 from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import sockets, tcp
 from entrenar_py.train.wire_io.door import TAKEN_UP_MAX, Door
+from entrenar_py.train.wire_io.endpoints import Saving
 from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
 from tests.train.wire_io.certificates import Authority, client_context, server_context
 from tests.train.wire_io.fakes import (
@@ -83,6 +86,40 @@ def test_names_and_both_families(host: str) -> None:
         finishes = asyncio.ensure_future(take_part([client_of(None)], port, host))
         assert await server.finish() == COMPLETED
         assert await finishes == [COMPLETED]
+
+    go(story())
+
+
+class _Writes(FakeServer):
+    """Takes `seconds` to write a checkpoint."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def save(self, step: int) -> Saving:
+        record = super().save(step)
+
+        def work() -> Callable[[], None]:
+            time.sleep(self._seconds)
+            return record()
+
+        return work
+
+
+def test_a_slow_disk_disconnects_nobody() -> None:
+    """Workers hear from a coordinator that writes for longer than they wait for a silent one."""
+
+    async def story() -> None:
+        timing = replace(TIMING, dead_after_s=0.4)
+        hands = _Writes(seconds=3 * timing.dead_after_s)
+        run = run_of(saves={1, 3})
+        server, port = await listening(run, hands, timing=timing)
+        clients = [client_of(rank, timing=timing) for rank in (0, 1)]
+        finishes = asyncio.ensure_future(take_part(clients, port))
+        assert await server.finish() == COMPLETED
+        assert await finishes == [COMPLETED, COMPLETED]
+        assert sorted(hands.told) == ["0 joined", "1 joined", "saved 1", "saved 3"]
 
     go(story())
 
