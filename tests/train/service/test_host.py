@@ -33,6 +33,9 @@ class Broken:
     def sync(self) -> None:
         raise FULL
 
+    def close(self) -> None:
+        raise FULL
+
 
 def notes(heard: list[Happening]) -> list[str]:
     """Return the notes by name."""

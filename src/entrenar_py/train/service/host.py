@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -360,5 +361,7 @@ class Host:
             path = self._ledger.path
             reason = files.problem(error, path.parent) if isinstance(error, OSError) else error
             self.broken = f"the ledger {path.name} can't be written ({reason})"
+            with suppress(OSError):
+                self._ledger.close()
             self._ledger = None
             self.give_up(self.broken)
