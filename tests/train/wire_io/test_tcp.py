@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import resource
 import socket
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -39,6 +39,7 @@ from tests.train.wire_io.fakes import (
     go,
     listening,
     run_of,
+    swallowing,
     take_part,
     until,
     worker_of,
@@ -167,20 +168,28 @@ def test_nobody_takes_the_connection_up() -> None:
     """A connection without an answer fails in time, like a refused one."""
 
     async def story() -> None:
-        with contextlib.ExitStack() as stack:
-            full = stack.enter_context(socket.socket())
-            full.bind((LOOPBACK, 0))
-            full.listen(0)
-            port = full.getsockname()[1]
-            for _ in range(2):  # it holds one: who comes after these is not answered at all
-                one = stack.enter_context(socket.socket())
-                one.setblocking(False)
-                with contextlib.suppress(BlockingIOError):
-                    one.connect((LOOPBACK, port))
+        with swallowing(LOOPBACK) as port:
             client = client_of(0, timing=replace(IMPATIENT, hello_s=0.2))
             finish = await client.run(LOOPBACK, port, patience_s=0.1)
         where = f"not admitted at {LOOPBACK}:{port}"
-        assert finish == do.Finish("failed", f"{where}: no answer within 0.2 s")
+        assert finish == do.Finish("failed", f"{where}: no answer from {LOOPBACK} within 0.2 s")
+
+    go(story())
+
+
+def test_a_name_of_two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker reaches the second one, though the first swallows its packets."""
+
+    async def story() -> None:
+        with swallowing("127.0.0.2") as port:
+            two = [(socket.AF_INET, (host, port)) for host in ("127.0.0.2", LOOPBACK)]
+            resolve = AsyncMock(return_value=two)
+            server, _ = await listening(run_of(awaited={}), FakeServer(), port=port)
+            monkeypatch.setattr(sockets, "resolve", resolve)
+            running = asyncio.ensure_future(server.finish())
+            client = client_of(0, timing=replace(TIMING, hello_s=0.4))
+            assert await take_part([client], port, "trainer") == [COMPLETED]
+            assert await running == COMPLETED
 
     go(story())
 

@@ -339,8 +339,9 @@ class WorkerClient:
     async def connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
         """Return a connection, over TLS if `context` is given; raises OSError or TimeoutError."""
         patience_s = self.end.machine.timing.hello_s
-        async with asyncio.timeout(patience_s):
-            sock = await sockets.connect(host, port, buffer_bytes=self.buffer_bytes)
+        sock = await sockets.connect(
+            host, port, patience_s=patience_s, buffer_bytes=self.buffer_bytes
+        )
         if context is None:
             return sock
         return await sockets.secured(
