@@ -293,8 +293,8 @@ def test_a_worker_may_leave_while_it_computes_for_a_lost_connection(
         again, _ = await listening(run_of(awaited={}), FakeServer(), port=port)
         running = asyncio.ensure_future(again.finish())
         client.leave("stopped by SIGTERM")
-        member.goes_on.set()
         assert await taking_part == [LEFT]
+        member.goes_on.set()
         assert again.strangers == (0, [])
         assert not again.end.machine.peers
         again.die()

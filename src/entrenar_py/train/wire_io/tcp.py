@@ -246,6 +246,7 @@ class WorkerClient:
         self._reason = ""  # reason why the last connection ended
         self._error: BaseException | None = None
         self._computing: asyncio.Future[Any] | None = None
+        self._leaving: asyncio.Future[None]  # once it runs
         self._thread = ThreadPoolExecutor(1)
 
     async def run(
@@ -258,6 +259,7 @@ class WorkerClient:
         """
         since = time.monotonic()
         wait_s = sockets.BACKOFF_S[0]
+        self._leaving = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
         try:
@@ -294,6 +296,8 @@ class WorkerClient:
     def leave(self, reason: str) -> None:
         """Leave the run for good; a connected coordinator gets the reason."""
         self.end.leave(reason)
+        if not self._leaving.done():
+            self._leaving.set_result(None)
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Send a message."""
@@ -313,7 +317,8 @@ class WorkerClient:
         """
         stays = self.end.num_stays
         if self._computing is not None:  # for the last connection, on the same replica
-            await asyncio.wait([self._computing])
+            ends = (self._computing, self._leaving)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self.end.finished is not None:
                 return None
         try:
