@@ -321,7 +321,8 @@ def test_who_came_in_time_has_time_to_load(loads: bool) -> None:
         return
     member.heard = star.now = 590.0
     effects = star.coordinator.tick(star.now)
-    assert effects[0] == do.Close(link_of(late).peer, "has loaded for 300 s")
+    reason = "did not receive and load the state within 300 s; if that takes longer, give a larger "
+    assert effects[0] == do.Close(link_of(late).peer, f"{reason}timing.gather_s")
     reason = "step 0 has waited 590 s for workers; present are []"
     assert effects[-1] == do.Finish("failed", reason)
 
