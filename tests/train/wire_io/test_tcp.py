@@ -597,6 +597,44 @@ def test_a_defect_of_the_coordinator_ends_the_run() -> None:
     go(story())
 
 
+class _FailsLate(_Slow):
+    """Fails when `goes_on` is set."""
+
+    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
+        super().work(step, shards)
+        raise ZeroDivisionError("no samples")
+
+
+def test_a_defect_in_work_for_a_lost_connection_ends_the_worker() -> None:
+    """It does not reconnect before `run` raises the exception."""
+
+    async def story() -> None:
+        member, lost = _FailsLate(), threading.Event()
+        server, port = await listening(run_of(awaited={}), FakeServer())
+        running = asyncio.ensure_future(server.finish())
+        client = WorkerClient(worker_of(0), member, alone=lambda problem: lost.set())
+
+        def take_part() -> do.Finish:
+            return asyncio.run(client.run(LOOPBACK, port, patience_s=5.0))
+
+        ill = asyncio.ensure_future(asyncio.to_thread(take_part))
+        await until(member.begun.is_set)
+        server.die()
+        assert await running == tcp.DIED
+        await until(lost.is_set)
+        hands = FakeServer()
+        again, _ = await listening(run_of(awaited={}), hands, port=port)
+        running = asyncio.ensure_future(again.finish())
+        member.goes_on.set()
+        with pytest.raises(ZeroDivisionError, match="no samples"):
+            await ill
+        again.die()
+        assert await running == tcp.DIED
+        assert (again.strangers, hands.told) == ((0, []), [])
+
+    go(story())
+
+
 def test_a_defect_of_a_worker_ends_the_worker() -> None:
     """`run` raises the exception, and the others compute its shards."""
 

@@ -313,14 +313,15 @@ class WorkerClient:
     async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
         """Return why one connection was not admitted, after it has ended.
 
-        The result is None if it was admitted, or if this worker left before it was connected.
+        The result is None if it was admitted, or if this worker left or failed before it was
+        connected.
         """
         stays = self.end.num_stays
         if self._computing is not None:  # for the last connection, on the same replica
             ends = (self._computing, self._leaving)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if self.end.finished is not None:
-                return None
+        if self._is_over():
+            return None
         try:
             sock = await self.connect(host, port, context)
             self.prepare(sock)
@@ -328,7 +329,7 @@ class WorkerClient:
             return f"no answer within {self.end.machine.timing.hello_s:g} s"
         except OSError as error:
             return str(error)
-        if self.end.finished is not None:
+        if self._is_over():
             sock.close()
             return None
         self._link = link = Link(
@@ -340,6 +341,9 @@ class WorkerClient:
         finally:
             link.abort()
         return self._reason if self.end.num_stays == stays else None
+
+    def _is_over(self) -> bool:
+        return self.end.finished is not None or self._error is not None
 
     async def connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
         """Return a connection, over TLS if `context` is given; raises OSError or TimeoutError."""
