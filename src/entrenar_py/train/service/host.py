@@ -277,10 +277,15 @@ class Host:
 
     def close(self) -> None:
         """Close the ledger."""
-        if self._ledger is not None:
-            self.ledger_end = self._ledger.last
-            self._ledger.close()
-            self._ledger = None
+        if self._ledger is None:
+            return
+        ledger, self._ledger = self._ledger, None
+        try:
+            ledger.close()
+        except OSError as error:  # some file systems write only now
+            self._note_broken(ledger.path, error)
+            return
+        self.ledger_end = ledger.last
 
     @property
     def made(self) -> int:
@@ -358,10 +363,13 @@ class Host:
             if sync:
                 self._ledger.sync()
         except (OSError, UsageError) as error:
-            path = self._ledger.path
-            reason = files.problem(error, path.parent) if isinstance(error, OSError) else error
-            self.broken = f"the ledger {path.name} can't be written ({reason})"
+            ledger, self._ledger = self._ledger, None
+            broken = self._note_broken(ledger.path, error)
             with suppress(OSError):
-                self._ledger.close()
-            self._ledger = None
-            self.give_up(self.broken)
+                ledger.close()
+            self.give_up(broken)
+
+    def _note_broken(self, path: Path, error: OSError | UsageError) -> str:
+        reason = files.problem(error, path.parent) if isinstance(error, OSError) else error
+        self.broken = f"the ledger {path.name} can't be written ({reason})"
+        return self.broken
