@@ -25,6 +25,7 @@ from entrenar_py.train.wire.terms import Timing
 from entrenar_py.train.wire_io import sockets, tcp
 from entrenar_py.train.wire_io.door import TAKEN_UP_MAX, Door
 from entrenar_py.train.wire_io.endpoints import Saving
+from entrenar_py.train.wire_io.link import Link
 from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
 from tests.train.wire_io.certificates import Authority, client_context, server_context
 from tests.train.wire_io.fakes import (
@@ -227,6 +228,31 @@ def test_the_run_is_over() -> None:
         assert await late == b""
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(LOOPBACK, port)
+
+    go(story())
+
+
+def test_the_patience_of_a_worker_that_waited_for_its_welcome() -> None:
+    """It begins anew when the connection breaks, even after a wait that was longer."""
+
+    async def story() -> None:
+        patience_s, member = 0.2, _Slow()
+        server, port = await listening(run_of(awaited={}), FakeServer())
+        running = asyncio.ensure_future(server.finish())
+        first = asyncio.ensure_future(take_part([client_of(0, member)], port))
+        await until(member.begun.is_set)
+        late = client_of(1)
+        waits = asyncio.ensure_future(late.run(LOOPBACK, port, patience_s=patience_s))
+        enough = 2 * patience_s / TIMING.heartbeat_s
+        await until(lambda: late.end.meter.got["Heartbeat"].messages > enough)
+        peers = server.end.machine.peers
+        (broken,) = [peer for peer, one in peers.items() if one.rank == 1]
+        assert isinstance(broken, Link)
+        broken.abort()
+        await until(lambda: any(peers[one].rank == 1 and one != broken for one in peers))
+        member.goes_on.set()
+        assert await running == COMPLETED
+        assert [*await first, await waits] == [COMPLETED, COMPLETED]
 
     go(story())
 

@@ -252,7 +252,7 @@ class WorkerClient:
     async def run(
         self, host: str, port: int, *, patience_s: float, context: ssl.SSLContext | None = None
     ) -> do.Finish:
-        """Take part until the run is over; return `failed` after `patience_s` without admission.
+        """Take part until the run is over; return `failed` after `patience_s` without a place.
 
         `context` is for TLS; None for plain TCP. Raises any exception that the arithmetic or the
         state machine raised during the run.
@@ -313,10 +313,10 @@ class WorkerClient:
     async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
         """Return why one connection was not admitted, after it has ended.
 
-        The result is None if it was admitted, or if this worker left or failed before it was
-        connected.
+        The result is None if it was admitted, or could wait for that with a rank, or if this worker
+        left or failed before it was connected.
         """
-        stays = self.end.num_stays
+        stays = self._num_stays()
         if self._computing is not None:  # for the last connection, on the same replica
             ends = (self._computing, self._leaving)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -340,7 +340,13 @@ class WorkerClient:
             await link.ended
         finally:
             link.abort()
-        return self._reason if self.end.num_stays == stays else None
+        return self._reason if self._num_stays() == stays else None
+
+    def _num_stays(self) -> int:
+        """Return a number that grows when this worker is admitted, or waits for that."""
+        got = self.end.meter.got
+        # A coordinator sends heartbeats to a worker that waits, and none to one that it refuses.
+        return self.end.num_stays + (got["Heartbeat"].messages if "Heartbeat" in got else 0)
 
     def _is_over(self) -> bool:
         return self.end.finished is not None or self._error is not None
