@@ -270,7 +270,8 @@ def test_a_ledger_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "run.yaml"
     path.write_text("{num_samples: 10, num_steps: 3, world_size: 2, ledger: l.jsonl}")
     assert cli.main(["coordinator", str(path), "--wire", "v2"]) == exit_codes.INVALID
-    assert "it already exists" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "it already exists, and no run with --wire v2 can be continued; give another" in said
     assert (tmp_path / "l.jsonl").read_text() == "mine\n"
 
 

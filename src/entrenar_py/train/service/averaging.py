@@ -340,6 +340,11 @@ class AveragingRecord:
 
 def new_ledger(path: Path, run: AveragingRun) -> Writer:
     """Create the ledger of `run`. Raises UsageError if it exists or can't be created."""
+    if path.exists():
+        raise UsageError(
+            f"ledger {path}: it already exists, and no run with --wire v2 can be continued; give "
+            "another path, or move it away"
+        )
     plan = TrainingPlan(
         trainer=TRAINER,
         workload="own",
