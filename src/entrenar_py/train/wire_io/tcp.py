@@ -118,7 +118,8 @@ class CoordinatorServer:
             # Don't wait for clients without a proof: they may never disconnect.
             leaving = [link.ended for link, visit in self._visits.items() if visit.has_proved]
             if leaving:
-                await asyncio.wait(leaving, timeout=FAREWELL_S)
+                flowing_s = self.end.machine.timing.dead_after_s
+                await asyncio.wait(leaving, timeout=flowing_s + 2 * FAREWELL_S)
             return finish
         finally:
             self._ticking.cancel()
@@ -159,7 +160,7 @@ class CoordinatorServer:
         """Close a connection."""
         assert isinstance(peer, Link)
         self._door.sent_away(self._visits[peer], reason)
-        peer.close()
+        peer.close(flowing_s=self.end.machine.timing.dead_after_s)
 
     @property
     def strangers(self) -> tuple[int, list[tuple[str, str]]]:
