@@ -32,6 +32,7 @@ from entrenar_py.train.wire.messages import (
 )
 from entrenar_py.train.wire.terms import Run, Terms, Timing
 from entrenar_py.train.wire.worker import Worker
+from entrenar_py.train.wire_io.endpoints import Saving
 from entrenar_py.train.wire_io.processes import Job
 from entrenar_py.train.wire_io.tcp import CoordinatorServer, MeshClient, WorkerClient
 
@@ -94,7 +95,8 @@ class LeanServer(_Reducing):
         raise AssertionError("every worker updates")
 
     def apply_average(self, step: int) -> None: ...
-    def save(self, step: int) -> None: ...
+    def save(self, step: int) -> Saving:
+        raise AssertionError("nothing is saved")
 
     def left(self, effect: Left) -> None:
         raise AssertionError(effect.reason)

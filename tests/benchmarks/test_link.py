@@ -48,7 +48,7 @@ def receiver(kind: str, authority: Authority | None) -> Iterator[int]:
 def looping(authority: Authority | None) -> Iterator[Send]:
     """Sends with a blocking socket, and waits until all is there."""
     with receiver("loop", authority) as port:
-        sock = asyncio.run(sockets.connect(LOOPBACK, port))
+        sock = asyncio.run(sockets.connect(LOOPBACK, port, patience_s=5.0))
         sock.setblocking(True)
         if authority is not None:
             context = sockets.client_context(ca=authority.ca)
@@ -74,7 +74,7 @@ def linking(authority: Authority | None) -> Iterator[Send]:
                 answered.set()
 
         async def connect() -> Link:
-            sock = await sockets.connect(LOOPBACK, port)
+            sock = await sockets.connect(LOOPBACK, port, patience_s=5.0)
             if authority is not None:
                 context = sockets.client_context(ca=authority.ca)
                 sock = await sockets.secured(

@@ -138,4 +138,4 @@ def test_a_network_that_says_nothing_is_not_waited_for(network: Network) -> None
     finally:
         network.pass_on(HOME, str(RANK))
     where = f"not admitted at {home.address}:{PORT}"
-    assert finish == do.Finish("failed", f"{where}: no answer within 0.2 s")
+    assert finish == do.Finish("failed", f"{where}: no answer from {home.address} within 0.2 s")

@@ -224,6 +224,21 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer.reopen(tmp_path / "l", HEAD)[0].close()
 
 
+def test_a_folder_that_can_not_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where folders have no sync the ledger is created; after a failure no file is left."""
+    number = errno.EINVAL
+
+    def fail(_: object) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    writer.create(tmp_path / "l", HEAD).close()
+    number = errno.EIO
+    with pytest.raises(OSError, match="no"):
+        writer.create(tmp_path / "other", HEAD)
+    assert not (tmp_path / "other").exists()
+
+
 def test_where_none_can_be_written(tmp_path: Path) -> None:
     """The message quotes the operating system's."""
     with pytest.raises(UsageError, match=r"can't be made \(No such file or directory\)"):

@@ -39,7 +39,7 @@ class Planned(ScenarioRun):
         status = self._statuses.pop(0) if self._statuses else "completed"
         if status == "completed":
             for step in run.saves:
-                self.server.save(step)
+                self.server.save(step)()()
         return Finish(status, "" if status == "completed" else "because")
 
     def start(self, rank: int) -> None:

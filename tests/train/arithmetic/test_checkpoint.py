@@ -193,6 +193,23 @@ def test_content_is_synced_before_it_gets_its_name(
     assert calls == ["sync", "rename", "sync folder"]
 
 
+@pytest.mark.parametrize("problem", [errno.EINVAL, errno.ENOTSUP, errno.EACCES])
+def test_a_folder_that_can_not_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: int
+) -> None:
+    """Some file systems sync no folders; the checkpoint is written all the same."""
+    sync = os.fsync
+
+    def of_files(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):  # noqa: PTH112
+            raise OSError(problem, "no")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    checkpoint.save(tmp_path / "c", ARRAYS, PROGRESS)
+    assert checkpoint.load(tmp_path / "c")[1] == PROGRESS
+
+
 def test_groups_come_apart_as_they_went_together() -> None:
     """Groups come back, also with a slash in a name. A missing group is empty."""
     one, two = {"a/b": np.zeros(1, np.float32)}, {"a": np.ones(1, np.float32)}

@@ -11,6 +11,7 @@ import pytest
 from entrenar_py.shared import trace
 from entrenar_py.shared.errors import ProtocolError
 from entrenar_py.shared.faults import Fault
+from entrenar_py.train.arithmetic import reduction
 from entrenar_py.train.coordinator.member import Member
 from entrenar_py.train.wire.messages import (
     Applied,
@@ -128,6 +129,21 @@ def test_the_first_shard_that_is_not_finite_is_all() -> None:
     assert [event.kind for event in told] == ["shard", "injected", "shard"]
     assert isinstance(told[-1], trace.Shard)
     assert said.ids == told[-1].ids
+
+
+def test_what_nobody_waits_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes no further shard."""
+    member = _alone()
+    compute, computed = member.replicas.compute, []
+
+    def one(*arguments: Any) -> reduction.Node:
+        computed.append(arguments)
+        member.give_up()
+        return compute(*arguments)
+
+    monkeypatch.setattr(member.replicas, "compute", one)
+    member.work(0, tuple(range(8)))
+    assert len(computed) == 1
 
 
 def test_a_loss_that_is_not_finite_has_no_place() -> None:

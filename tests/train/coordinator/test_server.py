@@ -225,7 +225,7 @@ def test_who_joins_late_has_everything(tmp_path: Path) -> None:
     for step in range(2):
         by_hand.deliver(hands, 0, step, tuple(range(8)))
         by_hand.make(hands, step)
-    hands.server.save(2)
+    hands.server.save(2)()()
     by_hand.join(hands, 1, step=2)
     other = Server(scenario)
     other.checkpoint_path = hands.server.checkpoint_path

@@ -286,6 +286,20 @@ def test_two_workers_share_a_cache(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are fetched, and one line says what is missing."""
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    told: list[str] = []
+    files = [file_of(), file_of(b"second", "config.json")]
+    assert get(cache_in(tmp_path, told.append), files, Coordinator(CONTENT, b"second")) is None
+    (line,) = [one for one in told if "locks" in one]
+    assert "supports no locks (Function not implemented): let only one worker fetch" in line
+
+
 def test_a_file_that_another_one_finished(tmp_path: Path) -> None:
     """A worker that waits for a lock goes on as soon as it is free."""
 

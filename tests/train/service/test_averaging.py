@@ -270,7 +270,8 @@ def test_a_ledger_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "run.yaml"
     path.write_text("{num_samples: 10, num_steps: 3, world_size: 2, ledger: l.jsonl}")
     assert cli.main(["coordinator", str(path), "--wire", "v2"]) == exit_codes.INVALID
-    assert "it already exists" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "it already exists, and no run with --wire v2 can be continued; give another" in said
     assert (tmp_path / "l.jsonl").read_text() == "mine\n"
 
 
@@ -409,6 +410,13 @@ class FullDisk(Writer):
         raise OSError(28, "No space left on device")
 
 
+class Unclosed(Writer):
+    """A ledger on a file system that writes when a file is closed, and can't."""
+
+    def close(self) -> None:
+        raise OSError(122, "Disk quota exceeded")
+
+
 def test_a_ledger_that_can_not_be_written_ends_the_run(tmp_path: Path) -> None:
     """It is told once, and the run is given up."""
     ledger = new_ledger(tmp_path / "l.jsonl", run_of())
@@ -421,6 +429,17 @@ def test_a_ledger_that_can_not_be_written_ends_the_run(tmp_path: Path) -> None:
     record.close()
     assert given_up == ["the ledger can't be written (No space left on device)"]
     assert record.broken == given_up[0]
+
+
+def test_a_ledger_that_can_not_be_closed_is_broken(tmp_path: Path) -> None:
+    """Some file systems write only when a file is closed."""
+    ledger = new_ledger(tmp_path / "l.jsonl", run_of())
+    ledger.close()
+    ledger.__class__ = Unclosed
+    record = AveragingRecord(run_of(), ledger=ledger, listeners=())
+    record.close()
+    record.close()
+    assert record.broken == "the ledger can't be written (Disk quota exceeded)"
 
 
 def test_everything_is_told_without_a_ledger() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ import torch
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.scenario import Scenario
+from entrenar_py.shared.trace import End, Event
+from entrenar_py.shared.trace.writer import Writer
 from entrenar_py.train.arithmetic import checkpoint
 from entrenar_py.train.finetune import own_models
 from entrenar_py.train.service import coordinator, exit_codes, signals
-from entrenar_py.train.service.coordinator import Task
+from entrenar_py.train.service.coordinator import Ended, Task
 from tests.train.service.cluster import TRAINING, Cluster, cluster, weights
 
 STATE = {"path": "state", "every_steps": 5}
@@ -111,6 +114,27 @@ def test_a_run_and_its_end(star: Cluster, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemFailure, match="the export is not what was trained"):
         coordinator.serve(own_models.load(path), Task(complete=fails), resume=True)
     assert "completed" not in capsys.readouterr().out
+
+
+def test_a_disk_that_is_full_at_the_end(star: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger without its last line is reported, and the run's other records are completed."""
+    append = Writer.append
+    ended: list[Ended] = []
+
+    def fails_at_end(self: Writer, events: Iterable[Event]) -> None:
+        events = list(events)
+        if any(isinstance(one, End) for one in events):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, events)
+
+    monkeypatch.setattr(Writer, "append", fails_at_end)
+    path = star.configure(ledger="ledger.jsonl")
+    worker = star.worker()
+    task = Task(ended=ended.append)
+    with pytest.raises(SystemFailure, match=r"ledger\.jsonl can't be written \(No space left"):
+        coordinator.serve(own_models.load(path), task, resume=False)
+    assert worker.code() == exit_codes.DONE
+    assert [one.finish.status for one in ended] == ["completed"]
 
 
 def test_nobody_comes(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,9 @@ class Broken:
     def sync(self) -> None:
         raise FULL
 
+    def close(self) -> None:
+        raise FULL
+
 
 def notes(heard: list[Happening]) -> list[str]:
     """Return the notes by name."""
@@ -232,6 +235,25 @@ def test_a_broken_ledger_ends_the_run(tmp_path: Path) -> None:
     assert reason.endswith(" bytes are free there)")
     assert host.broken == reasons[0]
     assert not (tmp_path / "c").exists()
+
+
+def test_a_ledger_that_can_not_be_closed_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems write only when a file is closed."""
+    host = host_of(plan_of())
+    host.write_to(writer.create(tmp_path / "l", head_of(plan_of())), Standing())
+    close = Writer.close
+
+    def fails(self: Writer) -> None:
+        close(self)
+        raise FULL
+
+    monkeypatch.setattr(Writer, "close", fails)
+    host.close()
+    host.close()
+    assert host.ledger_end is None
+    assert str(host.broken).startswith("the ledger l can't be written (No space left on device: ")
 
 
 # --- going on with a ledger -----------------------------------------------------------------------

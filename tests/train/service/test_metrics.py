@@ -96,6 +96,13 @@ class Full:
         """Do nothing."""
 
 
+class Unclosed(Full):
+    """A file on a disk that is full when the file is closed."""
+
+    def close(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_full_disk_stops_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A full disk gives one warning and does not end the run."""
     metrics = Metrics(tmp_path / "m")
@@ -103,6 +110,18 @@ def test_a_full_disk_stops_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     metrics._file = Full()  # type: ignore[assignment]
     metrics(NOTE)
     metrics(NOTE)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "can't be written any more (No space left on device); the run goes on" in said
+
+
+def test_a_disk_that_is_full_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some file systems write only when a file is closed: that gives the same warning."""
+    metrics = Metrics(tmp_path / "m")
+    metrics.close()
+    metrics._file = Unclosed()  # type: ignore[assignment]
+    metrics.close()
+    metrics.close()
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "can't be written any more (No space left on device); the run goes on" in said

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from entrenar_py.train.service.signals import Stopper
+
+ENDED = """
+import signal, sys, threading
+from entrenar_py.train.service import signals
+thread = threading.Thread(target=threading.Event().wait)
+thread.start()  # what it computes is no longer needed
+signals.end_with(4)
+print("completed", end="")
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_signal_ends_a_process_whose_run_is_over() -> None:
+    """With the run's exit code and all that was printed, though a thread still computes."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDED], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (4, "completed")
 
 
 @dataclass

@@ -84,8 +84,11 @@ def test_a_signal_while_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> No
         return await taking_part
 
     monkeypatch.setattr(queries, "ask", ask)
+    handlers = {number: signal.getsignal(number) for number in signals.NUMBERS}
     assert asyncio.run(story()) == Finish("stopped", "by SIGTERM")
     signals.settle()
+    for number, handler in handlers.items():  # a worker that has left ends at the next one
+        signal.signal(number, handler)
 
 
 def test_every_stay_records_the_device() -> None:

@@ -25,6 +25,7 @@ from entrenar_py.train.wire.messages import (
     Welcome,
 )
 from entrenar_py.train.wire.pipeline_peers import Passed
+from entrenar_py.train.wire_io.endpoints import Saving
 from tests.train.stages.linear import (
     CUTS,
     ROWS,
@@ -144,9 +145,10 @@ class LinearServer:
         self.weights, self.velocity = self._next
         self.step = step + 1
 
-    def save(self, step: int) -> None:
+    def save(self, step: int) -> Saving:
         assert step == self.step, "what is saved is the state before the step"
         self.saved = step, self.weights, self.velocity
+        return lambda: lambda: None
 
     def stop(self, effect: do.Stop) -> None:
         self.stopped = effect

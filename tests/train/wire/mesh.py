@@ -174,6 +174,7 @@ class Mesh:
                     assert len(self.stored) == step, "it is the state before its step"
                 case do.Save(step):
                     assert len(self.stored) == step, "what is saved is here"
+                    self._above(self.coordinator.saved(self.now))
                 case do.Finish():
                     assert self.finished is None, "a run ends once"
                     self.finished = effect

@@ -162,6 +162,12 @@ class Record:
         assert not self.prepared
         self.prepared = True
 
+    def save(self, step: int, stage: Stage) -> None:
+        """The state before `step` is there, and no step is in work, until the save has ended."""
+        self.enter(stage)
+        assert self.stage in (Stage.GATHERING, Stage.OVER)
+        assert step == len(self.state)
+
     def apply(self, step: int) -> None:
         """A step is made at most once, and only after its commit."""
         assert (self.stage, step) == (Stage.APPLYING, len(self.state))

@@ -80,7 +80,8 @@ class Station:
 class Star:
     """One coordinator, any number of workers, and a clock that `wait` advances.
 
-    Blocks are averaged and steps prepared at once, or, with `beside`, when `reduce` is called.
+    Blocks are averaged, steps prepared and states saved at once, or, with `beside`, when `reduce`
+    is called.
     """
 
     def __init__(self, run: Run, *, timing: Timing = TIMING, beside: bool = False) -> None:
@@ -93,7 +94,7 @@ class Star:
         self.all_links: list[Link] = []
         self.effects: list[Effect] = []  # all of the coordinator's
         self.finished: do.Finish | None = None
-        self.reducing: deque[do.Reduce | do.Prepare] = deque()
+        self.reducing: deque[do.Reduce | do.Prepare | do.Save] = deque()
         self._beside = beside
         self._peers = count()
 
@@ -158,10 +159,13 @@ class Star:
         self._below(station, station.machine.computed(asked, said))
 
     def reduce(self) -> None:
-        """Finish the first reduction or preparation in progress."""
+        """Finish the first reduction, preparation or save in progress."""
         self._above(self._reduced(self.reducing.popleft()))
 
-    def _reduced(self, asked: do.Reduce | do.Prepare) -> list[Effect]:
+    def _reduced(self, asked: do.Reduce | do.Prepare | do.Save) -> list[Effect]:
+        if isinstance(asked, do.Save):
+            self.record.save(asked.step, self.coordinator.stage)
+            return self.coordinator.saved(self.now)
         if isinstance(asked, do.Prepare):
             return self.coordinator.prepared(asked.step, 1.0, 1.0, self.now)
         return self.coordinator.reduced(asked.step, asked.block, 1.0, 1.0, self.now)
@@ -182,7 +186,10 @@ class Star:
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
         """Stop the run from outside."""
-        self._above(self.coordinator.stop(reason, self.now, at_once=at_once))
+        effects = self.coordinator.stop(reason, self.now, at_once=at_once)
+        if self.coordinator.stage is Stage.OVER:  # perhaps without an effect, if a save goes on
+            self.record.enter(Stage.OVER)
+        self._above(effects)
 
     # --- a fair world -----------------------------------------------------------------------------
 
@@ -273,11 +280,13 @@ class Star:
                 return self.coordinator.compared(step, shard, ranks, alike, self.now)
             case do.Conclude():
                 record.conclude(effect)
-            case do.Reduce() | do.Prepare():
+            case do.Reduce() | do.Prepare() | do.Save():
                 if isinstance(effect, do.Reduce):
                     record.reduce(effect.step, effect.block)
-                else:
+                elif isinstance(effect, do.Prepare):
                     record.prepare(effect.step)
+                else:
+                    record.save(effect.step, self.coordinator.stage)
                 if self._beside:
                     self.reducing.append(effect)
                     return []

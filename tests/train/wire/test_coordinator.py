@@ -74,6 +74,22 @@ def test_what_a_run_of_one_step_asks_for() -> None:
     assert [_unweighted(one) for one in star.effects[3:]] == [_unweighted(one) for one in expected]
 
 
+def test_workers_are_told_that_a_long_save_goes_on() -> None:
+    """They get heartbeats, and the run is not given up; then it goes on."""
+    star = Star(run_of(saves={0}), beside=True)
+    station = star.arrive()
+    star.until(lambda: bool(star.reducing))
+    for _ in range(100):
+        star.wait(TIMING.heartbeat_s)
+        for action in star.ready()[1:]:  # all but the end of the save
+            action()
+    assert station.link is not None
+    star.reduce()
+    star.deliver()
+    assert star.finished == do.Finish("completed")
+    assert station.finished == do.Finish("completed")
+
+
 def test_shards_are_dealt_in_runs() -> None:
     """Runs go by rank, larger ones first; a lost worker's shards are queued at others."""
     star = Star(run_of(num_shards=5, awaited={0: (0, 1, 2)}))
@@ -305,7 +321,8 @@ def test_who_came_in_time_has_time_to_load(loads: bool) -> None:
         return
     member.heard = star.now = 590.0
     effects = star.coordinator.tick(star.now)
-    assert effects[0] == do.Close(link_of(late).peer, "has loaded for 300 s")
+    reason = "did not receive and load the state within 300 s; if that takes longer, give a larger "
+    assert effects[0] == do.Close(link_of(late).peer, f"{reason}timing.gather_s")
     reason = "step 0 has waited 590 s for workers; present are []"
     assert effects[-1] == do.Finish("failed", reason)
 

@@ -278,6 +278,9 @@ def test_a_stop_saves_what_is_here() -> None:
             )
         )
         effects = mesh.coordinator.stop("asked to", mesh.now, at_once=True)
+        if saved:
+            assert effects[-1] == do.Save(1)
+            effects += mesh.coordinator.saved(mesh.now)
         assert effects[-1] == do.Finish("stopped", "asked to")
         done = [*mesh.effects, *effects]
         assert [one.step for one in done if isinstance(one, do.Save)] == saved

@@ -55,6 +55,7 @@ class Disorder(RuleBasedStateMachine):
         first=st.integers(0, 1),
         awaited=st.dictionaries(st.integers(0, 3), st.sets(st.just(0)), max_size=2),
         audited=st.lists(st.booleans(), max_size=9),
+        saves=st.sets(st.integers(0, 4)),
         together=st.integers(1, 3),
         beside=st.booleans(),
         by_server=st.booleans(),
@@ -69,6 +70,7 @@ class Disorder(RuleBasedStateMachine):
         first: int,
         awaited: dict[int, set[int]],
         audited: list[bool],
+        saves: set[int],
         together: int,
         beside: bool,
         by_server: bool,
@@ -87,6 +89,7 @@ class Disorder(RuleBasedStateMachine):
             first_step=first,
             awaited={**awaited, first: range(min(together, world))},
             audited=drawn,
+            saves=saves,
             server_updates=by_server,
             by_speed=by_speed,
         )

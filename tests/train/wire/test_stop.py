@@ -96,6 +96,32 @@ def test_a_run_that_loses_all_its_workers_stops_too() -> None:
     assert _last(star) == [do.Gather(0), do.Save(0), STOPPED]
 
 
+def test_the_end_waits_for_the_last_state() -> None:
+    """Workers are told before it is saved; the run is over after that."""
+    star = Star(run_of(), beside=True)
+    star.arrive()
+    star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
+    star.stop(WHY, at_once=True)
+    assert _last(star) == [do.Save(0)]
+    assert isinstance(star.effects[-3], do.Send)
+    star.stop(WHY, at_once=True)
+    assert star.finished is None
+    star.reduce()
+    assert star.finished == STOPPED
+
+
+def test_a_state_is_saved_once_though_the_run_stops_at_once() -> None:
+    """A save in progress is the last one."""
+    star = Star(run_of(saves={0}), beside=True)
+    star.arrive()
+    star.until(lambda: bool(star.reducing))
+    assert _last(star) == [do.Save(0)]
+    star.stop(WHY, at_once=True)
+    assert star.finished is None
+    star.reduce()
+    assert _last(star) == [do.Save(0), STOPPED]
+
+
 @pytest.mark.parametrize("num_awaited", [1, 2, 3])
 def test_a_run_begins_with_as_many_as_it_waits_for(num_awaited: int) -> None:
     """Their ranks don't matter; later it continues with fewer."""

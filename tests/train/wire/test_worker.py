@@ -382,3 +382,15 @@ def test_a_worker_can_leave() -> None:
     effects = machine.leave("asked to")
     assert isinstance(effects[0], do.Send)
     assert isinstance(effects[-1], do.Finish)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_worker_that_left_does_not_come_back(is_lost: bool) -> None:
+    """A connection that was made meanwhile is closed."""
+    machine = reach(WorkerPhase.COMPUTING)
+    if is_lost:
+        machine.lost("gone")
+    machine.leave("asked to")
+    (closed,) = machine.connected("again", "1" * 32, 1.0)
+    assert closed == do.Close("again", "this worker is over")
+    assert machine.phase is WorkerPhase.OVER

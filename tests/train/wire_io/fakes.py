@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from entrenar_py.shared.errors import ProtocolError
@@ -22,6 +23,7 @@ from entrenar_py.train.wire.messages import (
 )
 from entrenar_py.train.wire.terms import PIECE_BYTES, Run, Terms, Timing
 from entrenar_py.train.wire.worker import Worker
+from entrenar_py.train.wire_io.endpoints import Saving
 from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
 
 TERMS = Terms(run="r", manifest="m", data="d")
@@ -126,8 +128,8 @@ class FakeServer:
     def apply_average(self, step: int) -> None:
         self.made.append(step)
 
-    def save(self, step: int) -> None:
-        self.told.append(f"saved {step}")
+    def save(self, step: int) -> Saving:
+        return lambda: partial(self.told.append, f"saved {step}")
 
     def stop(self, effect: do.Stop) -> None:
         self.stopped = effect
@@ -214,6 +216,22 @@ def free_port(host: str = LOOPBACK) -> int:
         one.bind((host, 0))
         port: int = one.getsockname()[1]
         return port
+
+
+@contextmanager
+def swallowing(host: str) -> Iterator[int]:
+    """Yield a port of `host` whose connections are never established, or refused."""
+    with ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
+        full.bind((host, 0))
+        full.listen(0)
+        port = full.getsockname()[1]
+        for _ in range(2):  # it holds one: who comes after these is not answered at all
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            with suppress(BlockingIOError):
+                one.connect((host, port))
+        yield port
 
 
 Until = Callable[[], bool]

@@ -94,9 +94,29 @@ def test_who_reads_nothing_does_not_hold_a_connection(monkeypatch: pytest.Monkey
         ours, deaf = socket.socketpair()
         speaking = link_on(ours)
         speaking.write(bytes(MIB) for _ in range(64))
-        speaking.close()
+        speaking.close(patience_s=0.1, flowing_s=30.0)
         await speaking.ended
         deaf.close()
+
+    go(story())
+
+
+def test_who_reads_slowly_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close waits while bytes flow."""
+    monkeypatch.setattr(link, "FAREWELL_S", 0.2)
+
+    async def story() -> None:
+        ours, theirs = socket.socketpair()
+        speaking = link_on(ours)
+        speaking.write(bytes(MIB) for _ in range(16))
+        speaking.close(patience_s=0.2, flowing_s=30.0)
+        reader, writer = await asyncio.open_connection(sock=theirs, limit=MIB // 4)
+        for _ in range(16):
+            await asyncio.sleep(0.05)  # a pace, and nothing that anybody waits for
+            assert await reader.readexactly(MIB) == bytes(MIB)
+        assert await reader.read() == b""
+        writer.close()
+        await speaking.ended
 
     go(story())
 
@@ -116,7 +136,7 @@ def test_nothing_is_asked_for_before_it_can_be_sent() -> None:
         ours, theirs = socket.socketpair()
         speaking = link_on(ours)
         speaking.write(pieces())
-        speaking.close()
+        speaking.close(flowing_s=20.0)
         assert asked < 32
         reader, writer = await asyncio.open_connection(sock=theirs)
         assert len(await reader.read()) == 64 * MIB

@@ -38,6 +38,7 @@ from tests.train.wire_io.fakes import (
     free_port,
     go,
     run_of,
+    swallowing,
 )
 
 SCENARIO = {"seed": 0, "note": "é" * 100}
@@ -211,6 +212,33 @@ def test_silence_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         for writer in held:
             writer.close()
         other.close()
+
+    go(story())
+
+
+def test_no_connection_is_not_a_matter_of_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens that might want TLS."""
+    monkeypatch.setattr(queries, "ANSWER_S", 0.05)
+
+    async def story() -> None:
+        with swallowing(LOOPBACK) as port:
+            told = await ask(port, patience_s=0.01)
+        assert isinstance(told, do.Finish)
+        assert told.reason.endswith(f"{port}: no connection within 0.05 s")
+
+    go(story())
+
+
+def test_a_name_of_two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one answers, though the first swallows packets."""
+
+    async def story() -> None:
+        with swallowing("127.0.0.2") as port:
+            async with serving(Knowing(), port=port):
+                found = [socket.getaddrinfo(host, port)[0] for host in ("127.0.0.2", LOOPBACK)]
+                monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+                told = await ask(port, host="trainer", patience_s=0.01)
+        assert isinstance(told, Told)
 
     go(story())
 

@@ -70,7 +70,22 @@ def test_every_address_is_tried() -> None:
     async def story() -> None:
         port = free_port()
         with pytest.raises(OSError, match=rf"Connect call failed \('{LOOPBACK}', {port}\)"):
-            await sockets.connect("localhost", port)
+            await sockets.connect("localhost", port, patience_s=5.0)
+
+    go(story())
+
+
+def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up in time."""
+
+    async def never(host: str, port: int) -> list[Address]:
+        await asyncio.Event().wait()
+        return []
+
+    async def story() -> None:
+        monkeypatch.setattr(sockets, "resolve", never)
+        with pytest.raises(TimeoutError):
+            await sockets.connect("trainer", 1, patience_s=0.05)
 
     go(story())
 
@@ -110,7 +125,7 @@ def test_how_much_the_kernel_may_hold(wanted: int) -> None:
         (listener,) = sockets.listen([HERE], buffer_bytes=wanted)
         with listener:
             port = listener.getsockname()[1]
-            there = await sockets.connect(LOOPBACK, port, buffer_bytes=wanted)
+            there = await sockets.connect(LOOPBACK, port, patience_s=5.0, buffer_bytes=wanted)
             here, _ = await asyncio.get_running_loop().sock_accept(listener)
         with there, here:
             for sock in (there, here):

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import resource
 import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from unittest.mock import AsyncMock
 
 import pytest
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.wire import effects as do
 from entrenar_py.train.wire.frames import FIELDS, MAGIC, PREFIX_BYTES
-from entrenar_py.train.wire.messages import VERSION, NonFinite, TreeNode
+from entrenar_py.train.wire.messages import VERSION, NonFinite, TreeNode, WorkerPhase
 from entrenar_py.train.wire.terms import Timing
-from entrenar_py.train.wire_io import tcp
+from entrenar_py.train.wire_io import sockets, tcp
 from entrenar_py.train.wire_io.door import TAKEN_UP_MAX, Door
-from entrenar_py.train.wire_io.tcp import CoordinatorServer
+from entrenar_py.train.wire_io.endpoints import Saving
+from entrenar_py.train.wire_io.link import Link
+from entrenar_py.train.wire_io.tcp import CoordinatorServer, WorkerClient
 from tests.train.wire_io.certificates import Authority, client_context, server_context
 from tests.train.wire_io.fakes import (
     COMPLETED,
@@ -34,12 +40,15 @@ from tests.train.wire_io.fakes import (
     go,
     listening,
     run_of,
+    swallowing,
     take_part,
     until,
+    worker_of,
 )
 from tests.train.wire_io.misdeeds import RESETS
 
 ALL = [0, 1, 2]
+LEFT = do.Finish("failed", "left: stopped by SIGTERM")
 IMPATIENT = Timing(heartbeat_s=0.05, dead_after_s=5.0, hello_s=0.2, gather_s=5.0)
 
 
@@ -79,6 +88,40 @@ def test_names_and_both_families(host: str) -> None:
         finishes = asyncio.ensure_future(take_part([client_of(None)], port, host))
         assert await server.finish() == COMPLETED
         assert await finishes == [COMPLETED]
+
+    go(story())
+
+
+class _Writes(FakeServer):
+    """Takes `seconds` to write a checkpoint."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def save(self, step: int) -> Saving:
+        record = super().save(step)
+
+        def work() -> Callable[[], None]:
+            time.sleep(self._seconds)
+            return record()
+
+        return work
+
+
+def test_a_slow_disk_disconnects_nobody() -> None:
+    """Workers hear from a coordinator that writes for longer than they wait for a silent one."""
+
+    async def story() -> None:
+        timing = replace(TIMING, dead_after_s=0.4)
+        hands = _Writes(seconds=3 * timing.dead_after_s)
+        run = run_of(saves={1, 3})
+        server, port = await listening(run, hands, timing=timing)
+        clients = [client_of(rank, timing=timing) for rank in (0, 1)]
+        finishes = asyncio.ensure_future(take_part(clients, port))
+        assert await server.finish() == COMPLETED
+        assert await finishes == [COMPLETED, COMPLETED]
+        assert sorted(hands.told) == ["0 joined", "1 joined", "saved 1", "saved 3"]
 
     go(story())
 
@@ -126,20 +169,28 @@ def test_nobody_takes_the_connection_up() -> None:
     """A connection without an answer fails in time, like a refused one."""
 
     async def story() -> None:
-        with contextlib.ExitStack() as stack:
-            full = stack.enter_context(socket.socket())
-            full.bind((LOOPBACK, 0))
-            full.listen(0)
-            port = full.getsockname()[1]
-            for _ in range(2):  # it holds one: who comes after these is not answered at all
-                one = stack.enter_context(socket.socket())
-                one.setblocking(False)
-                with contextlib.suppress(BlockingIOError):
-                    one.connect((LOOPBACK, port))
+        with swallowing(LOOPBACK) as port:
             client = client_of(0, timing=replace(IMPATIENT, hello_s=0.2))
             finish = await client.run(LOOPBACK, port, patience_s=0.1)
         where = f"not admitted at {LOOPBACK}:{port}"
-        assert finish == do.Finish("failed", f"{where}: no answer within 0.2 s")
+        assert finish == do.Finish("failed", f"{where}: no answer from {LOOPBACK} within 0.2 s")
+
+    go(story())
+
+
+def test_a_name_of_two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker reaches the second one, though the first swallows its packets."""
+
+    async def story() -> None:
+        with swallowing("127.0.0.2") as port:
+            two = [(socket.AF_INET, (host, port)) for host in ("127.0.0.2", LOOPBACK)]
+            resolve = AsyncMock(return_value=two)
+            server, _ = await listening(run_of(awaited={}), FakeServer(), port=port)
+            monkeypatch.setattr(sockets, "resolve", resolve)
+            running = asyncio.ensure_future(server.finish())
+            client = client_of(0, timing=replace(TIMING, hello_s=0.4))
+            assert await take_part([client], port, "trainer") == [COMPLETED]
+            assert await running == COMPLETED
 
     go(story())
 
@@ -177,6 +228,103 @@ def test_the_run_is_over() -> None:
         assert await late == b""
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(LOOPBACK, port)
+
+    go(story())
+
+
+def test_the_patience_of_a_worker_that_waited_for_its_welcome() -> None:
+    """It begins anew when the connection breaks, even after a wait that was longer."""
+
+    async def story() -> None:
+        patience_s, member = 0.2, _Slow()
+        server, port = await listening(run_of(awaited={}), FakeServer())
+        running = asyncio.ensure_future(server.finish())
+        first = asyncio.ensure_future(take_part([client_of(0, member)], port))
+        await until(member.begun.is_set)
+        late = client_of(1)
+        waits = asyncio.ensure_future(late.run(LOOPBACK, port, patience_s=patience_s))
+        enough = 2 * patience_s / TIMING.heartbeat_s
+        await until(lambda: late.end.meter.got["Heartbeat"].messages > enough)
+        peers = server.end.machine.peers
+        (broken,) = [peer for peer, one in peers.items() if one.rank == 1]
+        assert isinstance(broken, Link)
+        broken.abort()
+        await until(lambda: any(peers[one].rank == 1 and one != broken for one in peers))
+        member.goes_on.set()
+        assert await running == COMPLETED
+        assert [*await first, await waits] == [COMPLETED, COMPLETED]
+
+    go(story())
+
+
+# --- a worker that leaves without a connection --------------------------------------------------
+
+
+class _Connects(WorkerClient):
+    """Leaves the run when it has connected, before it talks."""
+
+    async def connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
+        sock = await super().connect(host, port, context)
+        self.leave("stopped by SIGTERM")
+        return sock
+
+
+class _Slow(FakeMember):
+    """Computes until `goes_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
+        self.begun.set()
+        assert self.goes_on.wait(10.0)
+        return super().work(step, shards)
+
+
+def test_a_worker_may_leave_while_it_connects() -> None:
+    """It does not take part, though the connection was made."""
+
+    async def story() -> None:
+        hands = FakeServer()
+        server, port = await listening(run_of(awaited={}), hands)
+        running = asyncio.ensure_future(server.finish())
+        leaving = _Connects(worker_of(0), FakeMember())
+        assert await take_part([leaving], port) == [LEFT]
+        assert await take_part([client_of(0)], port) == [COMPLETED]
+        assert await running == COMPLETED
+        assert hands.told.count("0 joined") == 1
+
+    go(story())
+
+
+def test_a_worker_may_leave_while_it_computes_for_a_lost_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not reconnect."""
+    monkeypatch.setattr(sockets, "BACKOFF_S", (0.0, 0.0))
+
+    async def story() -> None:
+        member = _Slow()
+        server, port = await listening(run_of(awaited={}), FakeServer())
+        running = asyncio.ensure_future(server.finish())
+        client = client_of(0, member)
+        taking_part = asyncio.ensure_future(take_part([client], port))
+        await until(member.begun.is_set)
+        server.die()
+        assert await running == tcp.DIED
+        await until(lambda: client.end.machine.phase is WorkerPhase.AWAY)
+        for _ in range(9):
+            await asyncio.sleep(0)  # from the lost connection to the wait for the computation
+        again, _ = await listening(run_of(awaited={}), FakeServer(), port=port)
+        running = asyncio.ensure_future(again.finish())
+        client.leave("stopped by SIGTERM")
+        assert await taking_part == [LEFT]
+        member.goes_on.set()
+        assert again.strangers == (0, [])
+        assert not again.end.machine.peers
+        again.die()
+        assert await running == tcp.DIED
 
     go(story())
 
@@ -471,6 +619,44 @@ def test_a_defect_of_the_coordinator_ends_the_run() -> None:
         with pytest.raises(ZeroDivisionError, match="no weight"):
             await server.finish()
         assert (await worker).status == "failed"
+
+    go(story())
+
+
+class _FailsLate(_Slow):
+    """Fails when `goes_on` is set."""
+
+    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
+        super().work(step, shards)
+        raise ZeroDivisionError("no samples")
+
+
+def test_a_defect_in_work_for_a_lost_connection_ends_the_worker() -> None:
+    """It does not reconnect before `run` raises the exception."""
+
+    async def story() -> None:
+        member, lost = _FailsLate(), threading.Event()
+        server, port = await listening(run_of(awaited={}), FakeServer())
+        running = asyncio.ensure_future(server.finish())
+        client = WorkerClient(worker_of(0), member, alone=lambda problem: lost.set())
+
+        def take_part() -> do.Finish:
+            return asyncio.run(client.run(LOOPBACK, port, patience_s=5.0))
+
+        ill = asyncio.ensure_future(asyncio.to_thread(take_part))
+        await until(member.begun.is_set)
+        server.die()
+        assert await running == tcp.DIED
+        await until(lost.is_set)
+        hands = FakeServer()
+        again, _ = await listening(run_of(awaited={}), hands, port=port)
+        running = asyncio.ensure_future(again.finish())
+        member.goes_on.set()
+        with pytest.raises(ZeroDivisionError, match="no samples"):
+            await ill
+        again.die()
+        assert await running == tcp.DIED
+        assert (again.strangers, hands.told) == ((0, []), [])
 
     go(story())
 

@@ -126,8 +126,12 @@ def create(path: Path, head: Head) -> Writer:
     except OSError as error:
         raise _not_made(path, error) from error
     with _kept(file, path):
-        writer = _begun(file, head)
-        _sync_folder(path)
+        try:
+            writer = _begun(file, head)
+            files.sync_folder(path.parent)
+        except OSError:
+            path.unlink()  # or it would block the next attempt
+            raise
         return writer
 
 
@@ -173,7 +177,7 @@ def _make(path: Path, head: Head, since: Gap) -> None:
         with FileIO(partial, "w") as file:
             _begun(file, head, since).sync()
         partial.replace(path)
-        _sync_folder(path)
+        files.sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
@@ -265,15 +269,6 @@ def _require_same(theirs: TrainingPlan, ours: TrainingPlan, path: Path) -> None:
                 f"this run has {name}={writes.get(name)!r}; continue with the configuration of "
                 "that run, or give another path"
             )
-
-
-def _sync_folder(path: Path) -> None:
-    """Flush the folder of `path` to disk: afterwards the new file would survive a power cut."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @contextmanager

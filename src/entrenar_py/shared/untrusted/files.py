@@ -77,6 +77,22 @@ def require_regular(handle: int) -> None:
         raise _no_file(mode)
 
 
+def sync_folder(folder: Path) -> None:
+    """Flush `folder` to disk: afterwards its new files would survive a power cut.
+
+    Some file systems can't, or the user may not read the folder. Then this does nothing.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
+
+
 def problem(error: OSError, folder: Path) -> str:
     """Return why a file in `folder` can't be written.
 

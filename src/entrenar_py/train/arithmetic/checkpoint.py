@@ -142,11 +142,7 @@ def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    files.sync_folder(path.parent)
 
 
 def partial_of(path: Path) -> Path:

@@ -78,6 +78,7 @@ class Member:
         self._sizes = self.sizes()
         self._applied: tuple[int, bytes] | None = None  # the last applied step, and its payload
         self._suffered: set[Fault] = set()  # faults that were injected
+        self._is_wanted = True
 
     @property
     def worker(self) -> Worker:
@@ -162,13 +163,16 @@ class Member:
     def work(self, step: int, shards: Sequence[int]) -> list[TreeNode] | NonFinite:
         """Return every block of the tree nodes of `shards` of `step`, in sending order.
 
-        If a shard is not finite, return a NonFinite for the first such shard instead.
+        If a shard is not finite, return a NonFinite for the first such shard instead. After
+        `give_up` the rest is missing.
         """
         assert self._ahead is None, "the weights are those after the step"
         problems: list[NonFinite] = []
 
         def leaves() -> Iterator[reduction.Node]:
             for place, shard in enumerate(shards):
+                if not self._is_wanted:
+                    return
                 for soon in shards[place : place + 2]:  # a device computes while the host records
                     self.replicas.begin(self.worker, step, soon, self.shards[soon])
                 if self._has_all(shards):
@@ -186,6 +190,10 @@ class Member:
             self._first = next(iter(shards), None)
         nodes = reduction.fold(leaves(), self.plan.num_shards)
         return problems[0] if problems else self.named(step, nodes)
+
+    def give_up(self) -> None:
+        """Let `work` return after its current shard, for good; may be called in any thread."""
+        self._is_wanted = False
 
     def _has_all(self, shards: Sequence[int]) -> bool:
         """Return whether the average is certain to be the average of `shards` alone."""

@@ -51,7 +51,7 @@ from entrenar_py.train.wire.messages import (
     Welcome,
 )
 from entrenar_py.train.wire.terms import Run, Terms
-from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
+from entrenar_py.train.wire_io.endpoints import ReadPiece, Saving, no_piece
 
 # The space for a message's events: names, numbers and digests of each shard and tensor.
 _EVENTS_BYTES = 2**20
@@ -71,7 +71,7 @@ class Server:
         plan: TrainingPlan,
         *,
         checkpoint_path: Path | None = None,
-        save: Callable[[int], None] | None = None,
+        save: Callable[[int], Saving] | None = None,
         clock: Callable[[], float] = time.monotonic,
         workload: Workload | None = None,
         objection: Callable[[float], str | None] | None = None,
@@ -80,10 +80,10 @@ class Server:
     ) -> None:
         """Start a run without a state, which `restore` provides.
 
-        `save` saves the state before a given step; by default it is `write_checkpoint`. `objection`
-        is called in any thread with the norm of each step's reduced gradient, and returns the
-        reason to halt before the step, or None. `piece` reads pieces of the files that workers
-        fetch.
+        `save` returns a function that saves the state before a given step; by default it is
+        `write_checkpoint`. `objection` is called in any thread with the norm of each step's reduced
+        gradient, and returns the reason to halt before the step, or None. `piece` reads pieces of
+        the files that workers fetch.
         """
         cpu = backends.open_backend("cpu")
         self.plan = plan
@@ -320,21 +320,25 @@ class Server:
             )
         )
 
-    def write_checkpoint(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
-        """Write the checkpoint before `step`, with `notes`; record it under the lowest rank.
+    def write_checkpoint(self, step: int, notes: Mapping[str, Any] | None = None) -> Saving:
+        """Return a function that writes the checkpoint before `step`, with `notes`.
 
-        Raises OSError if the file can't be written.
+        The state must not change before it has returned. It may be called in any thread, and raises
+        OSError if the file can't be written. What it returns records the checkpoint under the
+        lowest rank.
         """
-        assert self.checkpoint_path is not None, "a run that saves has a place for it"
-        progress = self.replicas.progress(step)
-        checkpoint.save(
-            self.checkpoint_path,
-            self.replica.checkpoint,
-            {**progress, "plan": self.plan.to_dict(), **(notes or {})},
-        )
+        path, progress = self.checkpoint_path, self.replicas.progress(step)
         rank = min(self.present, default=0)
-        state = self.replicas.state(self.replica)
-        self.recorder.emit(trace.Saved(step=step, rank=rank, progress=progress, **state))
+        assert path is not None, "a run that saves has a place for it"
+
+        def write() -> Callable[[], None]:
+            description = {**progress, "plan": self.plan.to_dict(), **(notes or {})}
+            checkpoint.save(path, self.replica.checkpoint, description)
+            state = self.replicas.state(self.replica)
+            saved = trace.Saved(step=step, rank=rank, progress=progress, **state)
+            return partial(self.recorder.emit, saved)
+
+        return write
 
     def restore(self) -> int:
         """Return the next step, after loading the checkpoint, or the initial state if none exists.

@@ -206,6 +206,7 @@ class ReceivedFiles:
         """
         self._folder, self._say, self._patience_s = folder, say, patience_s
         self._locks = dict[str, int]()  # digest -> handle of the lock that this process holds
+        self._has_locks = True  # until its file system says that it has none
         self._touched_s = 0.0
         self._whole: set[str] = set()  # verified in this process
         self._partials: dict[str, _Partial] = {}
@@ -299,6 +300,13 @@ class ReceivedFiles:
         except BlockingIOError:
             os.close(handle)
             return False
+        except OSError as error:
+            if self._has_locks:
+                self._has_locks = False
+                self._say(
+                    f"{self._folder}: its file system supports no locks ({error.strerror}): let "
+                    "only one worker fetch at a time, or set XDG_CACHE_HOME to another folder"
+                )
         file_locks.sign(handle)
         self._locks[file.digest] = handle
         locks.callback(self._unlock, file)

@@ -373,7 +373,12 @@ class Timeouts:
         float, Key("how long a new connection may take to prove the secret", above=0)
     ] = USUAL.hello_s
     gather_s: Annotated[
-        float, Key("how long the run waits for enough workers before it ends", above=0)
+        float,
+        Key(
+            "how long the run waits for enough workers before it ends, and for a worker that "
+            "receives and loads the state",
+            above=0,
+        ),
     ] = USUAL.gather_s
 
 

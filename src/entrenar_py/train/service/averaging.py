@@ -274,8 +274,13 @@ class AveragingRecord:
 
     def close(self) -> None:
         """Close the ledger."""
-        if self._ledger is not None:
-            self._ledger.close()
+        if self._ledger is None:
+            return
+        ledger, self._ledger = self._ledger, None
+        try:
+            ledger.close()
+        except OSError as error:  # some file systems write only now
+            self.broken = self.broken or f"the ledger can't be written ({error.strerror})"
 
     def _made(self, effect: terms.MadeStep) -> None:
         averages = self.averages()
@@ -335,6 +340,11 @@ class AveragingRecord:
 
 def new_ledger(path: Path, run: AveragingRun) -> Writer:
     """Create the ledger of `run`. Raises UsageError if it exists or can't be created."""
+    if path.exists():
+        raise UsageError(
+            f"ledger {path}: it already exists, and no run with --wire v2 can be continued; give "
+            "another path, or move it away"
+        )
     plan = TrainingPlan(
         trainer=TRAINER,
         workload="own",
@@ -405,6 +415,7 @@ async def _serve(
         here, why = last[-1]
         text = f"{number} connections ended without joining; the last from {here}: {why}"
         record.note("strangers", text)
+    record.close()
     if record.broken is not None:
         raise SystemFailure(f"{record.broken}; make room or give access, and start it again")
     return exit_codes.OF_FINISH[finish.status]

@@ -230,4 +230,5 @@ def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
 
 
 def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> None:
-    loop.call_soon(partial(server.stop, reason, at_once=True))
+    if not loop.is_closed():  # otherwise the run is over, and only its record failed
+        loop.call_soon(partial(server.stop, reason, at_once=True))

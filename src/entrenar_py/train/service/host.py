@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from entrenar_py.shared import trace
@@ -37,7 +39,7 @@ from entrenar_py.train.wire.messages import (
     Summed,
     TreeNode,
 )
-from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
+from entrenar_py.train.wire_io.endpoints import ReadPiece, Saving, no_piece
 
 UNLIKE = 1.25  # workers differ if one takes this many times longer for a shard than another
 SHARDS_A_WORKER = 2  # fewer shards can't be divided in proportion to speeds
@@ -75,7 +77,7 @@ class Host:
         self.server = make_server(
             plan,
             checkpoint_path=checkpoint_path,
-            save=self.save,
+            save=self.begin_save,
             clock=clock,
             workload=workload,
             objection=self._objection if halt_on_spike else None,
@@ -177,8 +179,8 @@ class Host:
                 f"hold up the others; use {least} or more in the next run",
             )
 
-    def save(self, step: int) -> None:
-        """Write the ledger, and then the checkpoint, if one is configured.
+    def begin_save(self, step: int) -> Saving:
+        """Write the ledger; return a function that writes the checkpoint, if one is configured.
 
         If the checkpoint can't be written, a note says so and the run continues. The previous
         checkpoint stays intact, and the next save tries again.
@@ -186,27 +188,43 @@ class Host:
         self._write(sync=True)
         path = self.server.checkpoint_path
         if path is None or self.broken is not None or step == self._saved:
-            return  # a checkpoint newer than the ledger would leave a gap in the ledger
+            # a checkpoint newer than the ledger would leave a gap in the ledger
+            return lambda: lambda: None
         last = None if self._ledger is None else self._ledger.last
         notes = {
             ledger_account.LEDGER_KEY: ledger_account.mark_record(last),
             measures.NORMS_KEY: self._norms.to_record(),
         }
-        try:
-            self.server.write_checkpoint(step, notes)
-        except OSError as error:
-            told = files.problem(error, path.parent)
-            self.unsaved = f"checkpoint {path}: can't be written ({told})"
-            kept = "there is no earlier one"
-            if self._saved is not None:
-                kept = f"the checkpoint of step {self._saved} stays"
-            self.note("not_saved", f"{self.unsaved}; {kept}, and the run goes on")
-            return
+        write = self.server.write_checkpoint(step, notes)
+
+        def save() -> Callable[[], None]:
+            try:
+                record = write()
+            except OSError as error:
+                told = files.problem(error, path.parent)
+                return partial(self._not_saved, f"checkpoint {path}: can't be written ({told})")
+            return partial(self._keep_saved, step, record)
+
+        return save
+
+    def _keep_saved(self, step: int, record: Callable[[], None]) -> None:
+        record()
         self.unsaved, self._saved = None, step
         self._write()
-        self.note("saved", f"checkpoint before step {step}: {path}")
+        self.note("saved", f"checkpoint before step {step}: {self.server.checkpoint_path}")
+
+    def _not_saved(self, problem: str) -> None:
+        self.unsaved = problem
+        kept = "there is no earlier one"
+        if self._saved is not None:
+            kept = f"the checkpoint of step {self._saved} stays"
+        self.note("not_saved", f"{problem}; {kept}, and the run goes on")
 
     # --- called by the service --------------------------------------------------------------------
+
+    def save(self, step: int) -> None:
+        """Write the ledger, and then the checkpoint, if one is configured; see `begin_save`."""
+        self.begin_save(step)()()
 
     def resume(self) -> int:
         """Return the next step, after restoring the state from the checkpoint, if it exists."""
@@ -261,10 +279,15 @@ class Host:
 
     def close(self) -> None:
         """Close the ledger."""
-        if self._ledger is not None:
-            self.ledger_end = self._ledger.last
-            self._ledger.close()
-            self._ledger = None
+        if self._ledger is None:
+            return
+        ledger, self._ledger = self._ledger, None
+        try:
+            ledger.close()
+        except OSError as error:  # some file systems write only now
+            self._note_broken(ledger.path, error)
+            return
+        self.ledger_end = ledger.last
 
     @property
     def made(self) -> int:
@@ -345,8 +368,13 @@ class Host:
             if sync:
                 self._ledger.sync()
         except (OSError, UsageError) as error:
-            path = self._ledger.path
-            reason = files.problem(error, path.parent) if isinstance(error, OSError) else error
-            self.broken = f"the ledger {path.name} can't be written ({reason})"
-            self._ledger = None
-            self.give_up(self.broken)
+            ledger, self._ledger = self._ledger, None
+            broken = self._note_broken(ledger.path, error)
+            with suppress(OSError):
+                ledger.close()
+            self.give_up(broken)
+
+    def _note_broken(self, path: Path, error: OSError | UsageError) -> str:
+        reason = files.problem(error, path.parent) if isinstance(error, OSError) else error
+        self.broken = f"the ledger {path.name} can't be written ({reason})"
+        return self.broken

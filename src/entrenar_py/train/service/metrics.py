@@ -81,18 +81,30 @@ class Metrics:
             while left.nbytes:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            problem = f"can't be written any more ({error.strerror})"
-            printing.warn(f"entrenar: metrics {self._path}: {problem}; the run goes on")
-            self.close()
+            self._warn(error)
+            self._close()
 
     def close(self) -> None:
         """Close the file."""
+        if (error := self._close()) is not None:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        problem = f"can't be written any more ({error.strerror})"
+        printing.warn(f"entrenar: metrics {self._path}: {problem}; the run goes on")
+
+    def _close(self) -> OSError | None:
+        """Close the file; return the error, as of a quota that is found to be exceeded then."""
         if self._file is None:
-            return
-        self._file.close()
-        self._file = None
+            return None
+        file, self._file = self._file, None
+        try:
+            file.close()
+        except OSError as error:
+            return error
         if self._is_new and self._path.is_file() and not self._path.stat().st_size:
             self._path.unlink()
+        return None
 
 
 FLUSH_EVERY_S = 10

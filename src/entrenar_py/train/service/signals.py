@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP: they stop a run in progress, and are ignored after its end.
+"""SIGINT, SIGTERM and SIGHUP: they stop a run in progress, and don't change its result afterwards.
 
 Before a run begins, while modules and weights are loaded, signals raise KeyboardInterrupt, because
 nothing has to be saved yet. Imports can swallow the exception. A process that continues is
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
@@ -69,6 +71,22 @@ def ignore() -> None:
     """Ignore the signals until this process ends. The run's result decides its exit code."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_with(code: int) -> None:
+    """Let each signal end this process at once with `code`, the exit code of a run that is over.
+
+    A worker's thread may still compute something that is no longer needed.
+    """
+    for number in taken():
+        signal.signal(number, lambda *_: _exit(code))
+
+
+def _exit(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, RuntimeError, ValueError):  # RuntimeError: it is being written to
+            stream.flush()
+    os._exit(code)
 
 
 def taken() -> list[signal.Signals]:

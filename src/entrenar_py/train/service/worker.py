@@ -101,6 +101,7 @@ class Stay:
     _stopped: str | None = None  # the signal that stopped it
     _asking: asyncio.Task[Any] | None = None
     _client: WorkerClient | None = None
+    _member: Member | None = None
     _workload: Workload | None = None
     _problem: str = ""
 
@@ -108,8 +109,10 @@ class Stay:
         """Take part to the end; return the run's Finish, `stopped` if a signal ended it."""
         signals.deliver(self._leave)
         finish = await self._take_part()
-        signals.ignore()
-        return finish if self._stopped is None else Finish("stopped", f"by {self._stopped}")
+        if self._stopped is not None:
+            finish = Finish("stopped", f"by {self._stopped}")
+        signals.end_with(exit_codes.OF_FINISH[finish.status])
+        return finish
 
     async def _take_part(self) -> Finish:
         host, port = self.given.coordinator
@@ -152,8 +155,14 @@ class Stay:
                 raise
             return Finish("stopped")  # its wait for data was interrupted
         finally:
-            if self._workload is not None:
-                self._workload.interrupt()
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Let a computation in the client's thread end soon: the process waits for it."""
+        if self._member is not None:
+            self._member.give_up()
+        if self._workload is not None:
+            self._workload.interrupt()
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T | Finish:
         """Return the result of `work`, or a Finish if a signal stops this worker before."""
@@ -192,7 +201,7 @@ class Stay:
                 "use one release on both ends"
             )
         kind = topology.of(plan)
-        member = Member(plan, lambda rank: self.backend, workload)
+        self._member = member = Member(plan, lambda rank: self.backend, workload)
         machine = kind.worker(
             member.replicas.terms,
             secret=self.secret,
@@ -256,8 +265,7 @@ class Stay:
         self._stopped = number.name
         if self._client is not None:
             self._client.leave(f"stopped by {number.name}")
-            if self._workload is not None:
-                self._workload.interrupt()
+            self._interrupt()
         elif self._asking is not None:
             self._asking.cancel()
             signals.end_soon(number)  # a thread that loads a model would delay the exit

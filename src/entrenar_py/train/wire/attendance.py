@@ -247,7 +247,9 @@ class Attendance:
             if self._is_silent(member, now):
                 overdue.append((peer, f"silent for {now - member.heard:.1f} s"))
             elif loading_s >= self.timing.gather_s:
-                overdue.append((peer, f"has loaded for {loading_s:.0f} s"))
+                reason = f"did not receive and load the state within {loading_s:.0f} s; "
+                reason += "if that takes longer, give a larger timing.gather_s"
+                overdue.append((peer, reason))
         return overdue
 
     def _is_silent(self, member: Member, now: float) -> bool:

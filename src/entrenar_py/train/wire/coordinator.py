@@ -12,6 +12,9 @@ workers are lost before that, the step did not happen and is computed again, wit
 coordinator that applies the optimizer itself (`Run.server_updates`) computes new weights when all
 blocks are averaged and sends them instead of the average. It uses them as soon as one worker
 reports that it has applied the step.
+
+A checkpoint is written between two steps, in the background: the run waits for it, but workers get
+heartbeats meanwhile, however long that takes.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ class Coordinator(Dealing):
         self._begun = False
         self._thrown_out = Expulsions()  # since the last step was applied
         self._saved: int | None = None  # the step before which there is a checkpoint
+        self._saving = False
+        self._finish: do.Finish | None = None  # the run's, once its last state is saved
         self._stopping: str | None = None
         self._gathering_since = now
 
@@ -142,6 +147,15 @@ class Coordinator(Dealing):
         """Return the effects that halt the run before `step`, because its average is not finite."""
         return self._halt(do.Stop(step, None, reason))
 
+    def saved(self, now: float) -> list[Effect]:
+        """Return the effects of a completed Save: the run goes on, or ends."""
+        assert self._saving
+        self._saving = False
+        if self._finish is not None:
+            return [self._finish]
+        self._gathering_since = now
+        return self._settle(now)
+
     def tick(self, now: float) -> list[Effect]:
         """Return the heartbeats that are due; drop silent peers, end a run that waits too long."""
         effects: list[Effect] = []
@@ -150,7 +164,8 @@ class Coordinator(Dealing):
                 effects += self._drop(peer, why, now)
         effects += self._beat(now)
         waited = now - self._gathering_since
-        if self.stage is Stage.GATHERING and waited >= self.timing.gather_s and not self._loads():
+        waits = self.stage is Stage.GATHERING and not self._saving
+        if waits and waited >= self.timing.gather_s and not self._loads():
             effects += self._give_up(waited)
         return effects
 
@@ -167,7 +182,7 @@ class Coordinator(Dealing):
         )
 
     def stop(self, reason: str, now: float, *, at_once: bool = False) -> list[Effect]:
-        """Return the effects that end the run with a checkpoint and give the workers the reason.
+        """Return the effects that give the workers the reason and end the run with a checkpoint.
 
         The current step is finished first, or abandoned if `at_once`.
         """
@@ -292,6 +307,8 @@ class Coordinator(Dealing):
 
     def _begin(self, now: float) -> list[Effect] | None:
         """Save, end, admit workers or hand out the step, whichever is next; return None to wait."""
+        if self._saving:
+            return None
         over = self.step == self.run.num_steps
         waiting = {} if over else self._peers_in(Phase.WAITING)
         due = self.step in self.run.saves and self.step != self._saved
@@ -299,7 +316,7 @@ class Coordinator(Dealing):
         if (waiting or due or stops) and not self._has_state(self.step):
             return self._fetch(now)
         if due:
-            self._saved = self.step
+            self._saved, self._saving = self.step, True
             return [do.Save(self.step)]
         if over:
             return self._end(do.Finish("completed"), say.Shutdown(problem=None))
@@ -361,9 +378,16 @@ class Coordinator(Dealing):
         return [stop, *self._end(do.Finish("halted", stop.reason), halt)]
 
     def _stopped(self, step: int, reason: str) -> list[Effect]:
-        farewell = say.Shutdown(problem=say.brief(reason))
-        saved = [do.Save(step)] if self._has_state(step) else []
-        return [*saved, *self._end(do.Finish("stopped", reason), farewell)]
+        finish = do.Finish("stopped", reason)
+        *farewells, _ = self._end(finish, say.Shutdown(problem=say.brief(reason)))
+        if self._saving:  # the same state: a stop at once finds the run between two steps
+            saves: list[Effect] = []
+        elif self._has_state(step):
+            saves, self._saving = [do.Save(step)], True
+        else:
+            return [*farewells, finish]
+        self._finish = finish
+        return [*farewells, *saves]
 
     def _end(self, finish: do.Finish, farewell: say.Message) -> list[Effect]:
         self.stage = Stage.OVER

@@ -181,7 +181,7 @@ class Apply(Effect):
 
 
 class Save(Effect):
-    """Write a checkpoint of the state before `step`."""
+    """Write a checkpoint of the state before `step` in the background; then call `saved`."""
 
     step: int
 

@@ -56,8 +56,10 @@ class Worker:
     def connected(self, peer: Peer, nonce: str, now: float) -> list[Effect]:
         """Return the effects of a new connection to the coordinator.
 
-        `nonce` has 32 random hex digits.
+        `nonce` has 32 random hex digits. A worker that is over disconnects.
         """
+        if self.phase is Phase.OVER:
+            return [do.Close(peer, "this worker is over")]
         self._peer, self._nonce = peer, nonce
         self._heard = self._said = now
         self._work.clear()

@@ -153,6 +153,10 @@ class ServedPieces:
         self._due.popleft()
 
 
+# Writes a checkpoint, in any thread, and returns a function that records it, for the first thread.
+Saving: TypeAlias = Callable[[], Callable[[], None]]
+
+
 class ServerHands(Protocol):
     """The coordinator's arithmetic and recording, as in `coordinator.server`."""
 
@@ -174,7 +178,7 @@ class ServerHands(Protocol):
     def reduce(self, block: int) -> tuple[float, float] | str: ...
     def prepare(self, step: int) -> tuple[float, float]: ...
     def apply_average(self, step: int) -> None: ...
-    def save(self, step: int) -> None: ...
+    def save(self, step: int) -> Saving: ...
     def stop(self, effect: do.Stop) -> None: ...
 
 
@@ -365,7 +369,7 @@ class CoordinatorEnd(End):
         proved: Callable[[Peer], None] = lambda peer: None,
         notify: Notify = unnoticed,
     ) -> None:
-        """Reduce blocks, compare copies and prepare steps in `background`.
+        """Reduce blocks, compare copies, prepare steps and write checkpoints in `background`.
 
         Files are read in `reading`, so that no step waits for a disk.
         """
@@ -421,7 +425,7 @@ class CoordinatorEnd(End):
             case do.Apply(step):
                 hands.apply_average(step)
             case do.Save(step):
-                hands.save(step)
+                self._background.run(hands.save(step), self._saved)
             case do.Stop():
                 hands.stop(effect)
             case do.Dealt():
@@ -452,6 +456,10 @@ class CoordinatorEnd(End):
 
         self._reading.run(partial(self.hands.piece, piece), done)
         return []
+
+    def _saved(self, record: Callable[[], None]) -> None:
+        record()
+        self._do(self.machine.saved(self._clock()))
 
     def _work(self, effect: do.Compare | do.Reduce | do.Prepare) -> None:
         """Do the work of `effect` in `background`, then pass its result to the state machine."""

@@ -62,6 +62,7 @@ class Link:
         self._queue: deque[Iterator[Buffer]] = deque()
         self._pieces: deque[memoryview] = deque()  # taken from the queue but not yet sent
         self._held = b""  # a message that is to be sent after the next one
+        self._num_sent = 0  # bytes
         self._paused = self._closing = False
         self._mute = self._deaf = False  # nothing more is written; nothing more is read
         self._awaits_reading = self._awaits_writing = False
@@ -89,9 +90,10 @@ class Link:
             self._bend(buffers, befalls or Meddling(None))
         self._pump()
 
-    def close(self, *, patience_s: float = FAREWELL_S) -> None:
+    def close(self, *, patience_s: float = FAREWELL_S, flowing_s: float = 0.0) -> None:
         """Send the queue, for at most `patience_s`, then close.
 
+        While the other end takes bytes, the queue is sent for at most `flowing_s`, if that is more.
         The connection ends when the other end has closed it, too, or after FAREWELL_S. Nothing more
         is written to memory that `buffer` returned.
         """
@@ -101,7 +103,10 @@ class Link:
             self._filling = None
             self._await_reading(not self._deaf)
         if self._socket is not None and self._farewell is None:
-            self._farewell = self._loop.call_later(patience_s, self.abort, "closed")
+            until_s = self._loop.time() + flowing_s
+            self._farewell = self._loop.call_later(
+                patience_s, self._end_farewell, self._num_sent, until_s
+            )
         self._pump()
 
     # --- reading ----------------------------------------------------------------------------------
@@ -264,6 +269,7 @@ class Link:
         return sock.sendmsg(self._pieces)
 
     def _drop(self, num_bytes: int) -> None:
+        self._num_sent += num_bytes
         while num_bytes and num_bytes >= self._pieces[0].nbytes:
             num_bytes -= self._pieces.popleft().nbytes
         if num_bytes:
@@ -297,6 +303,15 @@ class Link:
                 socket.socket.shutdown(self._socket, socket.SHUT_WR)
             except OSError as error:
                 self.abort(str(error))
+
+    def _end_farewell(self, num_sent: int, until_s: float) -> None:
+        """Give the queue up, unless bytes were sent since there were `num_sent`."""
+        if self._num_sent == num_sent or self._loop.time() >= until_s:
+            self.abort("closed")
+            return
+        self._farewell = self._loop.call_later(
+            FAREWELL_S, self._end_farewell, self._num_sent, until_s
+        )
 
     # --- the end, and faults ----------------------------------------------------------------------
 

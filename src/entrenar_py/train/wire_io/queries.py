@@ -28,7 +28,8 @@ from entrenar_py.train.wire.messages import Message, Offer, Piece
 from entrenar_py.train.wire.terms import NONCE_BYTES, PIECE_BYTES, Part, Timing, piece_bytes
 from entrenar_py.train.wire_io import sockets
 
-ANSWER_S = 10.0  # from connecting to the answer
+ANSWER_S = 10.0  # for connecting, and then for the answer
+NEXT_ADDRESS_S = 0.25  # from trying one address of a host to trying the next one, too
 CLOSE_S = 1.0  # for closing a connection
 SCENARIO_BYTES_MAX = 2**16
 
@@ -65,11 +66,10 @@ async def ask(
     wait_s = sockets.BACKOFF_S[0]
     while True:
         try:
-            async with asyncio.timeout(ANSWER_S):
-                nonce = secrets.token_hex(NONCE_BYTES)
-                applicant = Applicant(0, nonce, secret=secret, backend=backend)
-                async with _connected(host, port, context) as streams:
-                    return await _talk(*streams, applicant)
+            nonce = secrets.token_hex(NONCE_BYTES)
+            applicant = Applicant(0, nonce, secret=secret, backend=backend)
+            async with _connected(host, port, context) as streams, asyncio.timeout(ANSWER_S):
+                return await _talk(*streams, applicant)
         except TimeoutError:
             problem = f"no answer within {ANSWER_S:g} s"
             if context is None:
@@ -95,8 +95,13 @@ async def _connected(
     host: str, port: int, context: ssl.SSLContext | None
 ) -> AsyncIterator[tuple[StreamReader, StreamWriter]]:
     """Connect within ANSWER_S; at the end, disconnect without sending the rest."""
-    async with asyncio.timeout(ANSWER_S):
-        reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    connecting = asyncio.open_connection(
+        host, port, ssl=context, happy_eyeballs_delay=NEXT_ADDRESS_S
+    )
+    try:
+        reader, writer = await asyncio.wait_for(connecting, ANSWER_S)
+    except TimeoutError as error:
+        raise ConnectionError(str(error) or f"no connection within {ANSWER_S:g} s") from error
     try:
         yield reader, writer
     finally:
@@ -167,8 +172,6 @@ async def fetch(
         parts = missing()
         try:
             return await _fetched(source, parts, store)
-        except TimeoutError:
-            problem = f"no answer within {ANSWER_S:g} s"
         except (OSError, ProtocolError) as error:
             problem = reason(error, source.host)
         if [part.start for part in missing()] != [part.start for part in parts]:

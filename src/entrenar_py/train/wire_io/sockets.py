@@ -42,19 +42,26 @@ def is_loopback(address: Address) -> bool:
     return ipaddress.ip_address(address[1][0].partition("%")[0]).is_loopback
 
 
-async def connect(host: str, port: int, *, buffer_bytes: int = BUFFER_BYTES) -> socket.socket:
+async def connect(
+    host: str, port: int, *, patience_s: float, buffer_bytes: int = BUFFER_BYTES
+) -> socket.socket:
     """Return a connection to the first address of `host` that accepts.
 
-    Raises OSError if none does.
+    The addresses have equal shares of `patience_s`, as the first may swallow packets. Raises
+    OSError if none accepts, TimeoutError if the host's addresses are not found in that time.
     """
     loop, problems = asyncio.get_running_loop(), []
-    for family, place in await resolve(host, port):
+    async with asyncio.timeout(patience_s):
+        addresses = await resolve(host, port)
+    share_s = patience_s / len(addresses)
+    for family, place in addresses:
         with ExitStack() as failing:
             sock = failing.enter_context(_new(family, buffer_bytes))
             try:
-                await loop.sock_connect(sock, place)
+                async with asyncio.timeout(share_s):
+                    await loop.sock_connect(sock, place)
             except OSError as error:
-                problems.append(str(error))
+                problems.append(str(error) or f"no answer from {place[0]} within {share_s:g} s")
                 continue
             failing.pop_all()
             return sock

@@ -118,7 +118,8 @@ class CoordinatorServer:
             # Don't wait for clients without a proof: they may never disconnect.
             leaving = [link.ended for link, visit in self._visits.items() if visit.has_proved]
             if leaving:
-                await asyncio.wait(leaving, timeout=FAREWELL_S)
+                flowing_s = self.end.machine.timing.dead_after_s
+                await asyncio.wait(leaving, timeout=flowing_s + 2 * FAREWELL_S)
             return finish
         finally:
             self._ticking.cancel()
@@ -159,7 +160,7 @@ class CoordinatorServer:
         """Close a connection."""
         assert isinstance(peer, Link)
         self._door.sent_away(self._visits[peer], reason)
-        peer.close()
+        peer.close(flowing_s=self.end.machine.timing.dead_after_s)
 
     @property
     def strangers(self) -> tuple[int, list[tuple[str, str]]]:
@@ -246,24 +247,24 @@ class WorkerClient:
         self._reason = ""  # reason why the last connection ended
         self._error: BaseException | None = None
         self._computing: asyncio.Future[Any] | None = None
+        self._leaving: asyncio.Future[None]  # once it runs
         self._thread = ThreadPoolExecutor(1)
 
     async def run(
         self, host: str, port: int, *, patience_s: float, context: ssl.SSLContext | None = None
     ) -> do.Finish:
-        """Take part until the run is over; return `failed` after `patience_s` without admission.
+        """Take part until the run is over; return `failed` after `patience_s` without a place.
 
         `context` is for TLS; None for plain TCP. Raises any exception that the arithmetic or the
         state machine raised during the run.
         """
         since = time.monotonic()
         wait_s = sockets.BACKOFF_S[0]
+        self._leaving = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
         try:
             while self.end.finished is None:
-                if self._computing is not None:  # for the last connection, on the same replica
-                    await asyncio.wait([self._computing])
                 problem = await self._stay(host, port, context)
                 if self._error is not None:
                     raise self._error
@@ -296,6 +297,8 @@ class WorkerClient:
     def leave(self, reason: str) -> None:
         """Leave the run for good; a connected coordinator gets the reason."""
         self.end.leave(reason)
+        if not self._leaving.done():
+            self._leaving.set_result(None)
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Send a message."""
@@ -311,9 +314,15 @@ class WorkerClient:
     async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
         """Return why one connection was not admitted, after it has ended.
 
-        The result is None if it was admitted.
+        The result is None if it was admitted, or could wait for that with a rank, or if this worker
+        left or failed before it was connected.
         """
-        stays = self.end.num_stays
+        stays = self._num_stays()
+        if self._computing is not None:  # for the last connection, on the same replica
+            ends = (self._computing, self._leaving)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._is_over():
+            return None
         try:
             sock = await self.connect(host, port, context)
             self.prepare(sock)
@@ -321,6 +330,9 @@ class WorkerClient:
             return f"no answer within {self.end.machine.timing.hello_s:g} s"
         except OSError as error:
             return str(error)
+        if self._is_over():
+            sock.close()
+            return None
         self._link = link = Link(
             sock, buffer=self.end.buffer, filled=self.end.filled, lost=self.end.lost
         )
@@ -329,13 +341,23 @@ class WorkerClient:
             await link.ended
         finally:
             link.abort()
-        return self._reason if self.end.num_stays == stays else None
+        return self._reason if self._num_stays() == stays else None
+
+    def _num_stays(self) -> int:
+        """Return a number that grows when this worker is admitted, or waits for that."""
+        got = self.end.meter.got
+        # A coordinator sends heartbeats to a worker that waits, and none to one that it refuses.
+        return self.end.num_stays + (got["Heartbeat"].messages if "Heartbeat" in got else 0)
+
+    def _is_over(self) -> bool:
+        return self.end.finished is not None or self._error is not None
 
     async def connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
         """Return a connection, over TLS if `context` is given; raises OSError or TimeoutError."""
         patience_s = self.end.machine.timing.hello_s
-        async with asyncio.timeout(patience_s):
-            sock = await sockets.connect(host, port, buffer_bytes=self.buffer_bytes)
+        sock = await sockets.connect(
+            host, port, patience_s=patience_s, buffer_bytes=self.buffer_bytes
+        )
         if context is None:
             return sock
         return await sockets.secured(
