@@ -98,6 +98,21 @@ def test_what_may_be_on_purpose_is_left_open(applied: Vectors) -> None:
     assert "obs.reduced()" in reason or "F-DP-001" in reason
 
 
+def test_one_of_two_optimizers_steps_less_often() -> None:
+    """It applies the passes of several steps; the sum of others is still judged.
+
+    If it stepped in each step, its gradient was not cleared.
+    """
+    piled = {**summed(1), "b": (summed(0)["b"] + summed(1)["b"])}
+    steps = [{"a": summed(0)["a"]}, piled]
+    reason = left_open("weighting", trace_of(steps, kept={"b": 0}))
+    assert "the gradient of b also contains passes of earlier steps" in reason
+    broken = falsified("weighting", trace_of([summed(0), piled], kept={"b": 0}))
+    assert "not cleared since step 0" in broken.message
+    mixed = {**piled, "a": summed(0)["a"]}
+    falsified("weighting", trace_of([steps[0], mixed], kept={"b": 0}))
+
+
 def test_a_declared_sum_must_be_the_sum() -> None:
     """A gradient that obs.reduced() recorded is that of the whole batch."""
     trace = trace_of([FIRST, MEANS], grad_norm=1.0, applied_norm=1.0)

@@ -208,6 +208,16 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
             continue
         total = step_sums.total(by_rank, shards[step])
         mean = evidence.vectors(_by_micro_batch(trace, update))
+        earlier = accumulation.of_earlier_steps(trace, update)
+        if earlier and total and mean:
+            tally.miss(
+                f"the gradient of {listed(earlier, most=2)} also contains passes of earlier steps, "
+                "in which its optimizer did not step: what is added up over several steps is not "
+                "judged"
+            )
+            total, mean = (
+                {n: v for n, v in of.items() if n not in earlier} for of in (total, mean)
+            )
         if total and mean is not None and trace.scenario.workload == "own":
             total = _without_taken(tally, total, mean, step)
             # No micro-batch used these tensors. The script may have set their gradients to zero.
