@@ -180,9 +180,15 @@ class MicroBatches:
         """Forget the gradients of the completed micro-batches. Their samples still count."""
         self.done = [replace(shard, gradient={}) for shard in self.done]
 
-    def excuse(self) -> None:
-        """Mark completed micro-batches finite, without gradients: the loss scale was too large."""
-        self.done = [replace(shard, finite=True, gradient={}) for shard in self.done]
+    def excuse(self, *, only_unknown: bool = False) -> None:
+        """Mark completed micro-batches finite, without gradients: the loss scale was too large.
+
+        With `only_unknown`, leave those with a known gradient.
+        """
+        self.done = [
+            shard if only_unknown and shard.gradient else replace(shard, finite=True, gradient={})
+            for shard in self.done
+        ]
 
     def clear(self) -> None:
         """Forget the completed micro-batches, and the reported losses."""

@@ -415,14 +415,19 @@ class Observer(Observation):
         self._gradients.look(self._subject.gradients())
 
     def _skip_step(self) -> None:
-        """End a step that changes no weights.
+        """End a step that changes no weights, or only those of optimizers that have stepped.
 
         The script cleared the gradients without a call of an optimizer because they were not
         finite, as with a `GradScaler` if its scale was too large.
         """
         ahead = self._micro_batches.take_losses_ahead()  # losses of the pass that is about to begin
-        self._excuse()
-        self._step.stepped.add(0)
+        if self._step.stepped:
+            # Other optimizers have stepped: what they applied shows which gradient was discarded.
+            self._micro_batches.excuse(only_unknown=True)
+            self._step.forget_told()
+        else:
+            self._excuse()
+            self._step.stepped.add(0)
         self._end_step()
         self._micro_batches.give_losses(ahead)
 

@@ -320,6 +320,10 @@ class StepInWork:
     def excuse(self) -> None:
         """Forget the gradients: they are not finite because the loss scale was too large."""
         self._gradient, self._unclipped, self._norm = {}, {}, None
+        self.forget_told()
+
+    def forget_told(self) -> None:
+        """Forget what the script's calls have shown of gradients that are not applied."""
         self._unclipped_next = self._reduced_next = None
 
     def start(self, progress: Mapping[str, int]) -> trace.Start:
