@@ -361,14 +361,8 @@ class _Divisions:
             )
             self.tally.check(name not in off, message, tensor=name, **place)
         # Otherwise these are parts of a penalty.
-        is_mixed = not off and not loss_terms.are_one_mean(shards)
-        for name in [name for name in mean if name in update.mixed and is_mixed]:
-            message = (
-                f"the applied gradient of {name} also contains the gradient of the pass before "
-                "its weights were moved: clear gradients between the two passes of a "
-                "sharpness-aware step"
-            )
-            self.tally.check(False, message, tensor=name, **place)
+        if update.mixed and not off and not loss_terms.are_one_mean(shards):
+            self._judge_climb(update, mean)
         if self.trace.traits.clipping == "other":
             return  # clipping may have changed each recorded gradient by a different factor
         divided = divisor, divisor / (update.weight or 1.0)
@@ -389,6 +383,32 @@ class _Divisions:
             got=" or ".join(map(repr, divided)),
             **place,
         )
+
+    def _judge_climb(self, update: Update, mean: step_sums.Vectors) -> None:
+        """Judge a gradient that contains the passes before and after weights were moved along it.
+
+        A sharpness-aware step moves all weights, and applies the second gradient alone. Adversarial
+        training adds both on purpose: FGM moves the embedding, AWP any weights. Only an optimizer
+        with another one inside is known to be sharpness-aware.
+        """
+        mixed = sorted(mean.keys() & {*update.mixed})
+        if not mixed:
+            return
+        words = (
+            f"the applied gradient of {mixed[0]} also contains the gradient of the pass before its "
+            "weights were moved"
+        )
+        if mean.keys() - {*mixed}:
+            self.tally.note(f"{words}, as in adversarial training: other weights were not moved")
+        elif self.trace.traits.stepped_by == "inner":
+            message = f"{words}: clear gradients between the two passes of a sharpness-aware step"
+            place = evidence.place(self.trace, update)
+            self.tally.check(False, message, tensor=mixed[0], **place)
+        else:
+            self.tally.miss(
+                f"{words}: right in adversarial training (AWP), wrong in a sharpness-aware step, "
+                "which clears gradients between its two passes"
+            )
 
     def _is_cut(
         self, update: Update, by_rank: Mapping[int, Update], shards: Sequence[Shard]

@@ -303,6 +303,7 @@ class Observer(Observation):
     def _take_inner(self, index: int, inner: torch.optim.Optimizer) -> None:
         self._step_hooks[index].remove()
         self._subject.step_by(index, inner)
+        self._recording.note_inner()
         self._step_hooks[index] = self._hook_steps(index)
 
     def _place(self, reached: Collection[str] = ()) -> tuple[int, int]:
