@@ -201,6 +201,15 @@ def test_micro_batches_that_were_dropped_are_no_part_of_the_sum() -> None:
     broken = falsified("weighting", replace(often, events=tuple(events)))
     assert (broken.step, broken.shard) == (1, 0)
     assert "cleared between the micro-batches" in broken.message
+    by_epoch = [
+        replace(event, epoch=event.step + event.shard % MICRO_BATCHES)
+        if isinstance(event, Shard)
+        else event
+        for event in events
+    ]
+    finding = traces.judge("weighting", [replace(often, events=tuple(by_epoch))])
+    assert finding.verdict is not Verdict.FALSIFIED
+    assert any("that an epoch left for no step" in note for note in finding.notes)
 
 
 def _holding(event: Event, held: Mapping[str, tuple[int, ...]], steps: set[int]) -> Event:

@@ -491,17 +491,31 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
 
     It is wrong if gradients are cleared in at least half of the steps, and in two or more.
 
-    A script may drop a micro-batch now and then on purpose, after a loss that is too large.
+    A script may drop a micro-batch now and then on purpose, after a loss that is too large. It may
+    also clear gradients at the beginning of each epoch, if too few micro-batches are left for a
+    step.
     """
     by_step = evidence.updates(trace)
     shards = evidence.shards(trace)
-    lost = {
+    all_lost = {
         step: dropped
         for step, by_rank in sorted(by_step.items())
         if (dropped := step_sums.dropped(by_rank, shards.get(step, ())))
         # Otherwise these are several losses of the same samples.
         and step_sums.are_apart(shards[step])
     }
+    lost = {
+        step: within
+        for step, dropped in all_lost.items()
+        if (within := _of_steps_epoch(by_step[step], shards[step], dropped))
+    }
+    ended = [step for step in all_lost if step not in lost]
+    if ended:
+        tally.note(
+            "gradients of micro-batches that an epoch left for no step were cleared before the "
+            f"next epoch's, in {len(ended)} of {counted(len(by_step), 'step')}: their samples are "
+            "counted in no step"
+        )
     if not lost:
         return
     first = next(iter(lost.values()))
@@ -517,6 +531,14 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
     )
     tensor = next(iter(first[0].gradient))
     tally.check(False, message, tensor=tensor, **evidence.place(trace, first[0]))
+
+
+def _of_steps_epoch(
+    by_rank: Mapping[int, Update], shards: Sequence[Shard], dropped: Sequence[Shard]
+) -> list[Shard]:
+    """Return the shards in `dropped` that are not of an earlier epoch than what was applied."""
+    first = min((shard.epoch for shard in step_sums.held(by_rank, shards)), default=0)
+    return [shard for shard in dropped if shard.epoch >= first]
 
 
 # --- how much each reported loss counts -----------------------------------------------------------
