@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import entrenar_py
-from entrenar_py.check.observing import FAULTS, Observation, checkpoints, surroundings
+from entrenar_py.check.observing import FAULTS, Observation, checkpoints, surroundings, tensors
 from entrenar_py.check.observing.sources import InOrder
 from entrenar_py.check.rank_files import rank_file
 from entrenar_py.check.rank_files.rank_file import RankTrace
@@ -405,8 +405,8 @@ def test_a_loss_that_passes_through_parameters_of_a_seldom_optimizer(
     assert [one.summed for one in updates] == [of_judge, {}, {}, {}, {}, of_judge, {}]
     assert not any(one.kept for one in updates)
     for shard, update in zip(shards[2:6], updates[1:5], strict=True):
-        for tensors in (update.gradient, update.unclipped):
-            assert tensors["0.weight"].digest == shard.gradient["0.weight"].digest
+        for gradient in (update.gradient, update.unclipped):
+            assert gradient["0.weight"].digest == shard.gradient["0.weight"].digest
     (planted,) = of(Injected, record)
     assert [(one.step, one.shard) for one in shards if not one.finite] == [
         (planted.step, planted.shard)
@@ -433,6 +433,30 @@ def test_an_optimizer_that_applies_the_passes_of_two_steps(folder: Path) -> None
     ]
     kept = [one.kept for one in of(Update, record)]
     assert kept == [{}, {"1.weight": 0, "1.bias": 0}, {}, {"1.weight": 2, "1.bias": 2}]
+
+
+@pytest.mark.parametrize("values_max", [10, 1000])
+def test_floats_of_eight_bits(
+    values_max: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen weight or a buffer of 8 bits is recorded as the numbers that it has."""
+    monkeypatch.setattr(tensors, "VALUES_MAX", values_max)
+    model = nn.Linear(8, 4)
+    held = torch.randn(8, 8).to(torch.float8_e4m3fn)
+    model.frozen = nn.Parameter(held, requires_grad=False)
+    model.register_buffer("scales", torch.ones(3).to(torch.float8_e5m2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    obs = entrenar_py.observe(model, optimizer)
+    model(model.frozen.float()).square().mean().backward()
+    optimizer.step()
+    obs.close()
+    (start,), (update,) = of(Start, folder), of(Update, folder)
+    assert start.weights["frozen"] == update.weights["frozen"]
+    assert update.finite
+    if values_max == 1000:
+        numbers = start.weights["frozen"].values()
+        assert numbers is not None
+        assert (numbers == held.float().flatten().numpy()).all()
 
 
 def test_what_is_no_training_draws_nothing(folder: Path) -> None:
