@@ -98,6 +98,21 @@ def test_what_may_be_on_purpose_is_left_open(applied: Vectors) -> None:
     assert "obs.reduced()" in reason or "F-DP-001" in reason
 
 
+def test_one_of_two_optimizers_steps_less_often() -> None:
+    """It applies the passes of several steps; the sum of others is still judged.
+
+    If it stepped in each step, its gradient was not cleared.
+    """
+    piled = {**summed(1), "b": (summed(0)["b"] + summed(1)["b"])}
+    steps = [{"a": summed(0)["a"]}, piled]
+    reason = left_open("weighting", trace_of(steps, kept={"b": 0}))
+    assert "the gradient of b also contains passes of earlier steps" in reason
+    broken = falsified("weighting", trace_of([summed(0), piled], kept={"b": 0}))
+    assert "not cleared since step 0" in broken.message
+    mixed = {**piled, "a": summed(0)["a"]}
+    falsified("weighting", trace_of([steps[0], mixed], kept={"b": 0}))
+
+
 def test_a_declared_sum_must_be_the_sum() -> None:
     """A gradient that obs.reduced() recorded is that of the whole batch."""
     trace = trace_of([FIRST, MEANS], grad_norm=1.0, applied_norm=1.0)
@@ -186,6 +201,15 @@ def test_micro_batches_that_were_dropped_are_no_part_of_the_sum() -> None:
     broken = falsified("weighting", replace(often, events=tuple(events)))
     assert (broken.step, broken.shard) == (1, 0)
     assert "cleared between the micro-batches" in broken.message
+    by_epoch = [
+        replace(event, epoch=event.step + event.shard % MICRO_BATCHES)
+        if isinstance(event, Shard)
+        else event
+        for event in events
+    ]
+    finding = traces.judge("weighting", [replace(often, events=tuple(by_epoch))])
+    assert finding.verdict is not Verdict.FALSIFIED
+    assert any("that an epoch left for no step" in note for note in finding.notes)
 
 
 def _holding(event: Event, held: Mapping[str, tuple[int, ...]], steps: set[int]) -> Event:

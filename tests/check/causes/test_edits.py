@@ -50,6 +50,20 @@ def test_an_error_that_explains_all_edits_is_named(words: str) -> None:
     assert f"before step 2 a, b {words}" in found.message
 
 
+@pytest.mark.parametrize("evaluated", [(1, 2, 5), (2, 5), (1, 2)])
+def test_best_weights_that_are_loaded_again(evaluated: tuple[int, ...]) -> None:
+    """After some evaluations, but not after all, that may be meant; at other times it isn't."""
+    trace = traces.was(trained(Averaged(edit=at(2, lambda r: r.history[1]))), starts="one")
+    shards = [traces.shard(step, evaluated=step in evaluated) for step in range(6)]
+    tally = Tally("F-TI-008")
+    edits.judge(tally, traces.also(trace, *shards))
+    if evaluated == (1, 2, 5):
+        assert tally.broken is None
+        assert "or the script loads its best weights again" in tally.missing[0]
+    else:
+        assert tally.broken is not None
+
+
 def test_weights_that_stay_uphill() -> None:
     """A sharpness-aware step has moved them along a gradient, and not back."""
     trace = traces.was(trained(Averaged()), starts="one")

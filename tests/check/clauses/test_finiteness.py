@@ -70,6 +70,37 @@ def test_a_gradient_that_no_optimizer_applies() -> None:
     assert "take turns" not in traces.judge("finiteness", [halted]).reason
 
 
+def test_one_of_two_optimizers_skips_its_part_of_a_step() -> None:
+    """As with a GradScaler; but not if it skips it on some ranks only, or if a NaN was applied."""
+    one, other = {"a": values(1.0, 2.0)}, {"b": values(3.0, 4.0)}
+    starts = [Start(step=0, rank=rank, weights={**one, **other}) for rank in range(2)]
+
+    def made(applied: dict[int, dict[str, Any]], **fields: Any) -> Trace:
+        shards = [
+            event
+            for rank in range(2)
+            for event in (
+                traces.shard(0, rank, shard=0, ids=(rank,), gradient=one, finite=bool(rank)),
+                traces.shard(0, rank, shard=1, ids=(2 + rank,), gradient=other),
+            )
+        ]
+        steps = [
+            traces.update(0, rank, weights=other, gradient=gradient, **fields)
+            for rank, gradient in applied.items()
+        ]
+        subject = scenario(system="command", workload="own", world_size=2, accumulation=2)
+        return traces.hand_written(*starts, *shards, *steps, subject=subject)
+
+    skipped = made({0: other, 1: other})
+    finding = held("finiteness", skipped)
+    assert any("no optimizer applied the gradient" in note for note in finding.notes)
+    planted = Injected(fault=NAN.to_dict(), step=0, rank=0, shard=0)
+    held("finiteness", traces.also(skipped, planted))
+    falsified("finiteness", made({0: other, 1: {**one, **other}}))
+    falsified("finiteness", made({0: {**one, **other}, 1: {**one, **other}}))
+    falsified("finiteness", made({0: other, 1: other}, finite=False))
+
+
 @pytest.mark.parametrize(
     ("is_changed", "verdict"), [(False, Verdict.INCONCLUSIVE), (True, Verdict.FALSIFIED)]
 )

@@ -227,9 +227,8 @@ def test_the_gradient_of_before_a_climb_stays_in(share: float) -> None:
     for step in (1, 2):
         first, second = (micro_batch_traces.summed(step, which=slice(n, n + 1)) for n in (0, 1))
         applied.append({n: np.float32(share) * first[n] + second[n] for n in first})
-    finding = traces.judge(
-        "weighting", [micro_batch_traces.trace_of(applied, mixed=("a", "b"), climbed=())]
-    )
+    moved = micro_batch_traces.trace_of(applied, mixed=("a", "b"), climbed=())
+    finding = traces.judge("weighting", [traces.was(moved, stepped_by="inner")])
     if share == 1.0:
         found = broken(finding)
         assert (found.step, found.tensor) == (1, "a")
@@ -238,6 +237,18 @@ def test_the_gradient_of_before_a_climb_stays_in(share: float) -> None:
         )
     else:
         assert finding.verdict is Verdict.INCONCLUSIVE
+
+
+def test_both_gradients_of_adversarial_training_are_added() -> None:
+    """If only some weights were moved (FGM); if all were (AWP), it isn't told from a bug."""
+    applied = [*map(summed, range(STEPS))]
+    some = traces.judge("weighting", [trace_of(applied, mixed=("a",))])
+    assert some.counterexample is None
+    assert "before its weights were moved" not in some.reason
+    assert any("as in adversarial training" in note for note in some.notes)
+    assert "right in adversarial training (AWP), wrong in" in left_open(
+        "weighting", trace_of(applied, mixed=("a", "b"))
+    )
 
 
 # --- what each reported loss counts ---------------------------------------------------------------

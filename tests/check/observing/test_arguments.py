@@ -15,6 +15,7 @@ from entrenar_py.check.rank_files import rank_file
 from entrenar_py.shared.errors import UsageError
 
 _MODEL = torch.nn.Linear(2, 1)
+_LAZY = torch.nn.Sequential(torch.nn.LazyLinear(1))
 _OPTIMIZER = torch.optim.SGD(_MODEL.parameters(), lr=0.1)
 
 
@@ -23,6 +24,7 @@ _OPTIMIZER = torch.optim.SGD(_MODEL.parameters(), lr=0.1)
     [
         ({"model": None}, "model=None: give the torch.nn.Module"),
         ({"model": _OPTIMIZER, "optimizer": _MODEL}, "model=a SGD: give the torch.nn.Module"),
+        ({"model": _LAZY}, "model: 0.weight gets its shape only in the first pass"),
         ({"optimizer": None}, "optimizer=None: give the torch.optim.Optimizer"),
         ({"optimizer": _MODEL}, "optimizer=a Linear: give the torch.optim.Optimizer"),
         ({"optimizer": []}, r"optimizer=\[\]: give the torch.optim.Optimizer"),

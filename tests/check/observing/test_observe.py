@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import weakref
@@ -17,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import entrenar_py
-from entrenar_py.check.observing import FAULTS, Observation, checkpoints, surroundings
+from entrenar_py.check.observing import FAULTS, Observation, checkpoints, surroundings, tensors
 from entrenar_py.check.observing.sources import InOrder
 from entrenar_py.check.rank_files import rank_file
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.errors import TraceError
-from entrenar_py.shared.trace import Injected, Shard, Start, Update
+from entrenar_py.shared.trace import Drawn, Injected, Shard, Start, Update
 from tests.check.observing.recording import begun, of, recorded
 
 
@@ -371,6 +372,91 @@ def test_several_optimizers(folder: Path) -> None:
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert [list(one.gradient) for one in updates] == [names, names]
     assert [list(one.optimizer) for one in updates] == [[f"{n}/momentum_buffer" for n in names]] * 2
+
+
+def test_a_loss_that_passes_through_parameters_of_a_seldom_optimizer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step has its own pass, with its draws and its faults; both networks have one batch."""
+    fault = {"kind": "non_finite_gradient", "step": 2, "tensor": "1.weight", "value": "nan"}
+    monkeypatch.setenv(FAULTS, json.dumps([fault]))
+    maker, judge = nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 1)), nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (maker, judge)]
+    loader = DataLoader(TensorDataset(torch.ones(7, 1)))
+    obs = entrenar_py.observe(nn.ModuleList([maker[1], judge]), optimizers, sampler=loader)
+    for step, (real,) in enumerate(loader):
+        optimizers[0].zero_grad()
+        judge(made := maker(real)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(maker.parameters(), 9.0)
+        optimizers[0].step()
+        if step % 5 == 0:
+            optimizers[1].zero_grad()
+            (judge(real) - judge(made.detach())).square().mean().backward()
+            optimizers[1].step()
+    obs.close()
+    record = recorded(folder)
+    shards = of(Shard, record)
+    passes = [(step, 0, (step,)) for step in range(7)]
+    own = [*passes[:1], (0, 1, ()), *passes[1:6], (5, 1, ()), passes[6]]
+    assert [(one.step, one.shard, one.ids) for one in shards] == own
+    updates = of(Update, record)
+    assert [len(one.gradient) for one in updates] == [4, 2, 2, 2, 2, 4, 2]
+    of_judge = {"1.weight": (1,), "1.bias": (1,)}
+    assert [one.summed for one in updates] == [of_judge, {}, {}, {}, {}, of_judge, {}]
+    assert not any(one.kept for one in updates)
+    for shard, update in zip(shards[2:6], updates[1:5], strict=True):
+        for gradient in (update.gradient, update.unclipped):
+            assert gradient["0.weight"].digest == shard.gradient["0.weight"].digest
+    (planted,) = of(Injected, record)
+    assert [(one.step, one.shard) for one in shards if not one.finite] == [
+        (planted.step, planted.shard)
+    ]
+    drawn = [(one.step, one.micro_batch) for one in of(Drawn, record) if one.where == "batch"]
+    assert drawn == [(step, 0) for step in range(7)]
+
+
+def test_an_optimizer_that_applies_the_passes_of_two_steps(folder: Path) -> None:
+    """The gradient that it applies is known to contain them since the first of them."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    both = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    obs = entrenar_py.observe(model, both)
+    for step in range(4):
+        obs.samples([step])
+        model(torch.ones(1, 1)).square().mean().backward()
+        for optimizer in both[: 1 + step % 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+    obs.close()
+    record = recorded(folder)
+    assert [(one.step, one.shard, one.ids) for one in of(Shard, record)] == [
+        (step, 0, (step,)) for step in range(4)
+    ]
+    kept = [one.kept for one in of(Update, record)]
+    assert kept == [{}, {"1.weight": 0, "1.bias": 0}, {}, {"1.weight": 2, "1.bias": 2}]
+
+
+@pytest.mark.parametrize("values_max", [10, 1000])
+def test_floats_of_eight_bits(
+    values_max: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen weight or a buffer of 8 bits is recorded as the numbers that it has."""
+    monkeypatch.setattr(tensors, "VALUES_MAX", values_max)
+    model = nn.Linear(8, 4)
+    held = torch.randn(8, 8).to(torch.float8_e4m3fn)
+    model.frozen = nn.Parameter(held, requires_grad=False)
+    model.register_buffer("scales", torch.ones(3).to(torch.float8_e5m2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    obs = entrenar_py.observe(model, optimizer)
+    model(model.frozen.float()).square().mean().backward()
+    optimizer.step()
+    obs.close()
+    (start,), (update,) = of(Start, folder), of(Update, folder)
+    assert start.weights["frozen"] == update.weights["frozen"]
+    assert update.finite
+    if values_max == 1000:
+        numbers = start.weights["frozen"].values()
+        assert numbers is not None
+        assert (numbers == held.float().flatten().numpy()).all()
 
 
 def test_what_is_no_training_draws_nothing(folder: Path) -> None:

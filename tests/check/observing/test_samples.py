@@ -48,6 +48,7 @@ def used(draws: Draws, batch: Any, *, copied: bool = False) -> Drawn | None:
     """Return the samples of a step that is made with `batch`, or with a copy of it."""
     given = [tensor.clone() for tensor in batch] if copied else batch
     drawn = draws.use(blocks_of(given))
+    draws.end_micro_batch()
     draws.end_step()
     return drawn
 
@@ -167,6 +168,7 @@ def test_parts_of_a_batch(watch: Any) -> None:
         first, second = batch.split([2, len(batch) - 2])
         for part, own in ((first, ids[:2]), (second, ids[2:]), (second, ())):
             assert draws.use(blocks_of([part])) == (own, 0, "")
+        draws.end_micro_batch()
         draws.end_step()
 
 
@@ -179,6 +181,7 @@ def test_a_batch_that_is_used_again(watch: Any) -> None:
     assert draws.use(blocks_of(batch)) == ((0, 1, 2, 3), 0, "")
     assert draws.use(blocks_of(batch)) == ((), 0, "")
     assert draws.use(blocks_of([batch[0].clone()])) is None
+    draws.end_micro_batch()
     draws.end_step()
     assert used(draws, batch) == unknown(samples.AGAIN)
     assert used(draws, batch, copied=True) == unknown(samples.NONE)

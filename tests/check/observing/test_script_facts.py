@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import entrenar_py
@@ -114,10 +116,19 @@ def test_a_backward_pass_of_anything_is_left_alone(folder: Path) -> None:
     assert [shard.loss_sum for shard in shards(found)] == [None, None, None]
 
 
-def test_a_loss_is_known_without_its_scale(folder: Path) -> None:
-    """What a GradScaler multiplies is divided again, and a step that it skips is seen to be one."""
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_a_loss_is_known_without_its_scale(
+    kind: type[torch.amp.GradScaler], folder: Path, tmp_path: Path
+) -> None:
+    """What a GradScaler multiplies is divided again, and a step that it skips is seen to be one.
+
+    FSDP's scaler has methods of its own.
+    """
+    if kind is ShardedGradScaler:
+        store = f"file://{tmp_path / 'store'}"
+        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     script = Script()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler = kind("cpu", init_scale=2.0)
     for value in (1.0, float("inf"), 1.0):
         scaler.scale(script.model(torch.full((2, 1), value)).mean()).backward()
         scaler.step(script.optimizer)
@@ -127,3 +138,5 @@ def test_a_loss_is_known_without_its_scale(folder: Path) -> None:
     assert [(shard.step, shard.loss_sum) for shard in shards(found)] == [
         *((0, 2.0), (1, float("inf")), (2, 2.0))
     ]
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -18,6 +18,8 @@ ARGUMENTS = {
     "torch.utils.data.dataloader.DataLoader.__init__": ["self", "dataset"],
     "torch.amp.grad_scaler.GradScaler.scale": ["self", "outputs"],
     "torch.amp.grad_scaler.GradScaler.update": ["self", "new_scale"],
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.scale": ["self", "outputs"],
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.update": ["self", "new_scale"],
     "torch.load": ["f"],
     "torch.save": ["obj", "f"],
     "numpy.save": ["file", "arr"],

@@ -188,6 +188,7 @@ def test_a_wrapper_whose_inside_steps(folder: Path, clears: bool, returns: bool)
     both = ("bias", "weight")
     assert [one.climbed for one in made] == [() if returns else both] * 2
     assert [one.mixed for one in made] == [() if clears else both] * 2
+    assert read(folder)[0].inner
     assert [(one.learning_rate, one.schedule) for one in made] == [(0.25, 0), (0.125, 1)]
     assert rules == {"SGD"}
 

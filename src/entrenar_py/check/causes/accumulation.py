@@ -186,6 +186,21 @@ def is_kept(trace: Trace, update: Update, total: Vectors, mean: Vectors, bound: 
     )
 
 
+def of_earlier_steps(trace: Trace, update: Update) -> list[str]:
+    """Return the tensors for which the gradient contains passes of earlier steps that had to wait.
+
+    One of several optimizers may step less often than the others, and apply what the passes of
+    several steps have added up.
+    """
+    updates = evidence.updates(trace)
+
+    def waited(name: str, since: int) -> bool:
+        between = (updates.get(step, {}).get(update.rank) for step in range(since, update.step))
+        return all(one is not None and one.gradient and name not in one.gradient for one in between)
+
+    return sorted(name for name, since in update.kept.items() if waited(name, since))
+
+
 def of_evaluation(
     by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float
 ) -> tuple[str, Explanation] | None:

@@ -102,7 +102,13 @@ def judge(tally: Tally, trace: Trace) -> None:
     if benign := _explained(edits, _BENIGN):
         tally.note(f"{changes}, first step {steps[0]}: {benign}")
     elif harm := _explained(_with_averages(edits, trace), _HARMFUL):
-        _tell_harm(tally, trace, edits, harm)
+        if _may_start_over(edits, trace) and harm == _explained(edits, (_of_an_earlier_step,)):
+            tally.miss(
+                f"before step {steps[0]} {names} {harm}; or the script loads its best weights "
+                "again after an evaluation that was worse, which is right"
+            )
+        else:
+            _tell_harm(tally, trace, edits, harm)
     elif trace.scenario.world_size == 1 and trace.traits.starts != "one":
         # If an edit synchronises ranks, only the run on several workers shows it.
         tally.note(f"{changes}, first step {steps[0]}: the run on several workers shows how")
@@ -368,6 +374,21 @@ def _of_an_earlier_step(edit: Edit) -> str:
                 "weights were swapped for an evaluation and not swapped back"
             )
     return ""
+
+
+def _may_start_over(edits: Sequence[Edit], trace: Trace) -> bool:
+    """Return whether edits follow some evaluations or ends of epochs, but not all of them.
+
+    When the validation loss rises, some scripts go on from the best weights, and leave the
+    optimizer as it is. The record shows no loss of an evaluation.
+    """
+    occasions, epoch = set[int](), 0
+    for step, shards in sorted(evidence.shards(trace).items()):
+        now = max(shard.epoch for shard in shards)
+        if now > epoch or any(shard.evaluated for shard in shards):
+            occasions.add(step)
+        epoch = max(epoch, now)
+    return {edit.update.step for edit in edits} < occasions
 
 
 def _counts_on(before: Update | None, update: Update) -> bool:

@@ -16,11 +16,12 @@ from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.clauses import audits, plans
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
-from entrenar_py.check.evidence import facts, missing
+from entrenar_py.check.evidence import facts, missing, step_sums
 from entrenar_py.check.evidence.needs import POISONED, REPEATED, Traces
 from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Counterexample, Finding, Tally, micro_batch
+from entrenar_py.shared.wording import named
 
 # Most scripts continue after a NaN, so the finding says what to add.
 _REMEDY = (
@@ -70,6 +71,13 @@ def compare(tally: Tally, trace: Trace) -> None:
         tally.note(
             f"{words}, as a GradScaler does, because of a non-finite value: no weight changed"
         )
+    if discarded := _discarded(trace):
+        tally.compared += len(discarded)
+        words = named("step", {shard.step for shard in discarded}, most=5)
+        tally.note(
+            f"no optimizer applied the gradient with the non-finite value of {words}: the script "
+            "discards it, and other parameters were updated"
+        )
     culprits = _culprits(trace, steps - passed_over)
     if culprits and all(
         isinstance(culprit, Injected) and _is_lost(trace, culprit) for culprit in culprits
@@ -117,14 +125,64 @@ def _differ(one: Update, other: Update) -> bool:
 
 
 def _bad(trace: Trace) -> tuple[list[Shard], list[Injected]]:
-    """Return the non-finite shards, and the injected faults that made a value non-finite."""
-    bad = [shard for shard in trace.of(Shard) if not _is_finite(shard)]
+    """Return the non-finite shards, and the injected faults that made a value non-finite.
+
+    Both without those of passes that the script discards.
+    """
+    discarded = _discarded(trace)
+    bad = [
+        shard
+        for shard in trace.of(Shard)
+        if not _is_finite(shard) and not any(shard is one for one in discarded)
+    ]
     planted = [
         event
         for event in trace.of(Injected)
         if str(event.fault.get("kind")).startswith("non_finite_")
+        and not any(_same_place(event, shard) for shard in discarded)
     ]
     return bad, planted
+
+
+def _discarded(trace: Trace) -> list[Shard]:
+    """Return the non-finite shards of finite steps in which no rank applied any of their tensors.
+
+    One of several optimizers may skip its part of a step on all ranks, as with a GradScaler. If
+    only some ranks discard their gradients, the average lacks them.
+    """
+    if trace.of(Halt) or trace.scenario.workload != "own":
+        return []
+    updates, shards = evidence.updates(trace), evidence.shards(trace)
+    return [
+        shard
+        for shard in trace.of(Shard)
+        if not _is_finite(shard)
+        and (by_rank := updates.get(shard.step))
+        and shard.rank in by_rank
+        and all(map(_is_update_finite, by_rank.values()))
+        and _is_dropped_everywhere(by_rank, shards[shard.step], shard)
+    ]
+
+
+def _is_dropped_everywhere(
+    by_rank: Mapping[int, Update], shards: Sequence[Shard], bad: Shard
+) -> bool:
+    alike = [shard for shard in shards if shard.gradient.keys() & bad.gradient.keys()]
+    lost = [shard for shard in alike if _is_dropped(by_rank, shard)]
+    return (
+        any(shard is bad for shard in lost)
+        and {shard.rank for shard in lost} == {shard.rank for shard in alike} == by_rank.keys()
+    )
+
+
+def _is_dropped(by_rank: Mapping[int, Update], shard: Shard) -> bool:
+    applied = by_rank[shard.rank].gradient.keys() if shard.rank in by_rank else set[str]()
+    return bool(applied) and applied.isdisjoint(step_sums.summed(by_rank, shard))
+
+
+def _is_update_finite(update: Update) -> bool:
+    known = evidence.non_finite(update.gradient) or evidence.non_finite(update.weights)
+    return update.finite and known is None
 
 
 def _steps_struck(trace: Trace) -> set[int]:

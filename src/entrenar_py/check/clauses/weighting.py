@@ -208,6 +208,16 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
             continue
         total = step_sums.total(by_rank, shards[step])
         mean = evidence.vectors(_by_micro_batch(trace, update))
+        earlier = accumulation.of_earlier_steps(trace, update)
+        if earlier and total and mean:
+            tally.miss(
+                f"the gradient of {listed(earlier, most=2)} also contains passes of earlier steps, "
+                "in which its optimizer did not step: what is added up over several steps is not "
+                "judged"
+            )
+            total, mean = (
+                {n: v for n, v in of.items() if n not in earlier} for of in (total, mean)
+            )
         if total and mean is not None and trace.scenario.workload == "own":
             total = _without_taken(tally, total, mean, step)
             # No micro-batch used these tensors. The script may have set their gradients to zero.
@@ -351,14 +361,8 @@ class _Divisions:
             )
             self.tally.check(name not in off, message, tensor=name, **place)
         # Otherwise these are parts of a penalty.
-        is_mixed = not off and not loss_terms.are_one_mean(shards)
-        for name in [name for name in mean if name in update.mixed and is_mixed]:
-            message = (
-                f"the applied gradient of {name} also contains the gradient of the pass before "
-                "its weights were moved: clear gradients between the two passes of a "
-                "sharpness-aware step"
-            )
-            self.tally.check(False, message, tensor=name, **place)
+        if update.mixed and not off and not loss_terms.are_one_mean(shards):
+            self._judge_climb(update, mean)
         if self.trace.traits.clipping == "other":
             return  # clipping may have changed each recorded gradient by a different factor
         divided = divisor, divisor / (update.weight or 1.0)
@@ -379,6 +383,32 @@ class _Divisions:
             got=" or ".join(map(repr, divided)),
             **place,
         )
+
+    def _judge_climb(self, update: Update, mean: step_sums.Vectors) -> None:
+        """Judge a gradient that contains the passes before and after weights were moved along it.
+
+        A sharpness-aware step moves all weights, and applies the second gradient alone. Adversarial
+        training adds both on purpose: FGM moves the embedding, AWP any weights. Only an optimizer
+        with another one inside is known to be sharpness-aware.
+        """
+        mixed = sorted(mean.keys() & {*update.mixed})
+        if not mixed:
+            return
+        words = (
+            f"the applied gradient of {mixed[0]} also contains the gradient of the pass before its "
+            "weights were moved"
+        )
+        if mean.keys() - {*mixed}:
+            self.tally.note(f"{words}, as in adversarial training: other weights were not moved")
+        elif self.trace.traits.stepped_by == "inner":
+            message = f"{words}: clear gradients between the two passes of a sharpness-aware step"
+            place = evidence.place(self.trace, update)
+            self.tally.check(False, message, tensor=mixed[0], **place)
+        else:
+            self.tally.miss(
+                f"{words}: right in adversarial training (AWP), wrong in a sharpness-aware step, "
+                "which clears gradients between its two passes"
+            )
 
     def _is_cut(
         self, update: Update, by_rank: Mapping[int, Update], shards: Sequence[Shard]
@@ -461,17 +491,31 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
 
     It is wrong if gradients are cleared in at least half of the steps, and in two or more.
 
-    A script may drop a micro-batch now and then on purpose, after a loss that is too large.
+    A script may drop a micro-batch now and then on purpose, after a loss that is too large. It may
+    also clear gradients at the beginning of each epoch, if too few micro-batches are left for a
+    step.
     """
     by_step = evidence.updates(trace)
     shards = evidence.shards(trace)
-    lost = {
+    all_lost = {
         step: dropped
         for step, by_rank in sorted(by_step.items())
         if (dropped := step_sums.dropped(by_rank, shards.get(step, ())))
         # Otherwise these are several losses of the same samples.
         and step_sums.are_apart(shards[step])
     }
+    lost = {
+        step: within
+        for step, dropped in all_lost.items()
+        if (within := _of_steps_epoch(by_step[step], shards[step], dropped))
+    }
+    ended = [step for step in all_lost if step not in lost]
+    if ended:
+        tally.note(
+            "gradients of micro-batches that an epoch left for no step were cleared before the "
+            f"next epoch's, in {len(ended)} of {counted(len(by_step), 'step')}: their samples are "
+            "counted in no step"
+        )
     if not lost:
         return
     first = next(iter(lost.values()))
@@ -487,6 +531,14 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
     )
     tensor = next(iter(first[0].gradient))
     tally.check(False, message, tensor=tensor, **evidence.place(trace, first[0]))
+
+
+def _of_steps_epoch(
+    by_rank: Mapping[int, Update], shards: Sequence[Shard], dropped: Sequence[Shard]
+) -> list[Shard]:
+    """Return the shards in `dropped` that are not of an earlier epoch than what was applied."""
+    first = min((shard.epoch for shard in step_sums.held(by_rank, shards)), default=0)
+    return [shard for shard in dropped if shard.epoch >= first]
 
 
 # --- how much each reported loss counts -----------------------------------------------------------

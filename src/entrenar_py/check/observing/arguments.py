@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from entrenar_py.check.observing import flat_parameters, tensors
 from entrenar_py.check.observing.outer_synchronisation import OuterOptimizer
@@ -19,13 +20,19 @@ _log = logging.getLogger("entrenar_py")
 def optimizers(model: object, argument: Any) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that step, without wrappers or containers around them.
 
-    Raises UsageError if `argument` is not one or several optimizers, or if `model` is not a module.
+    Raises UsageError if `argument` is not one or several optimizers, if `model` is not a module, or
+    if a parameter gets its shape only in the first pass.
     Logs a warning for each optimizer that steps no parameter of the model.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
             f"model={_shown(model)}: give the torch.nn.Module that is trained, and its optimizer "
             "after it: observe(model, optimizer)"
+        )
+    if lazy := next((n for n, p in model.named_parameters() if is_lazy(p)), None):
+        raise UsageError(
+            f"model: {lazy} gets its shape only in the first pass, as in LazyLinear: call the "
+            "model once before, with any batch and under torch.no_grad()"
         )
     several = isinstance(argument, Iterable) and not hasattr(argument, "step")
     stepping = tuple(

@@ -68,6 +68,11 @@ class MicroBatches:
         self.borders: Borders | None = None  # hears of losses in the order of execution
 
     @property
+    def num_written(self) -> int:
+        """The number of the step's micro-batches before its latest optimizer step."""
+        return self._num_written
+
+    @property
     def index(self) -> int:
         """The index of this rank's current micro-batch in the step, from 0."""
         return self._num_written + len(self.done)
@@ -175,14 +180,31 @@ class MicroBatches:
         """Forget the gradients of the completed micro-batches. Their samples still count."""
         self.done = [replace(shard, gradient={}) for shard in self.done]
 
-    def excuse(self) -> None:
-        """Mark completed micro-batches finite, without gradients: the loss scale was too large."""
-        self.done = [replace(shard, finite=True, gradient={}) for shard in self.done]
+    def excuse(self, *, only_unknown: bool = False) -> None:
+        """Mark completed micro-batches finite, without gradients: the loss scale was too large.
+
+        With `only_unknown`, leave those with a known gradient.
+        """
+        self.done = [
+            shard if only_unknown and shard.gradient else replace(shard, finite=True, gradient={})
+            for shard in self.done
+        ]
 
     def clear(self) -> None:
         """Forget the completed micro-batches, and the reported losses."""
         self.done.clear()
         self._losses.clear()
+
+    def take_ahead(self, first: int) -> list[trace.Shard]:
+        """Return and forget the completed micro-batches from number `first` on."""
+        place = max(0, first - self._num_written)
+        ahead = self.done[place:]
+        del self.done[place:]
+        return ahead
+
+    def give_ahead(self, shards: Iterable[trace.Shard], step: int) -> None:
+        """Put micro-batches that `take_ahead` returned at the beginning of `step`."""
+        self.done = [replace(s, step=step, shard=index) for index, s in enumerate(shards)]
 
     def take_losses_ahead(self) -> list[_Loss]:
         """Return and forget the reported losses of micro-batches that are not completed."""
@@ -214,7 +236,7 @@ class MicroBatches:
         self.clear()
         return shards
 
-    def end_step(self) -> None:
-        """Number the micro-batches of the next step from 0."""
+    def end_step(self, num_ahead: int = 0) -> None:
+        """Number the micro-batches of the next step from 0; `num_ahead` of them are completed."""
         self._num_written = 0
-        self.samples.end_step()
+        self.samples.end_step(num_ahead)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -141,7 +141,9 @@ class Observer(Observation):
         generators = Generators(self._subject.model, objects=held, left_out=drawing)
         # This must precede the hooks that record draws and fetches.
         self._numbers = common_numbers.begin_if_planned()
-        self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
+        # Events of passes since the last step of one of several optimizers.
+        self._placed: list[trace.Event] = []
+        self._random = RandomNumbers(generators, rank, self._place, self._write_placed)
         self._carried = Carried()
         self._micro_batches = MicroBatches(rank, self._facts.samples, self._random)
         self._loaders = LoaderDraws(self._random, trained=trained)
@@ -149,11 +151,11 @@ class Observer(Observation):
             self._subject, generators, self._recording.write, self._random.were_recomputed
         )
         self._late: trace.Update | None = None
-        atexit.register(self._write_late)
+        atexit.register(self._write_held)
         if self._numbers is not None:
             self._numbers.reseeded = lambda: self._random.mark(None)
         self._batches = replayed_batches.begin(rank)
-        self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
+        self._faults = PlannedFaults(self._subject, self._place, self._write_placed)
         self._borders = borders.begin_if_planned(self._subject.model, rank)
         self._micro_batches.borders = self._borders
         self._rates = PlannedRates(self._subject)
@@ -229,8 +231,8 @@ class Observer(Observation):
         if self._micro_batches.done and self._gradients.has_overflowed():
             self._skip_step()
         self._end_step()
-        self._write_late()
-        atexit.unregister(self._write_late)
+        self._write_held()
+        atexit.unregister(self._write_held)
         self._language.remove()
         self._recording.close()
         self._remove_hooks()
@@ -301,6 +303,7 @@ class Observer(Observation):
     def _take_inner(self, index: int, inner: torch.optim.Optimizer) -> None:
         self._step_hooks[index].remove()
         self._subject.step_by(index, inner)
+        self._recording.note_inner()
         self._step_hooks[index] = self._hook_steps(index)
 
     def _place(self, reached: Collection[str] = ()) -> tuple[int, int]:
@@ -413,14 +416,19 @@ class Observer(Observation):
         self._gradients.look(self._subject.gradients())
 
     def _skip_step(self) -> None:
-        """End a step that changes no weights.
+        """End a step that changes no weights, or only those of optimizers that have stepped.
 
         The script cleared the gradients without a call of an optimizer because they were not
         finite, as with a `GradScaler` if its scale was too large.
         """
         ahead = self._micro_batches.take_losses_ahead()  # losses of the pass that is about to begin
-        self._excuse()
-        self._step.stepped.add(0)
+        if self._step.stepped:
+            # Other optimizers have stepped: what they applied shows which gradient was discarded.
+            self._micro_batches.excuse(only_unknown=True)
+            self._step.forget_told()
+        else:
+            self._excuse()
+            self._step.stepped.add(0)
         self._end_step()
         self._micro_batches.give_losses(ahead)
 
@@ -450,7 +458,7 @@ class Observer(Observation):
         self._start()
         self._random.mark("gradient")
         if index in self._step.stepped:
-            self._complete_step()
+            self._begin_next_step(index)
         optimizer, due = self._subject.optimizers[index], list[str]()
         if step_in_work.has_overflowed(optimizer):
             self._excuse()
@@ -490,6 +498,7 @@ class Observer(Observation):
             self._end_step_of(index)
 
     def _end_step_of(self, index: int) -> None:
+        self._write_held()
         self._step.applied()
         self._step.stepped.add(index)
         if len(self._step.stepped) == len(self._subject.optimizers):
@@ -497,13 +506,38 @@ class Observer(Observation):
             self._rates.end_step()
             self._language.stepped(self._step.number - 1)
 
-    def _complete_step(self) -> None:
+    def _begin_next_step(self, index: int) -> None:
+        """End the step: an optimizer is about to step again, before others have stepped once.
+
+        If a loss reaches parameters of several optimizers, and only one of them takes every step
+        (a generator's loss that passes through a discriminator), nothing has shown until now that
+        passes since the last step of an optimizer belong to the next step.
+        """
+        sources, micro_batches = self._step.sources, self._micro_batches
+        names = self._subject.stepped_by(index, alone=False)
+        first = sources.first_after(micro_batches.num_written, names)
+        if first is None:
+            self._complete_step()
+            return
+        ahead = micro_batches.take_ahead(first)
+        ahead_of = sources.take_ahead(self._step.number, first)
+        losses = micro_batches.take_losses_ahead()
+        self._placed = [_in_next_step(event, first) for event in self._placed]
+        self._complete_step(len(ahead))
+        sources.give_ahead(ahead_of)
+        micro_batches.give_ahead(ahead, self._step.number)
+        micro_batches.give_losses(losses)
+
+    def _complete_step(self, num_ahead: int = 0) -> None:
         if self._clips is not None:
             self._clips.end_step(self._subject.trained.values())
-        self._end_step()
+        self._end_step(num_ahead)
 
-    def _end_step(self) -> None:
-        """Record the state after the step, if an optimizer has stepped."""
+    def _end_step(self, num_ahead: int = 0) -> None:
+        """Record the state after the step, if an optimizer has stepped.
+
+        `num_ahead` micro-batches of the next step are already completed.
+        """
         if not self._step.stepped:
             return
         self._write_shards()
@@ -515,7 +549,7 @@ class Observer(Observation):
         else:
             self._recording.write([update])
         self._synchronisations.stepped()
-        self._micro_batches.end_step()
+        self._micro_batches.end_step(num_ahead)
         self._gradients.forget()
         self._note_facts()
         self._seed_numbers()
@@ -531,8 +565,24 @@ class Observer(Observation):
 
     # --- what is recorded -------------------------------------------------------------------------
 
-    def _write_shards(self) -> None:
+    def _write_placed(self, events: Sequence[trace.Event]) -> None:
+        """Write events of a pass, or hold them while the pass may belong to the next step."""
+        if self._step.stepped and all(_place_of(event) is not None for event in events):
+            self._placed += events
+        else:
+            self._recording.write([*self._take_placed(), *events])
+
+    def _take_placed(self) -> list[trace.Event]:
+        events, self._placed = self._placed, []
+        return events
+
+    def _write_held(self) -> None:
         self._write_late()
+        if self._placed:
+            self._recording.write(self._take_placed())
+
+    def _write_shards(self) -> None:
+        self._write_held()
         self._recording.sampling(self._micro_batches.samples.news())
         self._recording.write([*self._facts.first_step(), *self._micro_batches.written()])
 
@@ -563,6 +613,24 @@ class Observer(Observation):
         if not self._subject.has_gradients():
             self._micro_batches.clear()
             self._step.sources.forget_passes()
+
+
+def _place_of(event: trace.Event) -> int | None:
+    """Return the micro-batch of an event of this process's own pass; None for other events."""
+    if isinstance(event, trace.Injected):
+        return event.shard
+    return event.micro_batch if isinstance(event, trace.Drawn) and event.worker is None else None
+
+
+def _in_next_step(event: trace.Event, first: int) -> trace.Event:
+    """Return `event` in the next step if its micro-batch has number `first` or a later one."""
+    place = _place_of(event)
+    if place is None or place < first:
+        return event
+    if isinstance(event, trace.Injected):
+        return replace(event, step=(event.step or 0) + 1, shard=place - first)
+    assert isinstance(event, trace.Drawn)
+    return replace(event, step=event.step + 1, micro_batch=place - first)
 
 
 def _accelerator(model: torch.nn.Module) -> dict[str, str]:

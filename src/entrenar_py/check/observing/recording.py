@@ -76,6 +76,10 @@ class Recording:
             self._constants, self._has_rules = constants, True
             self._file.append(self._subject.rules(step, constants))
 
+    def note_inner(self) -> None:
+        """Write that an optimizer inside the observed one takes the steps."""
+        self._file.note("inner")
+
     def sampling(self, news: Mapping[str, bool]) -> None:
         """Write `news` about how samples are drawn, if there are any."""
         if news:

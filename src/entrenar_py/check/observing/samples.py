@@ -82,6 +82,8 @@ class Draws:
         self._lock = threading.Lock()
         self._pending: deque[Batch] = deque(maxlen=_PENDING_MAX)
         self._of_step: list[Batch] = []  # batches used in the current step
+        # For each completed micro-batch of the step, the number of batches used until its end.
+        self._ends: list[int] = []
         self._used: deque[Batch] = deque(maxlen=_PENDING_MAX)  # batches used in earlier steps
         self.epochs = Epochs()
         self._was_unsure = False  # whether the current step has a pass with unknown samples
@@ -158,14 +160,23 @@ class Draws:
         with self._lock:
             self._keep(lambda batch: not batch.shares(blocks))
 
-    def end_step(self) -> None:
+    def end_micro_batch(self) -> None:
+        """Called when a backward pass is over."""
+        with self._lock:
+            self._ends.append(len(self._of_step))
+
+    def end_step(self, num_ahead: int = 0) -> None:
         """Called when an optimizer step is over.
 
-        A pass with the step's batches in a later step is a repetition.
+        The last `num_ahead` micro-batches belong to the next step, as does a forward pass without
+        its backward pass. A pass with the step's batches in a later step is a repetition.
         """
         with self._lock:
-            self._used.extend(self._of_step)
-            self._of_step, self._was_unsure = [], False
+            ends = [0, *self._ends]
+            begin, *self._ends = ends[max(0, len(ends) - 1 - num_ahead) :]
+            self._ends = [end - begin for end in self._ends]
+            self._used.extend(self._of_step[:begin])
+            self._of_step, self._was_unsure = self._of_step[begin:], False
             while self._used and self._used[0].is_gone():
                 self._used.popleft()
 
@@ -320,15 +331,17 @@ class Samples:
     def take(self) -> Told:
         """Return the samples of the micro-batch, and forget them."""
         now = self._now()
+        if self.draws is not None:
+            self.draws.end_micro_batch()
         self._epoch = now.epoch
         self._reported, self._drawn, self._repeated = None, [], ()
         self._num_passes, self._blocks = 0, []
         return now
 
-    def end_step(self) -> None:
-        """Called when an optimizer step is over."""
+    def end_step(self, num_ahead: int = 0) -> None:
+        """Called when a step is over; its last `num_ahead` micro-batches belong to the next one."""
         if self.draws is not None:
-            self.draws.end_step()
+            self.draws.end_step(num_ahead)
 
     def remove(self) -> None:
         """Stop observing the loader."""

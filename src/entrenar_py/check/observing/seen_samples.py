@@ -181,14 +181,17 @@ class SeenSamples(Samples):
         self._seen_epoch = 0
         self._unknown = ""
         self._again: Ids = ()
-        self._rows: set[Row] = set()  # rows that were inputs of the model in this step
+        # Rows that were inputs of the model in this step; those since the last backward pass; and
+        # for each completed micro-batch, its rows, and whether it has ids.
+        self._rows: set[Row] = set()
+        self._rows_now: set[Row] = set()
+        self._completed: list[tuple[set[Row], bool]] = []
         self._is_given = False  # whether there was a training pass since the last backward pass
         # The inputs of the last pass in evaluation mode, if it may train.
         self._evaluated: Any = None
         # The batch that was yielded last when numbers were last drawn.
         self._drawn_for: Batch | None = None
         self._is_made = False  # whether the inputs of a pass were made from a batch in use
-        self._has_ids = False  # whether a micro-batch of this step has ids
 
     # --- the forward passes -----------------------------------------------------------------------
 
@@ -210,6 +213,7 @@ class SeenSamples(Samples):
         rows = contents.rows_together(inputs)
         is_again = rows is not None and self._rows.issuperset(rows)
         self._rows.update(rows or ())
+        self._rows_now.update(rows or ())
         if self._by_content(inputs):
             return
         if self._are_made(inputs):
@@ -335,19 +339,25 @@ class SeenSamples(Samples):
         reported = super().take()
         ids = () if self._unknown else tuple(self._ids) or self._again
         num_made = 0
-        if self._is_made and not (ids or self._unknown or self._has_ids):
+        has_ids = any(one_has_ids for _, one_has_ids in self._completed)
+        if self._is_made and not (ids or self._unknown or has_ids):
             batch = self._batches.in_use()
             num_made = 0 if batch is None else batch.size
         seen = Told(ids, self._seen_epoch, self._unknown, num_made)
-        self._has_ids |= bool(ids)
+        self._completed.append((self._rows_now, bool(ids)))
+        self._rows_now = set()
         self._ids, self._again, self._unknown, self._is_given = [], (), "", False
         self._is_made = False
         return reported if self._tells else seen
 
-    def end_step(self) -> None:
-        """Called when the optimizer has stepped: the next step may have the same inputs."""
-        self._rows.clear()
-        self._has_ids = False
+    def end_step(self, num_ahead: int = 0) -> None:
+        """Called when a step is over: the next one may have the same inputs.
+
+        The last `num_ahead` micro-batches belong to the next step, as does a forward pass without
+        its backward pass.
+        """
+        self._completed = self._completed[len(self._completed) - num_ahead :]
+        self._rows = self._rows_now.union(*(rows for rows, _ in self._completed))
 
     # --- facts for the record ---------------------------------------------------------------------
 

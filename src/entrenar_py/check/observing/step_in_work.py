@@ -95,9 +95,39 @@ class GradientSources:
                 self._kept[name] = source.first
             else:
                 source.first = step
+                # Passes of steps in which the parameter's optimizer did not step, if there are any.
+                early = [at for at, _ in source.passes if at < step]
+                self._kept |= {name: min(early)} if early else {}
             self._held[name] = sorted({number for at, number in source.passes if at == step})
             source.passes.clear()
             source.digest, source.is_applied = digest, True
+
+    def first_after(self, micro_batch: int, names: Iterable[str]) -> int | None:
+        """Return the first pass to one of `names` from `micro_batch` on; None if there is none."""
+        passes = {number for name in names for number in self._given.get(name, ())}
+        return min((number for number in passes if number >= micro_batch), default=None)
+
+    def take_ahead(self, step: int, first: int) -> dict[str, list[int]]:
+        """Number the passes of `step` from `first` on as those of the next step, from 0.
+
+        Return name -> the new numbers, for `give_ahead` when the step has ended.
+        """
+        for source in self._sources.values():
+            source.passes = [
+                (step + 1, number - first) if at == step and number >= first else (at, number)
+                for at, number in source.passes
+            ]
+        ahead = {
+            name: [number - first for number in numbers if number >= first]
+            for name, numbers in self._given.items()
+        }
+        for name, numbers in self._given.items():
+            self._given[name] = [number for number in numbers if number < first]
+        return {name: numbers for name, numbers in ahead.items() if numbers}
+
+    def give_ahead(self, ahead: Mapping[str, list[int]]) -> None:
+        """Add the passes that `take_ahead` returned to the step that has just begun."""
+        self._given |= ahead
 
     def forget_passes(self) -> None:
         """Forget the step's backward passes: the next pass repeats their samples."""
@@ -263,6 +293,9 @@ class StepInWork:
         self._due: list[str] = []
         self._gradient: dict[str, trace.TensorRecord] = {}
         self._unclipped: trace.Tensors = {}
+        # The same of the optimizer step to come, which may begin another step; None: not recorded.
+        self._unclipped_next: trace.Tensors | None = None
+        self._reduced_next: tuple[trace.Tensors, float] | None = None
         # Weights that were moved along an earlier gradient of the step: name -> digest (`_uphill`),
         # names of those that still had this gradient (`_mixed`), and names of those that the
         # optimizer stepped from there (`_climbed`).
@@ -276,16 +309,22 @@ class StepInWork:
     def reduced(self) -> None:
         """Record the gradients, which are those of the whole batch and not clipped yet."""
         gradients = self._subject.gradients()
-        self._gradient = dict(self._subject.record(gradients, exact=False))
-        self._norm = tensors.norm(gradients.values())
+        record = self._subject.record(gradients, exact=False)
+        self._reduced_next = record, tensors.norm(gradients.values())
 
     def before_clipping(self) -> None:
         """Record the gradients before the script clips them by a torch function."""
-        self._unclipped = self._subject.record(self._subject.applied_gradients(), exact=False)
+        gradients = self._subject.applied_gradients()
+        self._unclipped_next = self._subject.record(gradients, exact=False)
 
     def excuse(self) -> None:
         """Forget the gradients: they are not finite because the loss scale was too large."""
         self._gradient, self._unclipped, self._norm = {}, {}, None
+        self.forget_told()
+
+    def forget_told(self) -> None:
+        """Forget what the script's calls have shown of gradients that are not applied."""
+        self._unclipped_next = self._reduced_next = None
 
     def start(self, progress: Mapping[str, int]) -> trace.Start:
         """Return the record of this rank's state before the step."""
@@ -366,6 +405,7 @@ class StepInWork:
 
     def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Record the gradients that `optimizer` is about to apply to the parameters `names`."""
+        self._take_told()
         gradients_now = self._subject.gradients()
         gradients = _unscaled(self._subject.applied_gradients(), optimizer)
         known: trace.Tensors = {}
@@ -385,8 +425,18 @@ class StepInWork:
         self.sources.apply(self.number, applied, known)
         self._due = due
 
+    def _take_told(self) -> None:
+        """Take what the script's calls have shown of the gradients that are about to be applied."""
+        if self._reduced_next is not None:
+            record, self._norm = self._reduced_next
+            self._gradient = dict(record)
+        if self._unclipped_next is not None:
+            self._unclipped = self._unclipped_next
+        self._reduced_next = self._unclipped_next = None
+
     def apply_changed(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Record the gradients of `names` again: `optimizer` has changed them within its step."""
+        self._take_told()
         gradients = _unscaled(self._subject.applied_gradients(), optimizer)
         if self._norm is None:
             self._gradient |= self._subject.record({name: gradients[name] for name in names})

@@ -60,10 +60,13 @@ def copied(tensor: Tensor) -> Tensor:
 def in_numbers(tensor: Tensor) -> Tensor:
     """Return a dense tensor of real numbers; complex numbers become pairs.
 
-    A tensor that is already dense and real is returned as it is.
+    Floats of 8 bits, for which numpy and most of torch's functions have no numbers, become float32,
+    which represents them exactly. Any other dense and real tensor is returned as it is.
     """
     if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
         tensor = tensor.to_dense()
+    if tensor.dtype in _EIGHT_BITS:
+        return tensor.float()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -115,6 +118,7 @@ _TORCH_S = {
 # Modules with a dropout of layers or of attention weights.
 _WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)
 _WHOLE_MAX = 2**63
+_EIGHT_BITS = {kind for name, kind in vars(torch).items() if name.startswith("float8_")}
 VALUES_MAX = 2**16  # a model with more elements is recorded as sketches instead of values
 
 

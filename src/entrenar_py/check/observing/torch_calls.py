@@ -87,8 +87,8 @@ def apply(patches: Iterable[Patch], listener: Any) -> None:
             continue
         owner: Any = importlib.import_module(patch.module)
         owner = getattr(owner, patch.owner) if patch.owner else owner
-        if patch.optional and not hasattr(owner, patch.name):
-            continue
+        if patch.optional and patch.name not in vars(owner):
+            continue  # a method that another class of the table may have
         original = getattr(owner, patch.name)
         setattr(owner, patch.name, _uncompiled(original, patch.wrap(original, listener)))
 
@@ -283,6 +283,17 @@ LINE_TABLE = (
         name="update",
         reason="only the scaler hears that another rank's piece of the gradient is not finite",
         wrap=_rescaled,
+    ),
+    *(
+        Patch(
+            module="torch.distributed.fsdp.sharded_grad_scaler",
+            owner="ShardedGradScaler",
+            name=name,
+            optional=True,
+            reason="the scaler of sharded models replaces both methods of GradScaler",
+            wrap=wrap,
+        )
+        for name, wrap in (("scale", _scaled), ("update", _rescaled))
     ),
     Patch(
         module="torch",

@@ -250,6 +250,8 @@ def _optimizer(
         traits["schedule"] = "other"
     if any(rank.copies for rank in ranks):
         traits["steps"] = "copies"
+    if any(rank.inner for rank in ranks):
+        traits["stepped_by"] = "inner"
     if any(rank.header.get("short_betas") for rank in ranks):
         traits["betas_in"] = "float32"
     fields = {

@@ -263,6 +263,7 @@ class RankTrace:
     local: frozenset[str] | None = None
     changed: bool = False
     copies: bool = False
+    inner: bool = False
     compression: str = ""
     compressed_from: int = 0
     outer: Mapping[str, Any] = field(default_factory=dict)
@@ -402,6 +403,7 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
     "local": _with_local,
     "changed": lambda rank, _: replace(rank, changed=True),
     "copies": lambda rank, _: replace(rank, copies=True),
+    "inner": lambda rank, _: replace(rank, inner=True),
     "outer": _with_outer,
     "sampling": lambda rank, record: replace(
         rank,

@@ -26,6 +26,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": ("known", "other"),
     "clip_source": ("", "line", "calls"),
     "steps": ("model", "copies"),
+    "stepped_by": ("", "inner"),
     "outer": ("nesterov", "momentum", "other"),
     "epochs": ("told", "untold"),
     "population": ("known", "guessed", "varied"),
@@ -113,6 +114,8 @@ class Traits:
       torch's function); "" in traces of releases that didn't record this.
     - `steps`: `copies` if the optimizer updates copies of the weights, which are written back
       later.
+    - `stepped_by`: `inner` if the script's optimizer is never called as a whole, and an optimizer
+      inside it takes the steps, as in sharpness-aware minimisation.
     - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't state.
     - `outer`: the rule that synchronises workers that step alone: `momentum` means without
       Nesterov's look-ahead, `other` an unknown rule.
@@ -165,6 +168,7 @@ class Traits:
     clip_source: str = ""
     schedule: str = "known"
     steps: str = "model"
+    stepped_by: str = ""
     outer: str = "nesterov"
 
     def __post_init__(self) -> None:
