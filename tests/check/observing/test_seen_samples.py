@@ -154,6 +154,72 @@ def test_texts_that_lost_their_last_token_in_batches_read_ahead(seen: Seen, is_m
     assert (told == [[0, 1], [2, 3]]) is not is_mask
 
 
+def iteration(seen: Seen, loader: Any, *batches: list[int]) -> Iteration:
+    """Return a new iteration over a loader, which has drawn these batches."""
+    begun = Iteration(seen.batches, loader)
+    for batch in batches:
+        begun.drawn(batch)
+    return begun
+
+
+def yielded(iterator: Iteration, rows: torch.Tensor) -> torch.Tensor:
+    """Yield these rows as the next batch."""
+    iterator.item(rows)
+    return rows
+
+
+def told_in_step(seen: Seen, *inputs: torch.Tensor) -> tuple[list[int], int]:
+    """Return samples and epoch of a step in which a loss has a pass for each of the inputs."""
+    for one in inputs:
+        seen.samples.given([one], trains=True)
+    seen.samples.settle()
+    told = seen.samples.take()
+    seen.samples.end_step()
+    return [*told.ids], told.epoch
+
+
+@pytest.mark.parametrize("data", [DATA, DATA[:8] + 20])
+def test_two_loaders_in_a_step(data: torch.Tensor) -> None:
+    """Their samples differ, also if the data are the same; an epoch ends when either begins."""
+    seen = Seen()
+    loaders: list[Any] = [DataLoader(DATA), DataLoader(data)]  # type: ignore[arg-type]
+    first = iteration(seen, loaders[0], [0, 1], [2, 3], [4, 5])
+    second = iteration(seen, loaders[1], [1, 0], [3, 2])
+    told = []
+    for rows in ([0, 1], [2, 3]):
+        batches = yielded(first, DATA[rows]), yielded(second, data[rows[::-1]].double())
+        told.append(told_in_step(seen, *batches))
+    assert told == [([0, 1, 13, 12], 1), ([2, 3, 15, 14], 1)]
+    again = iteration(seen, loaders[1], [1, 5])
+    batches = yielded(first, DATA[4:6]), yielded(again, data[[1, 5]].double())
+    assert told_in_step(seen, *batches) == ([4, 5, 13, 17], 2)
+    assert seen.samples.facts()["varied"]
+
+
+def test_two_loaders_of_the_same_data_that_take_turns() -> None:
+    """From the second epoch on, each has its own numbers, and no sample comes twice in an epoch."""
+    seen = Seen()
+    loaders: list[Any] = [DataLoader(DATA), DataLoader(DATA)]  # type: ignore[arg-type]
+    first = iteration(seen, loaders[0], [0, 1], [2, 3])
+    second = iteration(seen, loaders[1], [1, 2], [3, 0])
+    told = [
+        told_in_step(seen, yielded(begun, DATA[rows]))
+        for begun, rows in ((first, [0, 1]), (second, [1, 2]), (first, [2, 3]), (second, [3, 0]))
+    ]
+    assert told == [([0, 1], 0), ([1, 2], 1), ([14, 15], 1), ([3, 0], 1)]
+
+
+def test_a_loader_after_another_one_of_the_same_data() -> None:
+    """As in a script that makes a loader for each epoch: the samples are the same."""
+    seen = Seen()
+    told = []
+    for _ in range(2):
+        begun = iteration(seen, DataLoader(DATA), [0, 1])  # type: ignore[arg-type]
+        told.append(told_in_step(seen, yielded(begun, DATA[:2])))
+    assert told == [([0, 1], 0), ([0, 1], 1)]
+    assert not seen.samples.facts()["varied"]
+
+
 @pytest.mark.parametrize("is_same", [True, False])
 def test_changed_inputs_of_an_epochs_own_loader(seen: Seen, is_same: bool) -> None:
     """A new loader goes on if it draws from the same data, as where each epoch has its own."""

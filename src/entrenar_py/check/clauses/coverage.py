@@ -514,7 +514,7 @@ class Population:
     """
 
     def __init__(self, trace: Trace, alone: Trace | None = None) -> None:
-        self.is_guessed = trace.traits.population == "guessed"
+        self.is_guessed = trace.traits.population != "known"
         self.is_varied = trace.traits.population == "varied"
         events = () if self.is_varied else trace.of(Selection)
         selected = {id_ for event in events for id_ in event.ids}

@@ -241,6 +241,7 @@ class Iteration:
     - `loader`: None unless it is `held`, since a loader's workers end when nothing refers to the
       loader.
     - `epoch`: None until one of its batches is used.
+    - `place`: 0, or how many iterations were used in the same epoch, over the same data, before it.
     - `last`: the batch that was handed out last. `largest` is the size of the largest one.
     - `is_one_ahead`: whether the script uses the batch before the newest one.
     - `why`: why its samples are unknown. If it is "", batches are handed out in the order of their
@@ -257,6 +258,7 @@ class Iteration:
         self._is_ahead = num_workers > 0  # workers fetch batches ahead
         self._indices: deque[Any] = deque()  # indices of batches that are not handed out yet
         self.epoch: int | None = None
+        self.place = 0
         self.is_over = False
         self.is_one_ahead = _is_one_ahead()
         self.last: Batch | None = None

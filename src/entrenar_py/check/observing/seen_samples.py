@@ -18,6 +18,8 @@ from entrenar_py.check.observing.contents import Row
 from entrenar_py.check.observing.samples import Samples, Told
 from entrenar_py.check.observing.sources import Ids, Source
 
+_SOURCES_MAX = 8  # loaders with facts that are remembered
+_UNKNOWN_SIZE = 2**22  # numbers that are reserved for a data set without a length
 # Batches that were yielded and not used; if there are more, the oldest counts as skipped.
 PENDING_MAX = 8
 
@@ -31,7 +33,8 @@ class Batches:
         self.varies = False  # whether training also used a loader that draws other samples
         self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
         self.loader: Any = None  # the loader that training used last
-        self._source: Source | None = None
+        self._sources: deque[Source] = deque(maxlen=_SOURCES_MAX)
+        self._numbers = _Numbers()
         self._is_ahead = False
         self.num_events = 0  # number of yielded batches and ended iterations
         self._used_last: tuple[Batch, int] | None = None  # a batch, and num_events when it was used
@@ -64,8 +67,11 @@ class Batches:
             later = [*self.pending][at + 1 :]
             others = [b for b in [*self.pending][:at] if b.iteration.loader is not self.loader]
             self.pending = deque([*others, *later], maxlen=PENDING_MAX)
-        source = self.source()
-        return epoch, [*ids] if source is None else [*map(source.numbering.of, ids)]
+        return epoch, self._numbered(batch.iteration, ids)
+
+    def taken(self) -> None:
+        """Called when a backward pass has used the samples: those that follow are new ones."""
+        self._numbers.taken()
 
     def newest(self, batch: Batch) -> Batch:
         """Return the newest pending batch with the samples of `batch`, and forget earlier ones.
@@ -80,14 +86,29 @@ class Batches:
         return same[len(older)] if older else batch
 
     def _epoch_of(self, iteration: Iteration) -> int:
-        epoch = self.epochs.of(iteration)
+        """Return the epoch in which a batch of an iteration is used.
+
+        If a step uses batches of several loaders, an epoch ends when one of them begins again. So
+        no sample may come twice in it.
+        """
+        if iteration.epoch is None:
+            self._numbers.epoch_begins()
+        self.epochs.of(iteration)
         if self.loader is not iteration.loader:
             self.loader = iteration.loader
             source = self.source()
             drawn = None if source is None else source.drawn_from
             self._first = self._first or drawn
             self.varies |= drawn != self._first
-        return epoch
+        return self.epochs.count - 1
+
+    def _numbered(self, iteration: Iteration, ids: Iterable[int]) -> list[int]:
+        source = self.source()
+        if source is None:
+            return [*ids]
+        first, is_apart = self._numbers.first(iteration, source)
+        self.varies |= is_apart
+        return [first + source.numbering.of(id_) for id_ in ids]
 
     def set_aside(self, num_rows: int | None, *, trains: bool = False) -> None:
         """Mark the batch that was yielded last as used in a pass that doesn't train.
@@ -105,9 +126,10 @@ class Batches:
             loader = batch.iteration.loader
         if loader is None:
             return None
-        if self._source is None or self._source.given is not loader:
-            self._source = Source(loader)
-        return self._source
+        source = next((one for one in self._sources if one.given is loader), None)
+        if source is None:
+            self._sources.append(source := Source(loader))
+        return source
 
     def meant(self) -> Batch | None:
         """Return the only batch that a training pass of this thread can use; None if not unique.
@@ -154,6 +176,50 @@ class Batches:
         # Some scripts create a new loader for every epoch.
         source = self.source()
         return source is not None and Source(loader).drawn_from == source.drawn_from
+
+
+class _Numbers:
+    """Numbers the samples of all data sets from which training draws, one data set after the other.
+
+    Two iterations over one data set that are used in the same epoch rightly draw each sample twice,
+    so each of them has its own numbers for the data set.
+    """
+
+    def __init__(self) -> None:
+        # (data sets, number of samples, place of the iteration) -> number of the first sample.
+        self._firsts: dict[tuple[Any, ...], int] = {}
+        self._size = 0
+        self._of_epoch: dict[tuple[Any, ...], Iteration] = {}  # by the same keys
+        self._of_pass: set[Iteration] = set()  # used since the last backward pass
+
+    def taken(self) -> None:
+        """Called after a backward pass."""
+        self._of_pass.clear()
+
+    def epoch_begins(self) -> None:
+        """Called when an iteration is used for the first time, which begins an epoch.
+
+        The epoch has all samples of its first backward pass.
+        """
+        kept = {key: one for key, one in self._of_epoch.items() if one in self._of_pass}
+        self._of_epoch = kept
+
+    def first(self, iteration: Iteration, source: Source) -> tuple[int, bool]:
+        """Return the number of a data set's first sample.
+
+        Also return whether another iteration of this epoch draws from the data set.
+        """
+        numbering = source.numbering
+        while True:
+            key = (numbering.bottoms, numbering.size, iteration.place)
+            if self._of_epoch.setdefault(key, iteration) is iteration:
+                break
+            iteration.place += 1
+        self._of_pass.add(iteration)
+        if key not in self._firsts:
+            self._firsts[key] = self._size
+            self._size += _UNKNOWN_SIZE if numbering.size is None else numbering.size
+        return self._firsts[key], iteration.place > 0
 
 
 # --- samples of forward passes --------------------------------------------------------------------
@@ -342,6 +408,7 @@ class SeenSamples(Samples):
         self._has_ids |= bool(ids)
         self._ids, self._again, self._unknown, self._is_given = [], (), "", False
         self._is_made = False
+        self._batches.taken()
         return reported if self._tells else seen
 
     def end_step(self) -> None:
