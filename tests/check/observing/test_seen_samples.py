@@ -220,6 +220,54 @@ def test_a_loader_after_another_one_of_the_same_data() -> None:
     assert not seen.samples.facts()["varied"]
 
 
+@pytest.mark.parametrize("num_probed", [1, 3])
+def test_a_probe_before_training(seen: Seen, num_probed: int) -> None:
+    """Batches that were looked at, or all of a loader, don't count if no backward pass follows."""
+    orders = [3, 1, 0, 2], [7, 5, 4, 6], [8, 9, 10, 11]
+    for rows in orders[:num_probed]:
+        assert not seen.samples.given([seen.yields(*rows)], trains=True)
+    if num_probed == 3:
+        seen.iterator.over()
+    seen.begin()
+    batch = seen.yields(3, 1, 0, 2) / 3
+    assert seen.samples.given([batch], trains=True), "earlier passes were probes"
+    seen.samples.settle()
+    told = seen.samples.take()
+    assert (told.ids, told.epoch, told.unknown) == ((3, 1, 0, 2), 0, "")
+    assert not seen.samples.facts()["varied"]
+
+
+def test_a_probe_of_zeros(seen: Seen) -> None:
+    """What no loader handed out is no sample if it comes before a pass of the loader."""
+    seen.samples.given([torch.zeros(2, 1)], trains=True)
+    assert seen.given(seen.yields(3, 1, 0, 2)) == [3, 1, 0, 2]
+    assert seen.samples.facts()["samples"] == "index"
+    seen.samples.given([torch.zeros(2, 1)], trains=True)
+    seen.begin()
+    assert (seen.given(seen.yields(3, 1, 0, 2)), seen.unknown) == ([3, 1, 0, 2], "")
+
+
+def test_an_evaluation_in_training_mode(seen: Seen) -> None:
+    """The samples of another loader, all of which were looked at, don't count."""
+    seen.given(seen.yields(3, 1, 0, 2))
+    seen.samples.end_step()
+    held_out = iteration(seen, DataLoader(DATA + 20), [0, 1])  # type: ignore[arg-type]
+    seen.samples.given([yielded(held_out, DATA[:2] + 20)], trains=True)
+    held_out.over()
+    seen.begin()
+    assert (seen.given(seen.yields(3, 1, 0, 2)), seen.epoch) == ([3, 1, 0, 2], 1)
+    assert not seen.samples.facts()["varied"]
+
+
+def test_a_loss_over_the_end_of_an_epoch(seen: Seen) -> None:
+    """A pass before the loader's next iteration counts if the first one has trained."""
+    seen.given(seen.yields(3, 1, 0, 2))
+    seen.samples.given([seen.yields(7, 5, 4, 6)], trains=True)
+    seen.iterator.over()
+    seen.begin()
+    assert seen.given(seen.yields(3, 1, 0, 2))[:4] == [7, 5, 4, 6]
+
+
 @pytest.mark.parametrize("is_same", [True, False])
 def test_changed_inputs_of_an_epochs_own_loader(seen: Seen, is_same: bool) -> None:
     """A new loader goes on if it draws from the same data, as where each epoch has its own."""

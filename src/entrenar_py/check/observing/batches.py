@@ -242,6 +242,8 @@ class Iteration:
       loader.
     - `epoch`: None until one of its batches is used.
     - `place`: 0, or how many iterations were used in the same epoch, over the same data, before it.
+    - `trains`: whether a backward pass has used its batches. `was_probed`: whether a pass that no
+      backward pass used had a batch.
     - `last`: the batch that was handed out last. `largest` is the size of the largest one.
     - `is_one_ahead`: whether the script uses the batch before the newest one.
     - `why`: why its samples are unknown. If it is "", batches are handed out in the order of their
@@ -259,6 +261,7 @@ class Iteration:
         self._indices: deque[Any] = deque()  # indices of batches that are not handed out yet
         self.epoch: int | None = None
         self.place = 0
+        self.trains = self.was_probed = False
         self.is_over = False
         self.is_one_ahead = _is_one_ahead()
         self.last: Batch | None = None
@@ -318,6 +321,12 @@ class Epochs:
             self.count += 1
         self.latest = iteration
         return iteration.epoch
+
+    def forget(self, iteration: Iteration) -> None:
+        """Forget that a batch of an iteration was used, if it was used last."""
+        if iteration is self.latest:
+            self.latest, iteration.epoch = None, None
+            self.count -= 1
 
 
 def _is_one_ahead() -> bool:

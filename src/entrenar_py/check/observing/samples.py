@@ -295,8 +295,12 @@ class Samples:
         if not trains and self.draws is not None:
             self.draws.skip(blocks)
 
-    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
-        """Get the inputs of a forward pass; ignored here, since the source identifies samples."""
+    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> bool:
+        """Get the inputs of a forward pass; ignored here, since the source identifies samples.
+
+        Return False: earlier passes count.
+        """
+        return False
 
     def drew(self) -> None:
         """Called when random numbers were drawn between two passes; ignored here."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ class Batches:
         self.epochs = Epochs()
         self._first: tuple[Any, ...] | None = None  # the data from which the first loader draws
         self.varies = False  # whether training also used a loader that draws other samples
+        # The loaders that were used since the last backward pass, and whether one draws samples
+        # that another one draws, too.
+        self._new_loaders: list[Any] = []
+        self._is_apart = False
+        self._last_trained: Any = None  # the loader that was used last before that pass
         self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
         self.loader: Any = None  # the loader that training used last
         self._sources: deque[Source] = deque(maxlen=_SOURCES_MAX)
@@ -72,6 +77,22 @@ class Batches:
     def taken(self) -> None:
         """Called when a backward pass has used the samples: those that follow are new ones."""
         self._numbers.taken()
+        self.varies |= self._is_apart
+        for loader in self._new_loaders:
+            drawn = self._source_of(loader).drawn_from
+            self._first = self._first or drawn
+            self.varies |= drawn != self._first
+        self._last_trained = self.loader
+        self._new_loaders.clear()
+
+    def forget(self, iterations: Sequence[Iteration]) -> None:
+        """Forget that batches of these iterations were used: no backward pass did."""
+        for iteration in iterations:
+            iteration.was_probed = True
+            self.epochs.forget(iteration)
+        self._numbers.forget(iterations)
+        self._new_loaders.clear()
+        self.loader, self._is_apart = self._last_trained, False
 
     def newest(self, batch: Batch) -> Batch:
         """Return the newest pending batch with the samples of `batch`, and forget earlier ones.
@@ -96,18 +117,13 @@ class Batches:
         self.epochs.of(iteration)
         if self.loader is not iteration.loader:
             self.loader = iteration.loader
-            source = self.source()
-            drawn = None if source is None else source.drawn_from
-            self._first = self._first or drawn
-            self.varies |= drawn != self._first
+            self._new_loaders.append(iteration.loader)
         return self.epochs.count - 1
 
     def _numbered(self, iteration: Iteration, ids: Iterable[int]) -> list[int]:
-        source = self.source()
-        if source is None:
-            return [*ids]
+        source = self._source_of(iteration.loader)
         first, is_apart = self._numbers.first(iteration, source)
-        self.varies |= is_apart
+        self._is_apart |= is_apart
         return [first + source.numbering.of(id_) for id_ in ids]
 
     def set_aside(self, num_rows: int | None, *, trains: bool = False) -> None:
@@ -124,8 +140,9 @@ class Batches:
         loader = self.loader
         if loader is None and (batch := self.meant()) is not None:
             loader = batch.iteration.loader
-        if loader is None:
-            return None
+        return None if loader is None else self._source_of(loader)
+
+    def _source_of(self, loader: Any) -> Source:
         source = next((one for one in self._sources if one.given is loader), None)
         if source is None:
             self._sources.append(source := Source(loader))
@@ -196,6 +213,10 @@ class _Numbers:
         """Called after a backward pass."""
         self._of_pass.clear()
 
+    def forget(self, iterations: Iterable[Iteration]) -> None:
+        """Forget iterations since the last backward pass."""
+        self._of_pass.difference_update(iterations)
+
     def epoch_begins(self) -> None:
         """Called when an iteration is used for the first time, which begins an epoch.
 
@@ -242,13 +263,18 @@ class SeenSamples(Samples):
     def __init__(self, batches: Batches, dataset: Any = None) -> None:
         super().__init__(None, dataset)
         self._batches = batches
-        self._kinds: set[str] = set()
+        self._kinds: set[str] = set()  # of the samples before the last backward pass
+        self._new_kinds: set[str] = set()
         self._ids: list[int] = []
         self._seen_epoch = 0
         self._unknown = ""
         self._again: Ids = ()
         self._rows: set[Row] = set()  # rows that were inputs of the model in this step
         self._is_given = False  # whether there was a training pass since the last backward pass
+        # The iterations with batches that passes have used since then, with the batch that had been
+        # yielded last.
+        self._fed: dict[Iteration, Batch | None] = {}
+        self._given_at: Batch | None = None  # the batch that had been yielded last, in that pass
         # The inputs of the last pass in evaluation mode, if it may train.
         self._evaluated: Any = None
         # The batch that was yielded last when numbers were last drawn.
@@ -262,17 +288,51 @@ class SeenSamples(Samples):
         """Called when numbers were drawn between two passes: the next inputs may be noise."""
         self._drawn_for = self._batches.newest_yielded()
 
-    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
+    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> bool:
         """Identify the samples of a forward pass of the model by its `inputs`.
 
         A pass in evaluation mode with gradients `may_train`: it trains if a backward pass follows.
+        Return whether the earlier passes since the last backward pass turned out to be probes,
+        which no backward pass uses.
         """
         self._evaluated = None
         if not trains:
             self._batches.set_aside(contents.num_rows(inputs))
             self._evaluated = inputs if may_train else None
-            return
-        self._is_given = True
+            return False
+        were_probes = self._is_given and self._were_probes()
+        if were_probes:
+            self._forget_probes()
+        self._is_given, self._given_at = True, self._batches.newest_yielded()
+        self._identify(inputs)
+        return were_probes
+
+    def _were_probes(self) -> bool:
+        """Return whether the passes since the last backward pass train nothing.
+
+        A script may try the model on a batch before it begins to train, or evaluate without telling
+        torch. Then it begins another iteration over that loader, or has ended the one over another
+        loader. An iteration that has trained may have a part in the next loss.
+        """
+        newest = self._batches.newest_yielded()
+        if newest is None or newest is self._given_at or newest.iteration.epoch is not None:
+            return False
+        return not self._fed or any(
+            (one.is_over or one.loader is newest.iteration.loader)
+            and not one.trains
+            and at is not newest
+            for one, at in self._fed.items()
+        )
+
+    def _forget_probes(self) -> None:
+        self._ids, self._unknown, self._is_made = [], "", False
+        self._new_kinds.clear()
+        if not self._has_ids:
+            self._rows.clear()
+        self._batches.forget([*self._fed])
+        self._fed.clear()
+
+    def _identify(self, inputs: Any) -> None:
         rows = contents.rows_together(inputs)
         is_again = rows is not None and self._rows.issuperset(rows)
         self._rows.update(rows or ())
@@ -296,7 +356,7 @@ class SeenSamples(Samples):
             self._unknown = NO_ROWS
         else:
             self._ids += map(contents.as_id, rows)
-            self._kinds.add(CONTENT)
+            self._new_kinds.add(CONTENT)
 
     def _are_made(self, inputs: Any) -> bool:
         """Return whether `inputs` were made from the batch in use, such as noise or sampled text.
@@ -361,9 +421,12 @@ class SeenSamples(Samples):
         self._use(batch, batch.left)
 
     def _use(self, batch: Batch, places: list[int]) -> None:
+        iteration = batch.iteration
+        iteration.trains |= iteration.was_probed  # it goes on, so it was no probe
+        self._fed[iteration] = self._batches.newest_yielded()
         self._seen_epoch, ids = self._batches.use(batch, places)
         self._ids += ids
-        self._kinds.add(INDEX)
+        self._new_kinds.add(INDEX)
 
     # --- called by the recorder of a script with the line ---------------------------------------
 
@@ -408,6 +471,11 @@ class SeenSamples(Samples):
         self._has_ids |= bool(ids)
         self._ids, self._again, self._unknown, self._is_given = [], (), "", False
         self._is_made = False
+        for iteration in self._fed:
+            iteration.trains = True
+        self._fed.clear()
+        self._kinds |= self._new_kinds
+        self._new_kinds.clear()
         self._batches.taken()
         return reported if self._tells else seen
 
