@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from entrenar_py.check.observing import mirrored_batches
 from entrenar_py.check.observing.batches import Iteration
@@ -266,6 +266,18 @@ def test_a_loss_over_the_end_of_an_epoch(seen: Seen) -> None:
     seen.iterator.over()
     seen.begin()
     assert seen.given(seen.yields(3, 1, 0, 2))[:4] == [7, 5, 4, 6]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_the_order_of_a_subset(is_new: bool) -> None:
+    """It is drawn for each epoch if each has its own subset."""
+    seen = Seen()
+    subset: Any = Subset(DATA, [1, 0])  # type: ignore[arg-type]
+    for _ in range(2):
+        subset = Subset(DATA, [1, 0]) if is_new else subset  # type: ignore[arg-type]
+        begun = iteration(seen, DataLoader(subset), [0, 1])
+        assert told_in_step(seen, yielded(begun, DATA[[1, 0]]))[0] == [1, 0]
+    assert seen.samples.facts()["ordered"] is not is_new
 
 
 @pytest.mark.parametrize("is_same", [True, False])

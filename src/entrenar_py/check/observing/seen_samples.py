@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from entrenar_py.check.observing import contents
 from entrenar_py.check.observing.batches import Batch, Epochs, Iteration
@@ -35,6 +36,7 @@ class Batches:
         # that another one draws, too.
         self._new_loaders: list[Any] = []
         self._is_apart = False
+        self._arranged: list[Any] = []  # data sets that were drawn from in their order
         self._last_trained: Any = None  # the loader that was used last before that pass
         self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
         self.loader: Any = None  # the loader that training used last
@@ -82,6 +84,7 @@ class Batches:
             drawn = self._source_of(loader).drawn_from
             self._first = self._first or drawn
             self.varies |= drawn != self._first
+            self._note_arrangement(loader)
         self._last_trained = self.loader
         self._new_loaders.clear()
 
@@ -188,6 +191,23 @@ class Batches:
         """
         batch = self.in_use()
         return batch is not None and batch.size == num_rows
+
+    @property
+    def are_ordered(self) -> bool:
+        """Whether nothing in the script draws an order of samples for an epoch.
+
+        A script may draw an order by a new `Subset` for each epoch.
+        """
+        source = self.source()
+        if source is None or not source.is_ordered:
+            return False
+        return not source.is_sequential or len(self._arranged) <= 1
+
+    def _note_arrangement(self, loader: Any) -> None:
+        data = getattr(loader, "dataset", None)
+        is_split = isinstance(data, Subset) and len(self._arranged) <= 1
+        if is_split and not any(data is one for one in self._arranged):
+            self._arranged.append(data)
 
     def _goes_on(self, loader: Any) -> bool:
         # Some scripts create a new loader for every epoch.
@@ -501,7 +521,7 @@ class SeenSamples(Samples):
             "drop_last": source.drop_last or self._batches.epochs.drops_last,
             "replacement": source.replacement,
             "thorough": source.is_thorough,
-            "ordered": source.is_ordered,
+            "ordered": self._batches.are_ordered,
             "varied": self._batches.varies,
             **facts,
         }

@@ -24,7 +24,9 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
+    SequentialSampler,
     Subset,
     SubsetRandomSampler,
 )
@@ -238,8 +240,9 @@ class Source:
     - `selected`: the samples that all ranks together draw in an epoch; None for all samples.
     - `is_thorough`: every one of these is drawn in an epoch; False if a sampler of the script
       decides.
-    - `is_ordered`: a sampler of the script decides the order, and no line of the script makes it
-      random.
+    - `is_sequential`: samples are drawn in the order of the data set (a `Subset` may have any).
+    - `is_ordered`: it is sequential, or a sampler of the script decides the order, and no line of
+      the script makes it random.
     - `splits`: a sampler gives each rank its part of the data set.
     - `drop_last`: an incomplete last batch is dropped.
     - `replacement`: samples are drawn with replacement.
@@ -269,7 +272,8 @@ class Source:
         self.numbering = Numbering(_data_of(parts))
         samplers = [part for part in parts if not isinstance(part, DataLoader)]
         self.is_thorough = all(map(_is_thorough, samplers))
-        self.is_ordered = _are_ordered(samplers)
+        self.is_sequential = self.is_thorough and any(map(_is_sequential, samplers))
+        self.is_ordered = self.is_sequential or _are_ordered(samplers)
         self.selected = self.numbering.selected()
         for part in samplers:
             if isinstance(part, SubsetRandomSampler):
@@ -387,6 +391,12 @@ def _replaces(part: Any) -> bool:
 def _are_ordered(samplers: list[Any]) -> bool:
     deciding = [one for one in samplers if not _is_thorough(one)]
     return bool(deciding) and all(map(_is_written, deciding)) and not script_text.shuffles()
+
+
+def _is_sequential(sampler: Any) -> bool:
+    if isinstance(sampler, DistributedSampler):
+        return not sampler.shuffle
+    return isinstance(sampler, SequentialSampler)
 
 
 def _is_written(sampler: Any) -> bool:

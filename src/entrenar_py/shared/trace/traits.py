@@ -71,8 +71,8 @@ class Traits:
     - `population`: `guessed` if it is not known which samples an epoch should have, because the
       scenario's number of samples only counts the drawn ones, or because the user's own sampler
       decides. `varied` if epochs draw from several data sets, or from different parts of one.
-    - `ordered`: true if a sampler of the script has an order, and no line of the script draws an
-      order at random.
+    - `ordered`: true if a sampler has an order of its own, and nothing draws an order at random for
+      an epoch.
     - `splits`: true if a sampler splits one data set between the ranks, so that an id means the
       same sample on all ranks.
     - `sample_ids`: `content` if ids are digests of the model's input; `seen` if they were observed
