@@ -545,7 +545,7 @@ class SeenSamples(Samples):
         source = self._batches.source()
         if self._tells or source is None:
             return super().news()
-        found = {"epochs": source.is_thorough}
+        found = {"epochs": source.has_passes}
         fresh = {name: value for name, value in found.items() if value != self._written.get(name)}
         self._written |= fresh
         return fresh
