@@ -494,6 +494,36 @@ def test_epochs_that_are_short_on_purpose(of_one: list[list[list[int]]], verdict
     assert found.verdict.value == verdict, found
 
 
+REPEATED = [[[0, 0, 1], [0, 1, 1]], [[2, 2, 3], [2, 3, 3]]]
+
+
+@pytest.mark.parametrize("epochs", ["told", "untold"])
+@pytest.mark.parametrize(
+    ("of_one", "verdict"),
+    [
+        pytest.param([[[0, 0, 0, 1, 1, 1]], [[2, 2, 2, 3, 3, 3]]], "inconclusive", id="so on one"),
+        pytest.param([[[0, 1, 2, 3]], [[4, 5, 6, 7]]], "falsified", id="otherwise on one"),
+    ],
+)
+def test_samples_that_are_repeated_on_purpose(
+    of_one: list[list[list[int]]], verdict: str, epochs: str
+) -> None:
+    """A sampler of the script may repeat samples if it does so on one worker, too."""
+    traits = {"epochs": epochs, "population": "guessed", "sample_ids": "seen"}
+    several, alone = was(run(REPEATED), **traits), was(run(of_one), **traits)
+    found = traces.judge("coverage", Runs(base=several, witnesses={ALONE: (alone,)}))
+    assert found.verdict.value == verdict, found
+
+
+def test_a_repeated_sample_of_many() -> None:
+    """One that comes twice, also on one worker, pads a batch: an epoch that is told is wrong."""
+    traits = {"population": "guessed", "sample_ids": "seen"}
+    several = was(run([[[0, 1, 0], [2, 3]], [[4, 5], [6, 7]]]), **traits)
+    alone = was(run([[[0, 1, 2, 3, 0]], [[4, 5, 6, 7]]]), **traits)
+    found = traces.judge("coverage", Runs(base=several, witnesses={ALONE: (alone,)}))
+    assert broken(found).sample_ids == (0,)
+
+
 def test_one_worker_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shards are not read anew for every step that draws samples again."""
     read: list[Trace] = []

@@ -143,6 +143,9 @@ def _disjoint_and_complete(tally: Tally, trace: Trace, alone: Trace | None) -> N
         begun = [epoch for epoch in epochs if epoch not in seen]
         left = sum(population.num_lacking(seen.get(epoch, ())) for epoch in epochs)
         _drawn_alike(tally, trace, shards)
+        if population.is_repeated:
+            _ask_about_repeats(tally, step)
+            continue
         for shard in shards:
             _count(tally, trace, shard, seen.setdefault(shard.epoch, {}), population)
         if step >= known_until or trace.traits.replacement or population.is_varied:
@@ -429,12 +432,15 @@ def _judge_without_epochs(tally: Tally, trace: Trace, alone: Trace | None) -> No
     A sample that is drawn again may be an error, or the first of the next epoch. If fewer samples
     than a batch were left to draw, only reported epochs can decide between the two, except for a
     sampler that never ends. If the samples of an epoch are a guess, the run on one worker (`alone`)
-    decides: it is an error if that run continues with samples that were not drawn yet.
+    decides: it is an error if that run continues with samples that were not drawn yet. If a sampler
+    of the script draws a sample twice in a step, it is an error if that run repeats no sample early
+    (a sampler may repeat samples on purpose).
     """
     population = Population(trace)
     slack = trace.scenario.batch_size
     by_step = {} if alone is None else evidence.shards(alone)
     is_endless = trace.traits.epochs == "told"  # as in the only pass of a loader that never ends
+    may_repeat = _is_from_own_sampler(trace) and (alone is None or _repeats_early(alone))
     is_first = any(start.step > 0 for start in trace.of(Start))  # the epoch may have begun earlier
     seen: dict[int, int] = {}  # sample -> step that drew it, in the presumed epoch
     for step, shards in sorted(evidence.shards(trace).items()):
@@ -456,7 +462,9 @@ def _judge_without_epochs(tally: Tally, trace: Trace, alone: Trace | None) -> No
             again = tuple(i for n, i in enumerate(shard.ids) if i in fresh or i in shard.ids[:n])
             fresh.update(dict.fromkeys(shard.ids, step))
             repeated = tuple(id_ for id_ in shard.ids if id_ in seen)
-            if again and not is_used_up:
+            if again and not is_used_up and may_repeat:
+                _ask_about_repeats(tally, step)
+            elif again and not is_used_up:
                 _drawn_again(tally, trace, shard, again, fresh)
             elif repeated and is_cut and not (is_used_up or is_first):
                 _drawn_again(tally, trace, shard, repeated, seen)
@@ -494,6 +502,29 @@ def _drawn_again(
     )
 
 
+def _is_from_own_sampler(trace: Trace) -> bool:
+    return trace.traits.population == "guessed" and trace.traits.sample_ids == "seen"
+
+
+def _repeats_early(trace: Trace) -> bool:
+    """Return whether a run draws a sample again before it has drawn all of its samples."""
+    whole = {id_ for shard in trace.of(Shard) for id_ in shard.ids}
+    seen = set[int]()
+    for _, shards in sorted(evidence.shards(trace).items()):
+        ids = [id_ for shard in shards for id_ in shard.ids]
+        if len({*ids}) < len(ids) or not seen.isdisjoint(ids):
+            if not seen.union(ids) >= whole:
+                return True
+            seen = set()
+        seen.update(ids)
+    return False
+
+
+def _ask_about_repeats(tally: Tally, step: int) -> None:
+    why = f"a sampler of the script draws samples again in step {step}, maybe on purpose"
+    missing.ask(tally, why, facts.REPLACEMENT)
+
+
 def _ask(tally: Tally, step: int) -> None:
     why = f"step {step} draws samples again, maybe as the first of the next epoch"
     missing.ask(tally, why, facts.EPOCHS)
@@ -510,7 +541,8 @@ class Population:
     They are the samples that any rank selects, or all ids from 0 on. If the ids are only guessed
     (`is_guessed`), those that were `drawn` in any epoch are likely members, though a curriculum may
     draw different ones in each epoch. Certain members are the samples of the epoch in the run
-    `alone`, on one worker. If epochs vary (`is_varied`), selections are ignored.
+    `alone`, on one worker. If a sampler of the script repeats most samples in that run, it does so
+    on purpose (`is_repeated`). If epochs vary (`is_varied`), selections are ignored.
     """
 
     def __init__(self, trace: Trace, alone: Trace | None = None) -> None:
@@ -525,6 +557,7 @@ class Population:
         self._alone: dict[int, set[int]] = defaultdict(set)  # epoch -> ids
         for shard in () if alone is None else alone.of(Shard):
             self._alone[shard.epoch].update(shard.ids)
+        self.is_repeated = _is_from_own_sampler(trace) and _repeats_most(alone)
         self.in_words = "its selection" if selected else f"0 .. {len(self.samples) - 1}"
 
     def strange(self, ids: Collection[int]) -> tuple[int, ...]:
@@ -554,6 +587,16 @@ class Population:
         """
         whole = self._alone[epoch]
         return sorted(whole.difference(seen)) if whole.issuperset(seen) else []
+
+
+def _repeats_most(alone: Trace | None) -> bool:
+    """Return whether most samples come several times in an epoch of the run on one worker."""
+    times = Counter(
+        (shard.epoch, id_)
+        for shard in (() if alone is None else alone.of(Shard))
+        for id_ in shard.ids
+    )
+    return sum(count > 1 for count in times.values()) * 2 > len(times)
 
 
 def compare_selections(tally: Tally, trace: Trace) -> None:
