@@ -566,6 +566,38 @@ def test_a_data_set_that_is_guessed() -> None:
     assert "6 of 8 samples" in undecided(judged_samples(was(trace, population="guessed")))
 
 
+@pytest.mark.parametrize(
+    ("of_one", "cut_on_one", "verdict"),
+    [
+        pytest.param([[0, 1, 2], [0, 1, 2]], (0,), "inconclusive", id="so on one"),
+        pytest.param([[0, 1, 2], [3, 4, 5]], (), "falsified", id="one goes on"),
+        pytest.param([[0, 1, 2], [3, 4, 5]], (0,), "inconclusive", id="one goes on for some time"),
+        pytest.param([[0, 1, 2, 3], [4, 5, 6, 7]], (0,), "falsified", id="one has all"),
+    ],
+)
+def test_an_epoch_that_the_script_ends(
+    of_one: list[list[int]], cut_on_one: tuple[int, ...], verdict: str
+) -> None:
+    """A script may end its passes early on purpose; the run on one worker shows if it does."""
+    several = was(in_epochs(run([[[0, 1], [2]], [[5], [6, 7]]]), 0, 1), cut=(0,))
+    last = 1 if cut_on_one and len({*of_one[1]} & {*of_one[0]}) else 0
+    alone = was(in_epochs(run([[ids] for ids in of_one]), 0, last), cut=cut_on_one)
+    found = traces.judge("coverage", Runs(several, witnesses={ALONE: (alone,)}))
+    assert found.verdict.value == verdict, found
+    broken(judged_samples(was(several, cut=())))
+    assert "the script ends epoch 0" in undecided(judged_samples(several))
+
+
+def test_some_epochs_that_the_script_ends() -> None:
+    """A script may end an epoch by its loss, which need not be the same on one worker."""
+    several = in_epochs(
+        run([[[0, 1], [2, 3]], [[0, 2], [4, 6]], [[1, 3], [5, 7]], [[0], [1]]]), 0, 1, 1, 2
+    )
+    alone = in_epochs(run([[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[0, 2, 4, 6]]]), 0, 0, 1)
+    found = traces.judge("coverage", Runs(was(several, cut=(0,)), witnesses={ALONE: (alone,)}))
+    assert "the script ends epoch 0" in undecided(found)
+
+
 def test_a_stream_that_is_numbered_from_step_to_step() -> None:
     """It has no epochs. It is held beside one worker with the same samples in each step."""
     trace = run([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])

@@ -196,6 +196,19 @@ def test_two_loaders_in_a_step(data: torch.Tensor) -> None:
     assert seen.samples.facts()["varied"]
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_pass_that_the_script_ends(seen: Seen, is_over: bool) -> None:
+    """Its epoch is recorded when the next one begins."""
+    seen.given(seen.yields(3, 1, 0, 2))
+    if is_over:
+        seen.iterator.over()
+    assert "cut" not in seen.samples.news()
+    seen.begin()
+    seen.given(seen.yields(3, 1, 0, 2))
+    assert seen.samples.news().get("cut", []) == ([] if is_over else [0])
+    assert "cut" not in seen.samples.news()
+
+
 def test_two_loaders_of_the_same_data_that_take_turns() -> None:
     """From the second epoch on, each has its own numbers, and no sample comes twice in an epoch."""
     seen = Seen()

@@ -270,7 +270,8 @@ def _ended_complete(
     """Check that the epoch before `epoch` was drawn completely. `step` is the first of `epoch`.
 
     A trainer that drops the last batch may leave out fewer samples than a batch has. If the samples
-    of an epoch are only guessed, the epoch must have the samples that it has on one worker.
+    of an epoch are only guessed, or the script itself ended it, the epoch must have the samples
+    that it has on one worker.
     """
     earlier = [e for e in seen if e < epoch]
     if not earlier:
@@ -280,6 +281,10 @@ def _ended_complete(
     lacking = list(islice(population.lacking(seen[done]), LISTED_MAX)) if num_lacking else []
     is_short = num_lacking < trace.scenario.batch_size
     dropped = trace.traits.drop_last and is_short
+    if lacking and not dropped and not population.is_cut_wrongly(trace, done, seen[done]):
+        reason = f"the script ends epoch {done} before its loader does, without {lacking[:8]}"
+        missing.ask(tally, reason, facts.POPULATION)
+        return
     if lacking and population.is_guessed:
         lacking = population.lacking_beside_alone(done, seen[done])
         if len(lacking) < trace.scenario.batch_size and not dropped:
@@ -557,6 +562,7 @@ class Population:
         self._alone: dict[int, set[int]] = defaultdict(set)  # epoch -> ids
         for shard in () if alone is None else alone.of(Shard):
             self._alone[shard.epoch].update(shard.ids)
+        self._cut_alone = () if alone is None else alone.traits.cut
         self.is_repeated = _is_from_own_sampler(trace) and _repeats_most(alone)
         self.in_words = "its selection" if selected else f"0 .. {len(self.samples) - 1}"
 
@@ -587,6 +593,22 @@ class Population:
         """
         whole = self._alone[epoch]
         return sorted(whole.difference(seen)) if whole.issuperset(seen) else []
+
+    def is_cut_wrongly(self, trace: Trace, epoch: int, seen: Collection[int]) -> bool:
+        """Return whether an epoch that lacks samples of a known population is wrong.
+
+        It is if the loader ended it. If the script did, it may be meant (`steps_per_epoch`). Then
+        the run on one worker decides: it is wrong if that run goes on, and the run on several ends
+        all of its epochs early (it may take `len(loader) // world_size` batches).
+        """
+        cut = trace.traits.cut
+        if epoch not in cut:
+            return True
+        ended = {shard.epoch for shard in trace.of(Shard) if shard.ids}
+        whole = self._alone[epoch]
+        is_meant = epoch in self._cut_alone and self.num_lacking(whole) > 0
+        goes_on = bool(self.lacking_beside_alone(epoch, seen)) and not is_meant
+        return goes_on and ended - {max(ended)} <= {*cut}
 
 
 def _repeats_most(alone: Trace | None) -> bool:

@@ -305,18 +305,26 @@ class Iteration:
 class Epochs:
     """Numbers the iterations with batches that training uses, in the order of their first use.
 
-    `drops_last` is true if the script has skipped a last, short batch.
+    `drops_last` is true if the script has skipped a last, short batch. `cut` has the epochs that
+    the script ended before the loader had yielded all batches.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.latest: Iteration | None = None  # the iteration of the batch that was used last
         self.drops_last = False
+        self.cut: list[int] = []
 
     def of(self, iteration: Iteration) -> int:
         """Return the epoch of an iteration: a new number if none of its batches was used before."""
         if iteration.epoch is None:
             self.drops_last |= self.latest is not None and self.latest.dropped_last
+            if (
+                self.latest is not None
+                and self.latest.epoch is not None
+                and not self.latest.is_over
+            ):
+                self.cut.append(self.latest.epoch)
             iteration.epoch = self.count
             self.count += 1
         self.latest = iteration

@@ -76,7 +76,7 @@ class Recording:
             self._constants, self._has_rules = constants, True
             self._file.append(self._subject.rules(step, constants))
 
-    def sampling(self, news: Mapping[str, bool]) -> None:
+    def sampling(self, news: Mapping[str, Any]) -> None:
         """Write `news` about how samples are drawn, if there are any."""
         if news:
             self._file.note("sampling", **news)

@@ -536,7 +536,7 @@ class SeenSamples(Samples):
             return super().selected()
         return source.selected
 
-    def news(self) -> dict[str, bool]:
+    def news(self) -> dict[str, Any]:
         """Return what has become known since the last call of this method, as values for JSON.
 
         An iteration over a loader is an epoch, unless a sampler of the script decides which samples
@@ -548,4 +548,4 @@ class SeenSamples(Samples):
         found = {"epochs": source.has_passes}
         fresh = {name: value for name, value in found.items() if value != self._written.get(name)}
         self._written |= fresh
-        return fresh
+        return fresh | self._news_of_cuts(self._batches.epochs)
