@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from entrenar_py.check.observing import mirrored_batches
+from entrenar_py.check.observing import mirrored_batches, seen_samples
 from entrenar_py.check.observing.batches import Iteration
 from entrenar_py.check.observing.seen_samples import (
     CUT,
+    MANY,
     NO_ROWS,
     PENDING_MAX,
     STRANGE,
@@ -248,6 +249,36 @@ def test_a_probe_before_training(seen: Seen, num_probed: int) -> None:
     told = seen.samples.take()
     assert (told.ids, told.epoch, told.unknown) == ((3, 1, 0, 2), 0, "")
     assert not seen.samples.facts()["varied"]
+
+
+def test_micro_batches_that_are_fetched_together() -> None:
+    """A step may fetch more batches than it is usual to fetch ahead."""
+    data, seen = torch.arange(24.0)[:, None], Seen()
+    begun = iteration(seen, DataLoader(data), *([at] for at in range(24)))  # type: ignore[arg-type]
+    batches = [yielded(begun, data[at : at + 1]) for at in range(24)]
+    assert [seen.given(batch) for batch in batches] == [[at] for at in range(24)]
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_batches_that_are_forgotten(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    """If a few batches take too many bytes, the oldest are forgotten, and samples are unknown."""
+    monkeypatch.setattr(seen_samples, "PENDING_FEW", 1)
+    monkeypatch.setattr(seen_samples, "PENDING_BYTES_MAX", 80 if is_large else 1000)
+    begin_by_accelerate(seen)
+    first = seen.yields(3, 1, 0, 2)
+    seen.yields(7, 5, 4, 6)
+    third = seen.yields(8, 9, 10, 11)
+    assert seen.given(first) == ([] if is_large else [3, 1, 0, 2])
+    assert seen.unknown == (MANY if is_large else "")
+    assert seen.given(third) == [8, 9, 10, 11]
+
+
+def test_a_sparse_batch(seen: Seen) -> None:
+    """A loader may yield tensors without plain memory."""
+    seen.iterator.item(torch.eye(4).to_sparse())
+    assert seen.batches.pending[-1].num_bytes == 64
 
 
 def test_a_probe_of_zeros(seen: Seen) -> None:

@@ -64,6 +64,7 @@ class Batch:
       pass used it.
     - `is_gathered`: whether the samples were drawn one by one.
     - `blocks` and `content`: its memory and its tensors, if the reader needs them.
+    - `num_bytes`: the size of these tensors.
     """
 
     def __init__(self, iteration: Iteration, ids: Ids | None, rest: Ids = ()) -> None:
@@ -76,6 +77,7 @@ class Batch:
         self.is_gathered = False
         self.blocks: list[Block] = []
         self.content: Any = None
+        self.num_bytes = 0  # of its tensors
         self._columns: list[list[Row]] | None = None
 
     def extend(self, ids: Ids | None) -> None:
@@ -159,6 +161,8 @@ class Batch:
         duplicates make the places ambiguous.
         """
         for column in self._rows():
+            if rows and rows[0] not in column:
+                continue
             places: dict[Row, deque[int]] = defaultdict(deque)
             for place in self.left:
                 places[column[place]].append(place)
@@ -244,6 +248,7 @@ class Iteration:
     - `place`: 0, or how many iterations were used in the same epoch, over the same data, before it.
     - `trains`: whether a backward pass has used its batches. `was_probed`: whether a pass that no
       backward pass used had a batch.
+    - `has_lost`: whether the reader has forgotten a batch that was not used.
     - `last`: the batch that was handed out last. `largest` is the size of the largest one.
     - `is_one_ahead`: whether the script uses the batch before the newest one.
     - `why`: why its samples are unknown. If it is "", batches are handed out in the order of their
@@ -261,7 +266,7 @@ class Iteration:
         self._indices: deque[Any] = deque()  # indices of batches that are not handed out yet
         self.epoch: int | None = None
         self.place = 0
-        self.trains = self.was_probed = False
+        self.trains = self.was_probed = self.has_lost = False
         self.is_over = False
         self.is_one_ahead = _is_one_ahead()
         self.last: Batch | None = None

@@ -21,8 +21,9 @@ from entrenar_py.check.observing.sources import Ids, Source
 
 _SOURCES_MAX = 8  # loaders with facts that are remembered
 _UNKNOWN_SIZE = 2**22  # numbers that are reserved for a data set without a length
-# Batches that were yielded and not used; if there are more, the oldest counts as skipped.
-PENDING_MAX = 8
+# Batches that were yielded and not used. If there are more, or more than PENDING_FEW with too many
+# bytes, the oldest counts as skipped. A step may fetch all its micro-batches first.
+PENDING_MAX, PENDING_FEW, PENDING_BYTES_MAX = 256, 8, 2**28
 
 
 class Batches:
@@ -38,7 +39,7 @@ class Batches:
         self._is_apart = False
         self._arranged: list[Any] = []  # data sets that were drawn from in their order
         self._last_trained: Any = None  # the loader that was used last before that pass
-        self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
+        self.pending: deque[Batch] = deque()
         self.loader: Any = None  # the loader that training used last
         self._sources: deque[Source] = deque(maxlen=_SOURCES_MAX)
         self._numbers = _Numbers()
@@ -59,6 +60,14 @@ class Batches:
         self.num_events += 1
         self._newest = batch
         self.pending.append(batch)
+        tensors = contents.tensors_in(item)
+        # A sparse tensor has no `nbytes`.
+        batch.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        while len(self.pending) > PENDING_FEW and (
+            len(self.pending) > PENDING_MAX
+            or sum(one.num_bytes for one in self.pending) > PENDING_BYTES_MAX
+        ):
+            self.pending.popleft().iteration.has_lost = True
 
     def use(self, batch: Batch, places: Iterable[int]) -> tuple[int, list[int]]:
         """Use the samples at `places` of a batch for training; return their epoch and ids.
@@ -73,7 +82,7 @@ class Batches:
             at = self.pending.index(batch)
             later = [*self.pending][at + 1 :]
             others = [b for b in [*self.pending][:at] if b.iteration.loader is not self.loader]
-            self.pending = deque([*others, *later], maxlen=PENDING_MAX)
+            self.pending = deque([*others, *later])
         return epoch, self._numbered(batch.iteration, ids)
 
     def taken(self) -> None:
@@ -106,7 +115,7 @@ class Batches:
         loader = batch.iteration.loader
         same = [b for b in self.pending if b.ids == batch.ids and b.iteration.loader is loader]
         older = [b for b in same if b.iteration is not same[-1].iteration]
-        self.pending = deque((b for b in self.pending if b not in older), maxlen=PENDING_MAX)
+        self.pending = deque(b for b in self.pending if b not in older)
         return same[len(older)] if older else batch
 
     def _epoch_of(self, iteration: Iteration) -> int:
@@ -161,7 +170,7 @@ class Batches:
         if self.loader is not None:
             same = [batch for batch in fit if batch.iteration.loader is self.loader]
             fit = same or [batch for batch in fit if self._goes_on(batch.iteration.loader)]
-        if fit and (newest := fit[-1].iteration).is_one_ahead:
+        if fit and (newest := fit[-1].iteration).is_one_ahead and not newest.has_lost:
             read = [batch for batch in self.pending if batch.iteration is newest]
             given = read[-1:] if newest.is_over else read[-2:-1]
             return next((batch for batch in given if batch in fit), None)
@@ -172,6 +181,13 @@ class Batches:
     def newest_yielded(self) -> Batch | None:
         """Return the batch that the script received last."""
         return self._newest
+
+    @property
+    def have_lost(self) -> bool:
+        """Whether a batch of the iteration that training uses was forgotten before it was used."""
+        latest = self.epochs.latest
+        newest = None if self._newest is None else self._newest.iteration
+        return any(one is not None and one.has_lost for one in (latest, newest))
 
     def in_use(self) -> Batch | None:
         """Return the batch that was used up last, with all its samples.
@@ -269,6 +285,9 @@ class _Numbers:
 INDEX, CONTENT = "index", "content"
 CUT = "the model was given a changed part of a batch, and nothing shows which part"
 STRANGE = "the model was given data that no loader has handed out"
+MANY = (
+    "the script had fetched many batches ahead, and nothing shows which of them the model was given"
+)
 NO_ROWS = "the model was given no tensor with rows, and no loader has drawn samples for it"
 
 
@@ -370,6 +389,8 @@ class SeenSamples(Samples):
             self._by_count(inputs, meant, is_again=is_again)
         elif is_again:
             return  # a second pass, perhaps at other weights
+        elif self._batches.have_lost:
+            self._unknown = MANY
         elif self._batches.loader is not None:
             self._unknown = STRANGE
         elif rows is None:
