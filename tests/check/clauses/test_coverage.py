@@ -494,6 +494,36 @@ def test_epochs_that_are_short_on_purpose(of_one: list[list[list[int]]], verdict
     assert found.verdict.value == verdict, found
 
 
+REPEATED = [[[0, 0, 1], [0, 1, 1]], [[2, 2, 3], [2, 3, 3]]]
+
+
+@pytest.mark.parametrize("epochs", ["told", "untold"])
+@pytest.mark.parametrize(
+    ("of_one", "verdict"),
+    [
+        pytest.param([[[0, 0, 0, 1, 1, 1]], [[2, 2, 2, 3, 3, 3]]], "inconclusive", id="so on one"),
+        pytest.param([[[0, 1, 2, 3]], [[4, 5, 6, 7]]], "falsified", id="otherwise on one"),
+    ],
+)
+def test_samples_that_are_repeated_on_purpose(
+    of_one: list[list[list[int]]], verdict: str, epochs: str
+) -> None:
+    """A sampler of the script may repeat samples if it does so on one worker, too."""
+    traits = {"epochs": epochs, "population": "guessed", "sample_ids": "seen"}
+    several, alone = was(run(REPEATED), **traits), was(run(of_one), **traits)
+    found = traces.judge("coverage", Runs(base=several, witnesses={ALONE: (alone,)}))
+    assert found.verdict.value == verdict, found
+
+
+def test_a_repeated_sample_of_many() -> None:
+    """One that comes twice, also on one worker, pads a batch: an epoch that is told is wrong."""
+    traits = {"population": "guessed", "sample_ids": "seen"}
+    several = was(run([[[0, 1, 0], [2, 3]], [[4, 5], [6, 7]]]), **traits)
+    alone = was(run([[[0, 1, 2, 3, 0]], [[4, 5, 6, 7]]]), **traits)
+    found = traces.judge("coverage", Runs(base=several, witnesses={ALONE: (alone,)}))
+    assert broken(found).sample_ids == (0,)
+
+
 def test_one_worker_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shards are not read anew for every step that draws samples again."""
     read: list[Trace] = []
@@ -534,6 +564,38 @@ def test_a_data_set_that_is_guessed() -> None:
     trace = in_epochs(run([[[0, 1, 2]], [[3, 6, 7]], [[0, 1, 2]]]), 0, 0, 1)
     assert "4, 5" in broken(judged_samples(trace)).message
     assert "6 of 8 samples" in undecided(judged_samples(was(trace, population="guessed")))
+
+
+@pytest.mark.parametrize(
+    ("of_one", "cut_on_one", "verdict"),
+    [
+        pytest.param([[0, 1, 2], [0, 1, 2]], (0,), "inconclusive", id="so on one"),
+        pytest.param([[0, 1, 2], [3, 4, 5]], (), "falsified", id="one goes on"),
+        pytest.param([[0, 1, 2], [3, 4, 5]], (0,), "inconclusive", id="one goes on for some time"),
+        pytest.param([[0, 1, 2, 3], [4, 5, 6, 7]], (0,), "falsified", id="one has all"),
+    ],
+)
+def test_an_epoch_that_the_script_ends(
+    of_one: list[list[int]], cut_on_one: tuple[int, ...], verdict: str
+) -> None:
+    """A script may end its passes early on purpose; the run on one worker shows if it does."""
+    several = was(in_epochs(run([[[0, 1], [2]], [[5], [6, 7]]]), 0, 1), cut=(0,))
+    last = 1 if cut_on_one and len({*of_one[1]} & {*of_one[0]}) else 0
+    alone = was(in_epochs(run([[ids] for ids in of_one]), 0, last), cut=cut_on_one)
+    found = traces.judge("coverage", Runs(several, witnesses={ALONE: (alone,)}))
+    assert found.verdict.value == verdict, found
+    broken(judged_samples(was(several, cut=())))
+    assert "the script ends epoch 0" in undecided(judged_samples(several))
+
+
+def test_some_epochs_that_the_script_ends() -> None:
+    """A script may end an epoch by its loss, which need not be the same on one worker."""
+    several = in_epochs(
+        run([[[0, 1], [2, 3]], [[0, 2], [4, 6]], [[1, 3], [5, 7]], [[0], [1]]]), 0, 1, 1, 2
+    )
+    alone = in_epochs(run([[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[0, 2, 4, 6]]]), 0, 0, 1)
+    found = traces.judge("coverage", Runs(was(several, cut=(0,)), witnesses={ALONE: (alone,)}))
+    assert "the script ends epoch 0" in undecided(found)
 
 
 def test_a_stream_that_is_numbered_from_step_to_step() -> None:

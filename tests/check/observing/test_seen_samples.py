@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
-from entrenar_py.check.observing import mirrored_batches
+from entrenar_py.check.observing import mirrored_batches, seen_samples
 from entrenar_py.check.observing.batches import Iteration
 from entrenar_py.check.observing.seen_samples import (
     CUT,
+    MANY,
     NO_ROWS,
     PENDING_MAX,
     STRANGE,
@@ -152,6 +153,175 @@ def test_texts_that_lost_their_last_token_in_batches_read_ahead(seen: Seen, is_m
         seen.samples.settle()
         told.append([*seen.samples.take().ids])
     assert (told == [[0, 1], [2, 3]]) is not is_mask
+
+
+def iteration(seen: Seen, loader: Any, *batches: list[int]) -> Iteration:
+    """Return a new iteration over a loader, which has drawn these batches."""
+    begun = Iteration(seen.batches, loader)
+    for batch in batches:
+        begun.drawn(batch)
+    return begun
+
+
+def yielded(iterator: Iteration, rows: torch.Tensor) -> torch.Tensor:
+    """Yield these rows as the next batch."""
+    iterator.item(rows)
+    return rows
+
+
+def told_in_step(seen: Seen, *inputs: torch.Tensor) -> tuple[list[int], int]:
+    """Return samples and epoch of a step in which a loss has a pass for each of the inputs."""
+    for one in inputs:
+        seen.samples.given([one], trains=True)
+    seen.samples.settle()
+    told = seen.samples.take()
+    seen.samples.end_step()
+    return [*told.ids], told.epoch
+
+
+@pytest.mark.parametrize("data", [DATA, DATA[:8] + 20])
+def test_two_loaders_in_a_step(data: torch.Tensor) -> None:
+    """Their samples differ, also if the data are the same; an epoch ends when either begins."""
+    seen = Seen()
+    loaders: list[Any] = [DataLoader(DATA), DataLoader(data)]  # type: ignore[arg-type]
+    first = iteration(seen, loaders[0], [0, 1], [2, 3], [4, 5])
+    second = iteration(seen, loaders[1], [1, 0], [3, 2])
+    told = []
+    for rows in ([0, 1], [2, 3]):
+        batches = yielded(first, DATA[rows]), yielded(second, data[rows[::-1]].double())
+        told.append(told_in_step(seen, *batches))
+    assert told == [([0, 1, 13, 12], 1), ([2, 3, 15, 14], 1)]
+    again = iteration(seen, loaders[1], [1, 5])
+    batches = yielded(first, DATA[4:6]), yielded(again, data[[1, 5]].double())
+    assert told_in_step(seen, *batches) == ([4, 5, 13, 17], 2)
+    assert seen.samples.facts()["varied"]
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_pass_that_the_script_ends(seen: Seen, is_over: bool) -> None:
+    """Its epoch is recorded when the next one begins."""
+    seen.given(seen.yields(3, 1, 0, 2))
+    if is_over:
+        seen.iterator.over()
+    assert "cut" not in seen.samples.news()
+    seen.begin()
+    seen.given(seen.yields(3, 1, 0, 2))
+    assert seen.samples.news().get("cut", []) == ([] if is_over else [0])
+    assert "cut" not in seen.samples.news()
+
+
+def test_two_loaders_of_the_same_data_that_take_turns() -> None:
+    """From the second epoch on, each has its own numbers, and no sample comes twice in an epoch."""
+    seen = Seen()
+    loaders: list[Any] = [DataLoader(DATA), DataLoader(DATA)]  # type: ignore[arg-type]
+    first = iteration(seen, loaders[0], [0, 1], [2, 3])
+    second = iteration(seen, loaders[1], [1, 2], [3, 0])
+    told = [
+        told_in_step(seen, yielded(begun, DATA[rows]))
+        for begun, rows in ((first, [0, 1]), (second, [1, 2]), (first, [2, 3]), (second, [3, 0]))
+    ]
+    assert told == [([0, 1], 0), ([1, 2], 1), ([14, 15], 1), ([3, 0], 1)]
+
+
+def test_a_loader_after_another_one_of_the_same_data() -> None:
+    """As in a script that makes a loader for each epoch: the samples are the same."""
+    seen = Seen()
+    told = []
+    for _ in range(2):
+        begun = iteration(seen, DataLoader(DATA), [0, 1])  # type: ignore[arg-type]
+        told.append(told_in_step(seen, yielded(begun, DATA[:2])))
+    assert told == [([0, 1], 0), ([0, 1], 1)]
+    assert not seen.samples.facts()["varied"]
+
+
+@pytest.mark.parametrize("num_probed", [1, 3])
+def test_a_probe_before_training(seen: Seen, num_probed: int) -> None:
+    """Batches that were looked at, or all of a loader, don't count if no backward pass follows."""
+    orders = [3, 1, 0, 2], [7, 5, 4, 6], [8, 9, 10, 11]
+    for rows in orders[:num_probed]:
+        assert not seen.samples.given([seen.yields(*rows)], trains=True)
+    if num_probed == 3:
+        seen.iterator.over()
+    seen.begin()
+    batch = seen.yields(3, 1, 0, 2) / 3
+    assert seen.samples.given([batch], trains=True), "earlier passes were probes"
+    seen.samples.settle()
+    told = seen.samples.take()
+    assert (told.ids, told.epoch, told.unknown) == ((3, 1, 0, 2), 0, "")
+    assert not seen.samples.facts()["varied"]
+
+
+def test_micro_batches_that_are_fetched_together() -> None:
+    """A step may fetch more batches than it is usual to fetch ahead."""
+    data, seen = torch.arange(24.0)[:, None], Seen()
+    begun = iteration(seen, DataLoader(data), *([at] for at in range(24)))  # type: ignore[arg-type]
+    batches = [yielded(begun, data[at : at + 1]) for at in range(24)]
+    assert [seen.given(batch) for batch in batches] == [[at] for at in range(24)]
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_batches_that_are_forgotten(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    """If a few batches take too many bytes, the oldest are forgotten, and samples are unknown."""
+    monkeypatch.setattr(seen_samples, "PENDING_FEW", 1)
+    monkeypatch.setattr(seen_samples, "PENDING_BYTES_MAX", 80 if is_large else 1000)
+    begin_by_accelerate(seen)
+    first = seen.yields(3, 1, 0, 2)
+    seen.yields(7, 5, 4, 6)
+    third = seen.yields(8, 9, 10, 11)
+    assert seen.given(first) == ([] if is_large else [3, 1, 0, 2])
+    assert seen.unknown == (MANY if is_large else "")
+    assert seen.given(third) == [8, 9, 10, 11]
+
+
+def test_a_sparse_batch(seen: Seen) -> None:
+    """A loader may yield tensors without plain memory."""
+    seen.iterator.item(torch.eye(4).to_sparse())
+    assert seen.batches.pending[-1].num_bytes == 64
+
+
+def test_a_probe_of_zeros(seen: Seen) -> None:
+    """What no loader handed out is no sample if it comes before a pass of the loader."""
+    seen.samples.given([torch.zeros(2, 1)], trains=True)
+    assert seen.given(seen.yields(3, 1, 0, 2)) == [3, 1, 0, 2]
+    assert seen.samples.facts()["samples"] == "index"
+    seen.samples.given([torch.zeros(2, 1)], trains=True)
+    seen.begin()
+    assert (seen.given(seen.yields(3, 1, 0, 2)), seen.unknown) == ([3, 1, 0, 2], "")
+
+
+def test_an_evaluation_in_training_mode(seen: Seen) -> None:
+    """The samples of another loader, all of which were looked at, don't count."""
+    seen.given(seen.yields(3, 1, 0, 2))
+    seen.samples.end_step()
+    held_out = iteration(seen, DataLoader(DATA + 20), [0, 1])  # type: ignore[arg-type]
+    seen.samples.given([yielded(held_out, DATA[:2] + 20)], trains=True)
+    held_out.over()
+    seen.begin()
+    assert (seen.given(seen.yields(3, 1, 0, 2)), seen.epoch) == ([3, 1, 0, 2], 1)
+    assert not seen.samples.facts()["varied"]
+
+
+def test_a_loss_over_the_end_of_an_epoch(seen: Seen) -> None:
+    """A pass before the loader's next iteration counts if the first one has trained."""
+    seen.given(seen.yields(3, 1, 0, 2))
+    seen.samples.given([seen.yields(7, 5, 4, 6)], trains=True)
+    seen.iterator.over()
+    seen.begin()
+    assert seen.given(seen.yields(3, 1, 0, 2))[:4] == [7, 5, 4, 6]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_the_order_of_a_subset(is_new: bool) -> None:
+    """It is drawn for each epoch if each has its own subset."""
+    seen = Seen()
+    subset: Any = Subset(DATA, [1, 0])  # type: ignore[arg-type]
+    for _ in range(2):
+        subset = Subset(DATA, [1, 0]) if is_new else subset  # type: ignore[arg-type]
+        begun = iteration(seen, DataLoader(subset), [0, 1])
+        assert told_in_step(seen, yielded(begun, DATA[[1, 0]]))[0] == [1, 0]
+    assert seen.samples.facts()["ordered"] is not is_new
 
 
 @pytest.mark.parametrize("is_same", [True, False])

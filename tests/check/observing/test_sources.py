@@ -12,8 +12,11 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
+    SequentialSampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -58,6 +61,52 @@ class Seeded(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(random.randint(0, 9))
         return iter([int(number) for number in torch.randperm(SIZE, generator=generator)])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "is_thorough", "replaces"),
+    [
+        (RandomSampler(range(SIZE)), True, False),
+        (RandomSampler(range(SIZE), num_samples=SIZE - 2), False, False),
+        (RandomSampler(range(SIZE), num_samples=SIZE + 2), True, True),
+        (RandomSampler(range(SIZE), replacement=True, num_samples=2), True, True),
+        (WeightedRandomSampler([1.0] * SIZE, SIZE - 2, replacement=False), False, False),
+        (WeightedRandomSampler([1.0] * SIZE, SIZE, replacement=False), True, False),
+    ],
+)
+def test_samplers_that_draw_some_of_the_samples(
+    sampler: Any, is_thorough: bool, replaces: bool
+) -> None:
+    """A part without replacement is an epoch of unknown samples; more than all comes again."""
+    data: Any = range(SIZE)
+    source = Source(DataLoader(data, 2, sampler=sampler))
+    found = source.is_thorough, source.replacement, source.has_passes
+    assert found == (is_thorough, replaces, True)
+
+
+class Batched(Sampler[list[int]]):
+    def __init__(self) -> None:
+        self.sampler = SequentialSampler(range(SIZE))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[number] for number in self.sampler])
+
+
+def test_samplers_in_the_order_of_the_data() -> None:
+    """The order is that of a loader without shuffling; a sampler of the script may change it."""
+    data: Any = range(SIZE)
+
+    def distributed(shuffle: bool) -> Any:
+        return DistributedSampler(data, num_replicas=2, rank=0, shuffle=shuffle)
+
+    loaders = {
+        DataLoader(data, 2): True,
+        DataLoader(data, 2, shuffle=True): False,
+        DataLoader(data, 2, sampler=distributed(False)): True,
+        DataLoader(data, 2, sampler=distributed(True)): False,
+        DataLoader(data, batch_sampler=Batched()): False,
+    }
+    assert [Source(loader).is_sequential for loader in loaders] == [*loaders.values()]
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,9 @@ def _disjoint_and_complete(tally: Tally, trace: Trace, alone: Trace | None) -> N
         begun = [epoch for epoch in epochs if epoch not in seen]
         left = sum(population.num_lacking(seen.get(epoch, ())) for epoch in epochs)
         _drawn_alike(tally, trace, shards)
+        if population.is_repeated:
+            _ask_about_repeats(tally, step)
+            continue
         for shard in shards:
             _count(tally, trace, shard, seen.setdefault(shard.epoch, {}), population)
         if step >= known_until or trace.traits.replacement or population.is_varied:
@@ -267,7 +270,8 @@ def _ended_complete(
     """Check that the epoch before `epoch` was drawn completely. `step` is the first of `epoch`.
 
     A trainer that drops the last batch may leave out fewer samples than a batch has. If the samples
-    of an epoch are only guessed, the epoch must have the samples that it has on one worker.
+    of an epoch are only guessed, or the script itself ended it, the epoch must have the samples
+    that it has on one worker.
     """
     earlier = [e for e in seen if e < epoch]
     if not earlier:
@@ -277,6 +281,10 @@ def _ended_complete(
     lacking = list(islice(population.lacking(seen[done]), LISTED_MAX)) if num_lacking else []
     is_short = num_lacking < trace.scenario.batch_size
     dropped = trace.traits.drop_last and is_short
+    if lacking and not dropped and not population.is_cut_wrongly(trace, done, seen[done]):
+        reason = f"the script ends epoch {done} before its loader does, without {lacking[:8]}"
+        missing.ask(tally, reason, facts.POPULATION)
+        return
     if lacking and population.is_guessed:
         lacking = population.lacking_beside_alone(done, seen[done])
         if len(lacking) < trace.scenario.batch_size and not dropped:
@@ -429,12 +437,15 @@ def _judge_without_epochs(tally: Tally, trace: Trace, alone: Trace | None) -> No
     A sample that is drawn again may be an error, or the first of the next epoch. If fewer samples
     than a batch were left to draw, only reported epochs can decide between the two, except for a
     sampler that never ends. If the samples of an epoch are a guess, the run on one worker (`alone`)
-    decides: it is an error if that run continues with samples that were not drawn yet.
+    decides: it is an error if that run continues with samples that were not drawn yet. If a sampler
+    of the script draws a sample twice in a step, it is an error if that run repeats no sample early
+    (a sampler may repeat samples on purpose).
     """
     population = Population(trace)
     slack = trace.scenario.batch_size
     by_step = {} if alone is None else evidence.shards(alone)
     is_endless = trace.traits.epochs == "told"  # as in the only pass of a loader that never ends
+    may_repeat = _is_from_own_sampler(trace) and (alone is None or _repeats_early(alone))
     is_first = any(start.step > 0 for start in trace.of(Start))  # the epoch may have begun earlier
     seen: dict[int, int] = {}  # sample -> step that drew it, in the presumed epoch
     for step, shards in sorted(evidence.shards(trace).items()):
@@ -456,7 +467,9 @@ def _judge_without_epochs(tally: Tally, trace: Trace, alone: Trace | None) -> No
             again = tuple(i for n, i in enumerate(shard.ids) if i in fresh or i in shard.ids[:n])
             fresh.update(dict.fromkeys(shard.ids, step))
             repeated = tuple(id_ for id_ in shard.ids if id_ in seen)
-            if again and not is_used_up:
+            if again and not is_used_up and may_repeat:
+                _ask_about_repeats(tally, step)
+            elif again and not is_used_up:
                 _drawn_again(tally, trace, shard, again, fresh)
             elif repeated and is_cut and not (is_used_up or is_first):
                 _drawn_again(tally, trace, shard, repeated, seen)
@@ -494,6 +507,29 @@ def _drawn_again(
     )
 
 
+def _is_from_own_sampler(trace: Trace) -> bool:
+    return trace.traits.population == "guessed" and trace.traits.sample_ids == "seen"
+
+
+def _repeats_early(trace: Trace) -> bool:
+    """Return whether a run draws a sample again before it has drawn all of its samples."""
+    whole = {id_ for shard in trace.of(Shard) for id_ in shard.ids}
+    seen = set[int]()
+    for _, shards in sorted(evidence.shards(trace).items()):
+        ids = [id_ for shard in shards for id_ in shard.ids]
+        if len({*ids}) < len(ids) or not seen.isdisjoint(ids):
+            if not seen.union(ids) >= whole:
+                return True
+            seen = set()
+        seen.update(ids)
+    return False
+
+
+def _ask_about_repeats(tally: Tally, step: int) -> None:
+    why = f"a sampler of the script draws samples again in step {step}, maybe on purpose"
+    missing.ask(tally, why, facts.REPLACEMENT)
+
+
 def _ask(tally: Tally, step: int) -> None:
     why = f"step {step} draws samples again, maybe as the first of the next epoch"
     missing.ask(tally, why, facts.EPOCHS)
@@ -510,11 +546,12 @@ class Population:
     They are the samples that any rank selects, or all ids from 0 on. If the ids are only guessed
     (`is_guessed`), those that were `drawn` in any epoch are likely members, though a curriculum may
     draw different ones in each epoch. Certain members are the samples of the epoch in the run
-    `alone`, on one worker. If epochs vary (`is_varied`), selections are ignored.
+    `alone`, on one worker. If a sampler of the script repeats most samples in that run, it does so
+    on purpose (`is_repeated`). If epochs vary (`is_varied`), selections are ignored.
     """
 
     def __init__(self, trace: Trace, alone: Trace | None = None) -> None:
-        self.is_guessed = trace.traits.population == "guessed"
+        self.is_guessed = trace.traits.population != "known"
         self.is_varied = trace.traits.population == "varied"
         events = () if self.is_varied else trace.of(Selection)
         selected = {id_ for event in events for id_ in event.ids}
@@ -525,6 +562,8 @@ class Population:
         self._alone: dict[int, set[int]] = defaultdict(set)  # epoch -> ids
         for shard in () if alone is None else alone.of(Shard):
             self._alone[shard.epoch].update(shard.ids)
+        self._cut_alone = () if alone is None else alone.traits.cut
+        self.is_repeated = _is_from_own_sampler(trace) and _repeats_most(alone)
         self.in_words = "its selection" if selected else f"0 .. {len(self.samples) - 1}"
 
     def strange(self, ids: Collection[int]) -> tuple[int, ...]:
@@ -554,6 +593,32 @@ class Population:
         """
         whole = self._alone[epoch]
         return sorted(whole.difference(seen)) if whole.issuperset(seen) else []
+
+    def is_cut_wrongly(self, trace: Trace, epoch: int, seen: Collection[int]) -> bool:
+        """Return whether an epoch that lacks samples of a known population is wrong.
+
+        It is if the loader ended it. If the script did, it may be meant (`steps_per_epoch`). Then
+        the run on one worker decides: it is wrong if that run goes on, and the run on several ends
+        all of its epochs early (it may take `len(loader) // world_size` batches).
+        """
+        cut = trace.traits.cut
+        if epoch not in cut:
+            return True
+        ended = {shard.epoch for shard in trace.of(Shard) if shard.ids}
+        whole = self._alone[epoch]
+        is_meant = epoch in self._cut_alone and self.num_lacking(whole) > 0
+        goes_on = bool(self.lacking_beside_alone(epoch, seen)) and not is_meant
+        return goes_on and ended - {max(ended)} <= {*cut}
+
+
+def _repeats_most(alone: Trace | None) -> bool:
+    """Return whether most samples come several times in an epoch of the run on one worker."""
+    times = Counter(
+        (shard.epoch, id_)
+        for shard in (() if alone is None else alone.of(Shard))
+        for id_ in shard.ids
+    )
+    return sum(count > 1 for count in times.values()) * 2 > len(times)
 
 
 def compare_selections(tally: Tally, trace: Trace) -> None:

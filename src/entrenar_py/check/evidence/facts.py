@@ -55,6 +55,10 @@ EPOCH_END = Fact(
     call="run the script for more than one epoch: put {epochs} into the command, raise --steps, or "
     "take a smaller data set",
 )
+REPLACEMENT = Fact(
+    record="Traits.replacement",
+    call="if a sample may be drawn again within an epoch, say obs.samples(ids, replacement=True)",
+)
 POPULATION = Fact(
     record="the samples of the data set",
     call="if an epoch has to draw every sample, say observe(..., dataset=data), with a Subset if "

@@ -64,6 +64,7 @@ class Batch:
       pass used it.
     - `is_gathered`: whether the samples were drawn one by one.
     - `blocks` and `content`: its memory and its tensors, if the reader needs them.
+    - `num_bytes`: the size of these tensors.
     """
 
     def __init__(self, iteration: Iteration, ids: Ids | None, rest: Ids = ()) -> None:
@@ -76,6 +77,7 @@ class Batch:
         self.is_gathered = False
         self.blocks: list[Block] = []
         self.content: Any = None
+        self.num_bytes = 0  # of its tensors
         self._columns: list[list[Row]] | None = None
 
     def extend(self, ids: Ids | None) -> None:
@@ -159,6 +161,8 @@ class Batch:
         duplicates make the places ambiguous.
         """
         for column in self._rows():
+            if rows and rows[0] not in column:
+                continue
             places: dict[Row, deque[int]] = defaultdict(deque)
             for place in self.left:
                 places[column[place]].append(place)
@@ -241,6 +245,10 @@ class Iteration:
     - `loader`: None unless it is `held`, since a loader's workers end when nothing refers to the
       loader.
     - `epoch`: None until one of its batches is used.
+    - `place`: 0, or how many iterations were used in the same epoch, over the same data, before it.
+    - `trains`: whether a backward pass has used its batches. `was_probed`: whether a pass that no
+      backward pass used had a batch.
+    - `has_lost`: whether the reader has forgotten a batch that was not used.
     - `last`: the batch that was handed out last. `largest` is the size of the largest one.
     - `is_one_ahead`: whether the script uses the batch before the newest one.
     - `why`: why its samples are unknown. If it is "", batches are handed out in the order of their
@@ -257,6 +265,8 @@ class Iteration:
         self._is_ahead = num_workers > 0  # workers fetch batches ahead
         self._indices: deque[Any] = deque()  # indices of batches that are not handed out yet
         self.epoch: int | None = None
+        self.place = 0
+        self.trains = self.was_probed = self.has_lost = False
         self.is_over = False
         self.is_one_ahead = _is_one_ahead()
         self.last: Batch | None = None
@@ -300,22 +310,36 @@ class Iteration:
 class Epochs:
     """Numbers the iterations with batches that training uses, in the order of their first use.
 
-    `drops_last` is true if the script has skipped a last, short batch.
+    `drops_last` is true if the script has skipped a last, short batch. `cut` has the epochs that
+    the script ended before the loader had yielded all batches.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.latest: Iteration | None = None  # the iteration of the batch that was used last
         self.drops_last = False
+        self.cut: list[int] = []
 
     def of(self, iteration: Iteration) -> int:
         """Return the epoch of an iteration: a new number if none of its batches was used before."""
         if iteration.epoch is None:
             self.drops_last |= self.latest is not None and self.latest.dropped_last
+            if (
+                self.latest is not None
+                and self.latest.epoch is not None
+                and not self.latest.is_over
+            ):
+                self.cut.append(self.latest.epoch)
             iteration.epoch = self.count
             self.count += 1
         self.latest = iteration
         return iteration.epoch
+
+    def forget(self, iteration: Iteration) -> None:
+        """Forget that a batch of an iteration was used, if it was used last."""
+        if iteration is self.latest:
+            self.latest, iteration.epoch = None, None
+            self.count -= 1
 
 
 def _is_one_ahead() -> bool:

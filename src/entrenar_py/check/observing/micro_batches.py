@@ -120,7 +120,8 @@ class MicroBatches:
     def after_forward(self, inputs: Any, *, is_training: bool) -> None:
         """Record a forward pass's inputs, and whether random numbers were drawn if it trains."""
         grown = torch.is_grad_enabled()
-        self.samples.given(inputs, trains=is_training and grown, may_train=grown)
+        if self.samples.given(inputs, trains=is_training and grown, may_train=grown):
+            self._draws, self._given = None, self._given[-1:]
         if not self._is_in_forward:
             return
         self._is_in_forward = False

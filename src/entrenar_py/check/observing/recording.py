@@ -80,7 +80,7 @@ class Recording:
         """Write that an optimizer inside the observed one takes the steps."""
         self._file.note("inner")
 
-    def sampling(self, news: Mapping[str, bool]) -> None:
+    def sampling(self, news: Mapping[str, Any]) -> None:
         """Write `news` about how samples are drawn, if there are any."""
         if news:
             self._file.note("sampling", **news)

@@ -282,6 +282,7 @@ class Samples:
         # The memory of the inputs of the last pass that may not train.
         self._blocks: list[Block] = []
         self._written: dict[str, bool] = {}
+        self._num_cut = 0  # epochs cut by the script that were written
 
     def tell(self, ids: Iterable[int], epoch: int | None, *, replacement: bool = False) -> None:
         """Record `ids` as the next samples; without `epoch`, in the epoch of the previous ones."""
@@ -306,8 +307,12 @@ class Samples:
         if not trains and self.draws is not None:
             self.draws.skip(blocks)
 
-    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
-        """Get the inputs of a forward pass; ignored here, since the source identifies samples."""
+    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> bool:
+        """Get the inputs of a forward pass; ignored here, since the source identifies samples.
+
+        Return False: earlier passes count.
+        """
+        return False
 
     def drew(self) -> None:
         """Called when random numbers were drawn between two passes; ignored here."""
@@ -398,7 +403,7 @@ class Samples:
             return self._whole.selected()
         return None if self.draws is None else self.draws.source.selected
 
-    def news(self) -> dict[str, bool]:
+    def news(self) -> dict[str, Any]:
         """Return what has become known since the last call of this method, as values for JSON."""
         facts = {"drop_last": self.draws is not None and self.draws.epochs.drops_last}
         if self._replaces:
@@ -407,4 +412,11 @@ class Samples:
             facts["epochs"] = self._tells_epochs
         fresh = {name: value for name, value in facts.items() if value != self._written.get(name)}
         self._written |= fresh
-        return fresh if fresh != {"drop_last": False} else {}
+        fresh = fresh if fresh != {"drop_last": False} else {}
+        return fresh | ({} if self.draws is None else self._news_of_cuts(self.draws.epochs))
+
+    def _news_of_cuts(self, epochs: Epochs) -> dict[str, Any]:
+        cut = epochs.cut[self._num_cut :]
+        self._num_cut += len(cut)
+        # In an epoch of declared samples all are due.
+        return {"cut": cut} if cut and self._whole is None and not self._tells else {}

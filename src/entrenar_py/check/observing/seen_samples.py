@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from entrenar_py.check.observing import contents
 from entrenar_py.check.observing.batches import Batch, Epochs, Iteration
@@ -18,8 +19,11 @@ from entrenar_py.check.observing.contents import Row
 from entrenar_py.check.observing.samples import Samples, Told
 from entrenar_py.check.observing.sources import Ids, Source
 
-# Batches that were yielded and not used; if there are more, the oldest counts as skipped.
-PENDING_MAX = 8
+_SOURCES_MAX = 8  # loaders with facts that are remembered
+_UNKNOWN_SIZE = 2**22  # numbers that are reserved for a data set without a length
+# Batches that were yielded and not used. If there are more, or more than PENDING_FEW with too many
+# bytes, the oldest counts as skipped. A step may fetch all its micro-batches first.
+PENDING_MAX, PENDING_FEW, PENDING_BYTES_MAX = 256, 8, 2**28
 
 
 class Batches:
@@ -29,9 +33,16 @@ class Batches:
         self.epochs = Epochs()
         self._first: tuple[Any, ...] | None = None  # the data from which the first loader draws
         self.varies = False  # whether training also used a loader that draws other samples
-        self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
+        # The loaders that were used since the last backward pass, and whether one draws samples
+        # that another one draws, too.
+        self._new_loaders: list[Any] = []
+        self._is_apart = False
+        self._arranged: list[Any] = []  # data sets that were drawn from in their order
+        self._last_trained: Any = None  # the loader that was used last before that pass
+        self.pending: deque[Batch] = deque()
         self.loader: Any = None  # the loader that training used last
-        self._source: Source | None = None
+        self._sources: deque[Source] = deque(maxlen=_SOURCES_MAX)
+        self._numbers = _Numbers()
         self._is_ahead = False
         self.num_events = 0  # number of yielded batches and ended iterations
         self._used_last: tuple[Batch, int] | None = None  # a batch, and num_events when it was used
@@ -49,6 +60,14 @@ class Batches:
         self.num_events += 1
         self._newest = batch
         self.pending.append(batch)
+        tensors = contents.tensors_in(item)
+        # A sparse tensor has no `nbytes`.
+        batch.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        while len(self.pending) > PENDING_FEW and (
+            len(self.pending) > PENDING_MAX
+            or sum(one.num_bytes for one in self.pending) > PENDING_BYTES_MAX
+        ):
+            self.pending.popleft().iteration.has_lost = True
 
     def use(self, batch: Batch, places: Iterable[int]) -> tuple[int, list[int]]:
         """Use the samples at `places` of a batch for training; return their epoch and ids.
@@ -63,9 +82,29 @@ class Batches:
             at = self.pending.index(batch)
             later = [*self.pending][at + 1 :]
             others = [b for b in [*self.pending][:at] if b.iteration.loader is not self.loader]
-            self.pending = deque([*others, *later], maxlen=PENDING_MAX)
-        source = self.source()
-        return epoch, [*ids] if source is None else [*map(source.numbering.of, ids)]
+            self.pending = deque([*others, *later])
+        return epoch, self._numbered(batch.iteration, ids)
+
+    def taken(self) -> None:
+        """Called when a backward pass has used the samples: those that follow are new ones."""
+        self._numbers.taken()
+        self.varies |= self._is_apart
+        for loader in self._new_loaders:
+            drawn = self._source_of(loader).drawn_from
+            self._first = self._first or drawn
+            self.varies |= drawn != self._first
+            self._note_arrangement(loader)
+        self._last_trained = self.loader
+        self._new_loaders.clear()
+
+    def forget(self, iterations: Sequence[Iteration]) -> None:
+        """Forget that batches of these iterations were used: no backward pass did."""
+        for iteration in iterations:
+            iteration.was_probed = True
+            self.epochs.forget(iteration)
+        self._numbers.forget(iterations)
+        self._new_loaders.clear()
+        self.loader, self._is_apart = self._last_trained, False
 
     def newest(self, batch: Batch) -> Batch:
         """Return the newest pending batch with the samples of `batch`, and forget earlier ones.
@@ -76,18 +115,28 @@ class Batches:
         loader = batch.iteration.loader
         same = [b for b in self.pending if b.ids == batch.ids and b.iteration.loader is loader]
         older = [b for b in same if b.iteration is not same[-1].iteration]
-        self.pending = deque((b for b in self.pending if b not in older), maxlen=PENDING_MAX)
+        self.pending = deque(b for b in self.pending if b not in older)
         return same[len(older)] if older else batch
 
     def _epoch_of(self, iteration: Iteration) -> int:
-        epoch = self.epochs.of(iteration)
+        """Return the epoch in which a batch of an iteration is used.
+
+        If a step uses batches of several loaders, an epoch ends when one of them begins again. So
+        no sample may come twice in it.
+        """
+        if iteration.epoch is None:
+            self._numbers.epoch_begins()
+        self.epochs.of(iteration)
         if self.loader is not iteration.loader:
             self.loader = iteration.loader
-            source = self.source()
-            drawn = None if source is None else source.drawn_from
-            self._first = self._first or drawn
-            self.varies |= drawn != self._first
-        return epoch
+            self._new_loaders.append(iteration.loader)
+        return self.epochs.count - 1
+
+    def _numbered(self, iteration: Iteration, ids: Iterable[int]) -> list[int]:
+        source = self._source_of(iteration.loader)
+        first, is_apart = self._numbers.first(iteration, source)
+        self._is_apart |= is_apart
+        return [first + source.numbering.of(id_) for id_ in ids]
 
     def set_aside(self, num_rows: int | None, *, trains: bool = False) -> None:
         """Mark the batch that was yielded last as used in a pass that doesn't train.
@@ -103,11 +152,13 @@ class Batches:
         loader = self.loader
         if loader is None and (batch := self.meant()) is not None:
             loader = batch.iteration.loader
-        if loader is None:
-            return None
-        if self._source is None or self._source.given is not loader:
-            self._source = Source(loader)
-        return self._source
+        return None if loader is None else self._source_of(loader)
+
+    def _source_of(self, loader: Any) -> Source:
+        source = next((one for one in self._sources if one.given is loader), None)
+        if source is None:
+            self._sources.append(source := Source(loader))
+        return source
 
     def meant(self) -> Batch | None:
         """Return the only batch that a training pass of this thread can use; None if not unique.
@@ -119,7 +170,7 @@ class Batches:
         if self.loader is not None:
             same = [batch for batch in fit if batch.iteration.loader is self.loader]
             fit = same or [batch for batch in fit if self._goes_on(batch.iteration.loader)]
-        if fit and (newest := fit[-1].iteration).is_one_ahead:
+        if fit and (newest := fit[-1].iteration).is_one_ahead and not newest.has_lost:
             read = [batch for batch in self.pending if batch.iteration is newest]
             given = read[-1:] if newest.is_over else read[-2:-1]
             return next((batch for batch in given if batch in fit), None)
@@ -130,6 +181,13 @@ class Batches:
     def newest_yielded(self) -> Batch | None:
         """Return the batch that the script received last."""
         return self._newest
+
+    @property
+    def have_lost(self) -> bool:
+        """Whether a batch of the iteration that training uses was forgotten before it was used."""
+        latest = self.epochs.latest
+        newest = None if self._newest is None else self._newest.iteration
+        return any(one is not None and one.has_lost for one in (latest, newest))
 
     def in_use(self) -> Batch | None:
         """Return the batch that was used up last, with all its samples.
@@ -150,10 +208,75 @@ class Batches:
         batch = self.in_use()
         return batch is not None and batch.size == num_rows
 
+    @property
+    def are_ordered(self) -> bool:
+        """Whether nothing in the script draws an order of samples for an epoch.
+
+        A script may draw an order by a new `Subset` for each epoch.
+        """
+        source = self.source()
+        if source is None or not source.is_ordered:
+            return False
+        return not source.is_sequential or len(self._arranged) <= 1
+
+    def _note_arrangement(self, loader: Any) -> None:
+        data = getattr(loader, "dataset", None)
+        is_split = isinstance(data, Subset) and len(self._arranged) <= 1
+        if is_split and not any(data is one for one in self._arranged):
+            self._arranged.append(data)
+
     def _goes_on(self, loader: Any) -> bool:
         # Some scripts create a new loader for every epoch.
         source = self.source()
         return source is not None and Source(loader).drawn_from == source.drawn_from
+
+
+class _Numbers:
+    """Numbers the samples of all data sets from which training draws, one data set after the other.
+
+    Two iterations over one data set that are used in the same epoch rightly draw each sample twice,
+    so each of them has its own numbers for the data set.
+    """
+
+    def __init__(self) -> None:
+        # (data sets, number of samples, place of the iteration) -> number of the first sample.
+        self._firsts: dict[tuple[Any, ...], int] = {}
+        self._size = 0
+        self._of_epoch: dict[tuple[Any, ...], Iteration] = {}  # by the same keys
+        self._of_pass: set[Iteration] = set()  # used since the last backward pass
+
+    def taken(self) -> None:
+        """Called after a backward pass."""
+        self._of_pass.clear()
+
+    def forget(self, iterations: Iterable[Iteration]) -> None:
+        """Forget iterations since the last backward pass."""
+        self._of_pass.difference_update(iterations)
+
+    def epoch_begins(self) -> None:
+        """Called when an iteration is used for the first time, which begins an epoch.
+
+        The epoch has all samples of its first backward pass.
+        """
+        kept = {key: one for key, one in self._of_epoch.items() if one in self._of_pass}
+        self._of_epoch = kept
+
+    def first(self, iteration: Iteration, source: Source) -> tuple[int, bool]:
+        """Return the number of a data set's first sample.
+
+        Also return whether another iteration of this epoch draws from the data set.
+        """
+        numbering = source.numbering
+        while True:
+            key = (numbering.bottoms, numbering.size, iteration.place)
+            if self._of_epoch.setdefault(key, iteration) is iteration:
+                break
+            iteration.place += 1
+        self._of_pass.add(iteration)
+        if key not in self._firsts:
+            self._firsts[key] = self._size
+            self._size += _UNKNOWN_SIZE if numbering.size is None else numbering.size
+        return self._firsts[key], iteration.place > 0
 
 
 # --- samples of forward passes --------------------------------------------------------------------
@@ -162,6 +285,9 @@ class Batches:
 INDEX, CONTENT = "index", "content"
 CUT = "the model was given a changed part of a batch, and nothing shows which part"
 STRANGE = "the model was given data that no loader has handed out"
+MANY = (
+    "the script had fetched many batches ahead, and nothing shows which of them the model was given"
+)
 NO_ROWS = "the model was given no tensor with rows, and no loader has drawn samples for it"
 
 
@@ -176,7 +302,8 @@ class SeenSamples(Samples):
     def __init__(self, batches: Batches, dataset: Any = None) -> None:
         super().__init__(None, dataset)
         self._batches = batches
-        self._kinds: set[str] = set()
+        self._kinds: set[str] = set()  # of the samples before the last backward pass
+        self._new_kinds: set[str] = set()
         self._ids: list[int] = []
         self._seen_epoch = 0
         self._unknown = ""
@@ -187,6 +314,10 @@ class SeenSamples(Samples):
         self._rows_now: set[Row] = set()
         self._completed: list[tuple[set[Row], bool]] = []
         self._is_given = False  # whether there was a training pass since the last backward pass
+        # The iterations with batches that passes have used since then, with the batch that had been
+        # yielded last.
+        self._fed: dict[Iteration, Batch | None] = {}
+        self._given_at: Batch | None = None  # the batch that had been yielded last, in that pass
         # The inputs of the last pass in evaluation mode, if it may train.
         self._evaluated: Any = None
         # The batch that was yielded last when numbers were last drawn.
@@ -199,17 +330,51 @@ class SeenSamples(Samples):
         """Called when numbers were drawn between two passes: the next inputs may be noise."""
         self._drawn_for = self._batches.newest_yielded()
 
-    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
+    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> bool:
         """Identify the samples of a forward pass of the model by its `inputs`.
 
         A pass in evaluation mode with gradients `may_train`: it trains if a backward pass follows.
+        Return whether the earlier passes since the last backward pass turned out to be probes,
+        which no backward pass uses.
         """
         self._evaluated = None
         if not trains:
             self._batches.set_aside(contents.num_rows(inputs))
             self._evaluated = inputs if may_train else None
-            return
-        self._is_given = True
+            return False
+        were_probes = self._is_given and self._were_probes()
+        if were_probes:
+            self._forget_probes()
+        self._is_given, self._given_at = True, self._batches.newest_yielded()
+        self._identify(inputs)
+        return were_probes
+
+    def _were_probes(self) -> bool:
+        """Return whether the passes since the last backward pass train nothing.
+
+        A script may try the model on a batch before it begins to train, or evaluate without telling
+        torch. Then it begins another iteration over that loader, or has ended the one over another
+        loader. An iteration that has trained may have a part in the next loss.
+        """
+        newest = self._batches.newest_yielded()
+        if newest is None or newest is self._given_at or newest.iteration.epoch is not None:
+            return False
+        return not self._fed or any(
+            (one.is_over or one.loader is newest.iteration.loader)
+            and not one.trains
+            and at is not newest
+            for one, at in self._fed.items()
+        )
+
+    def _forget_probes(self) -> None:
+        self._ids, self._unknown, self._is_made = [], "", False
+        self._new_kinds.clear()
+        self._rows_now = set()
+        self._rows = set().union(*(rows for rows, _ in self._completed))
+        self._batches.forget([*self._fed])
+        self._fed.clear()
+
+    def _identify(self, inputs: Any) -> None:
         rows = contents.rows_together(inputs)
         is_again = rows is not None and self._rows.issuperset(rows)
         self._rows.update(rows or ())
@@ -228,13 +393,15 @@ class SeenSamples(Samples):
             self._by_count(inputs, meant, is_again=is_again)
         elif is_again:
             return  # a second pass, perhaps at other weights
+        elif self._batches.have_lost:
+            self._unknown = MANY
         elif self._batches.loader is not None:
             self._unknown = STRANGE
         elif rows is None:
             self._unknown = NO_ROWS
         else:
             self._ids += map(contents.as_id, rows)
-            self._kinds.add(CONTENT)
+            self._new_kinds.add(CONTENT)
 
     def _are_made(self, inputs: Any) -> bool:
         """Return whether `inputs` were made from the batch in use, such as noise or sampled text.
@@ -299,9 +466,12 @@ class SeenSamples(Samples):
         self._use(batch, batch.left)
 
     def _use(self, batch: Batch, places: list[int]) -> None:
+        iteration = batch.iteration
+        iteration.trains |= iteration.was_probed  # it goes on, so it was no probe
+        self._fed[iteration] = self._batches.newest_yielded()
         self._seen_epoch, ids = self._batches.use(batch, places)
         self._ids += ids
-        self._kinds.add(INDEX)
+        self._new_kinds.add(INDEX)
 
     # --- called by the recorder of a script with the line ---------------------------------------
 
@@ -348,6 +518,12 @@ class SeenSamples(Samples):
         self._rows_now = set()
         self._ids, self._again, self._unknown, self._is_given = [], (), "", False
         self._is_made = False
+        for iteration in self._fed:
+            iteration.trains = True
+        self._fed.clear()
+        self._kinds |= self._new_kinds
+        self._new_kinds.clear()
+        self._batches.taken()
         return reported if self._tells else seen
 
     def end_step(self, num_ahead: int = 0) -> None:
@@ -376,7 +552,7 @@ class SeenSamples(Samples):
             "drop_last": source.drop_last or self._batches.epochs.drops_last,
             "replacement": source.replacement,
             "thorough": source.is_thorough,
-            "ordered": source.is_ordered,
+            "ordered": self._batches.are_ordered,
             "varied": self._batches.varies,
             **facts,
         }
@@ -391,7 +567,7 @@ class SeenSamples(Samples):
             return super().selected()
         return source.selected
 
-    def news(self) -> dict[str, bool]:
+    def news(self) -> dict[str, Any]:
         """Return what has become known since the last call of this method, as values for JSON.
 
         An iteration over a loader is an epoch, unless a sampler of the script decides which samples
@@ -400,7 +576,7 @@ class SeenSamples(Samples):
         source = self._batches.source()
         if self._tells or source is None:
             return super().news()
-        found = {"epochs": source.is_thorough}
+        found = {"epochs": source.has_passes}
         fresh = {name: value for name, value in found.items() if value != self._written.get(name)}
         self._written |= fresh
-        return fresh
+        return fresh | self._news_of_cuts(self._batches.epochs)

@@ -24,9 +24,13 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
+    RandomSampler,
+    SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from entrenar_py.check.observing import call_sites, script_text
@@ -207,7 +211,8 @@ _REPLACES = re.compile(
     rf"|\brandint\(|\.integers\(|\brandom\.choice\((?!{_CALL}replace\s*=\s*False)"
 )
 _ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted)\(")
-# Samplers of these libraries draw every sample of a data set in each epoch.
+# Samplers of these libraries begin an epoch with each iteration. They draw every sample of a data
+# set in it, except for those that `_draws_fewer` knows.
 _THOROUGH = ("torch", "torchdata", "accelerate", "transformers", "lightning", "pytorch_lightning")
 
 
@@ -236,10 +241,11 @@ class Source:
 
     - `numbering`: the numbers of the samples of its data set.
     - `selected`: the samples that all ranks together draw in an epoch; None for all samples.
-    - `is_thorough`: every one of these is drawn in an epoch; False if a sampler of the script
-      decides.
-    - `is_ordered`: a sampler of the script decides the order, and no line of the script makes it
-      random.
+    - `has_passes`: an iteration is an epoch; False if a sampler of the script decides.
+    - `is_thorough`: it has passes, and every selected sample is drawn in each.
+    - `is_sequential`: samples are drawn in the order of the data set (a `Subset` may have any).
+    - `is_ordered`: it is sequential, or a sampler of the script decides the order, and no line of
+      the script makes it random.
     - `splits`: a sampler gives each rank its part of the data set.
     - `drop_last`: an incomplete last batch is dropped.
     - `replacement`: samples are drawn with replacement.
@@ -268,8 +274,10 @@ class Source:
         self.splits = any(_splits(part) for part in parts)
         self.numbering = Numbering(_data_of(parts))
         samplers = [part for part in parts if not isinstance(part, DataLoader)]
-        self.is_thorough = all(map(_is_thorough, samplers))
-        self.is_ordered = _are_ordered(samplers)
+        self.has_passes = all(map(_is_known, samplers))
+        self.is_thorough = self.has_passes and not any(map(_draws_fewer, samplers))
+        self.is_sequential = self.has_passes and any(map(_is_sequential, samplers))
+        self.is_ordered = self.is_sequential or _are_ordered(samplers)
         self.selected = self.numbering.selected()
         for part in samplers:
             if isinstance(part, SubsetRandomSampler):
@@ -374,7 +382,9 @@ def _splits(part: Any) -> bool:
 def _replaces(part: Any) -> bool:
     """Return whether a sampler draws with replacement, according to its attribute or its code."""
     said = _attribute(part, "replacement")
-    if said is not None or isinstance(part, DataLoader) or _is_thorough(part):
+    if _surplus(part) > 0:
+        return True
+    if said is not None or isinstance(part, DataLoader) or _is_known(part):
         return said is True
     try:
         text = inspect.getsource(type(part))
@@ -385,8 +395,14 @@ def _replaces(part: Any) -> bool:
 
 
 def _are_ordered(samplers: list[Any]) -> bool:
-    deciding = [one for one in samplers if not _is_thorough(one)]
+    deciding = [one for one in samplers if not _is_known(one)]
     return bool(deciding) and all(map(_is_written, deciding)) and not script_text.shuffles()
+
+
+def _is_sequential(sampler: Any) -> bool:
+    if isinstance(sampler, DistributedSampler):
+        return not sampler.shuffle
+    return isinstance(sampler, SequentialSampler)
 
 
 def _is_written(sampler: Any) -> bool:
@@ -400,8 +416,24 @@ def _is_dispatcher(loader: Any) -> bool:
     return any(kind.__name__ == _DISPATCHER for kind in type(loader).__mro__)
 
 
-def _is_thorough(sampler: Any) -> bool:
+def _is_known(sampler: Any) -> bool:
     return _library_of(sampler) in _THOROUGH
+
+
+def _draws_fewer(sampler: Any) -> bool:
+    """Return whether a sampler of torch draws only some of its samples, each at most once."""
+    return _surplus(sampler) < 0 and not sampler.replacement
+
+
+def _surplus(sampler: Any) -> int:
+    """Return how many samples a sampler of torch draws in addition to one of each."""
+    if isinstance(sampler, RandomSampler):
+        size = length_of(sampler.data_source)
+    elif isinstance(sampler, WeightedRandomSampler):
+        size = len(sampler.weights)
+    else:
+        return 0
+    return 0 if size is None else sampler.num_samples - size
 
 
 def _library_of(part: Any) -> str:

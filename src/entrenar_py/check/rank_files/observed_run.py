@@ -133,6 +133,8 @@ def trace_of(
         derived = evidence.derived_epochs(events, samples)
         events = events if derived is None else derived
         traits = replace(traits, epochs="untold" if derived is None else "told")
+    elif cut := {epoch for rank in ranks for epoch in rank.cut}:
+        traits = replace(traits, cut=tuple(sorted(cut)))
     numbered = assembly.numbered(
         events,
         scenario.accumulation,

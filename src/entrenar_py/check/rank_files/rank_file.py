@@ -249,6 +249,7 @@ class RankTrace:
       declared.
     - `drops_last`: whether the script skipped a last, short batch of its loader.
     - `replaces`: whether the script says that it draws with replacement.
+    - `cut`: the epochs that the script ended before its loader had yielded all batches.
     - `epochs`: whether the script reports epochs with its samples; None if a loader shows them.
     - `is_limited`: whether the harness, not the script, ended the rank after its last step.
     """
@@ -269,6 +270,7 @@ class RankTrace:
     outer: Mapping[str, Any] = field(default_factory=dict)
     drops_last: bool = False
     replaces: bool = False
+    cut: frozenset[int] = frozenset()
     epochs: bool | None = None
     is_limited: bool = False
 
@@ -390,6 +392,12 @@ def _with_compression(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
     return replace(rank, compression=str(record.get("to", "")), compressed_from=step)
 
 
+def _epochs(value: Any) -> frozenset[int]:
+    if not isinstance(value, list) or not all(map(_whole(0), value)):
+        raise TraceError(f"cut={reprlib.repr(value)}: use a list of whole numbers >= 0")
+    return frozenset(value)
+
+
 def _of_the_data(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in OF_THE_DATA if name in record}
 
@@ -410,6 +418,7 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
         drops_last=rank.drops_last or record.get("drop_last") is True,
         replaces=rank.replaces or record.get("replacement") is True,
         epochs=bool(record["epochs"]) if "epochs" in record else rank.epochs,
+        cut=rank.cut | _epochs(record.get("cut", [])),
     ),
     "compressed": _with_compression,
     "limit": lambda rank, _: replace(rank, is_limited=True),

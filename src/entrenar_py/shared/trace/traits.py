@@ -72,8 +72,9 @@ class Traits:
     - `population`: `guessed` if it is not known which samples an epoch should have, because the
       scenario's number of samples only counts the drawn ones, or because the user's own sampler
       decides. `varied` if epochs draw from several data sets, or from different parts of one.
-    - `ordered`: true if a sampler of the script has an order, and no line of the script draws an
-      order at random.
+    - `cut`: the epochs that a script ended before its loader had yielded all batches.
+    - `ordered`: true if a sampler has an order of its own, and nothing draws an order at random for
+      an epoch.
     - `splits`: true if a sampler splits one data set between the ranks, so that an id means the
       same sample on all ranks.
     - `sample_ids`: `content` if ids are digests of the model's input; `seen` if they were observed
@@ -140,6 +141,7 @@ class Traits:
     unseeded: bool = False
     epochs: str = "told"
     population: str = "known"
+    cut: tuple[int, ...] = ()
     ordered: bool = False
     splits: bool = False
     sample_ids: str = "known"
