@@ -596,3 +596,5 @@ def test_a_clause_that_was_seen_not_to_apply(
     assert report(json)["not_applying"] == ["F-TI-003"]
     assert check(*arguments, "--only", "F-TI-003") == 4
     assert "F-TI-003 INCONCLUSIVE: not applied: the script writes" in capsys.readouterr().out
+    # Without a contract those for scripts are used, and clauses of other systems are left out.
+    assert check("--judge", tmp_path / "script.jsonl", "--only", "F-DP-001,F-WGPU-001") == 0

@@ -67,6 +67,14 @@ def test_a_run_by_others_is_a_training_run() -> None:
     assert judged("replica_identity", theirs).verdict is Verdict.HELD
 
 
+def test_a_folder_has_files_beside_the_traces(tmp_path: Path) -> None:
+    """Ranks write what they saved, and what a run is compared by, beside their traces."""
+    trace.save(run(), tmp_path / "run.jsonl")
+    for name in ("saves-42.jsonl", "00000-000.borders.jsonl", "00000-000.lines.jsonl"):
+        (tmp_path / name).write_text("{}\n", encoding="utf-8")
+    assert [*judgement.load_stored([tmp_path])] == [tmp_path / "run.jsonl"]
+
+
 def test_beside_its_family() -> None:
     """A stored run is compared with its original baselines, if they are stored, too."""
     alone = judged("determinism", run())

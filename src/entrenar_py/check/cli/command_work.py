@@ -153,9 +153,12 @@ def stored_work(kept: Mapping[Path, Run], options: argparse.Namespace, standing:
     traces = [run.trace for run in kept.values()]
     declared = {one.invariant.id: one.reason for one in standing.not_applying}
     left_out = judging.tasks([one.invariant for one in standing.not_applying])
+    tasks = judging.tasks(standing.selected)
+    unnamed = _unnamed(options, tasks)
 
     def entries(_: Progress, judged: Listener) -> Iterator[Entry]:
-        yield from judging.judge(judging.tasks(standing.selected), kept, on_judged=judged)
+        known = judging.judge(tasks, kept, on_judged=judged)
+        yield from (_advised(entry, unnamed) for entry in known)
         yield from judging.refuted(left_out, kept, declared)
 
     return Work(

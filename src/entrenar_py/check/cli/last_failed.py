@@ -149,7 +149,8 @@ class Conclusion:
         reasons = [entry.finding.reason for report in reports for entry in report.entries]
         if command and all(" failed: " in reason for reason in reasons):
             return command  # its own error is easier to find without the harness
-        return shlex.join((PROG, "-v", *self._typed))
+        is_verbose = "-v" in _split(self._typed)[0]
+        return "" if is_verbose else shlex.join((PROG, "-v", *self._typed))
 
     def _store(self, reports: Sequence[Report]) -> bool:
         """Store the state of a call that falsified something; return whether it was stored.

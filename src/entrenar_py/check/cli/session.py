@@ -369,7 +369,14 @@ def _judging(options: argparse.Namespace, standing: configuration.Standing) -> W
             from entrenar_py.check.cli import command_work
 
             return command_work.stored_work(kept, options, standing)
-    tasks, not_applying = plan.divide(standing.selected, replace(_plan(options), is_run=False))
+    if all(trace.scenario.system == OBSERVED for trace in traces.values()):
+        from entrenar_py.check.command import judging
+
+        tasks = tuple(judging.tasks(standing.selected))
+        not_applying = judging.elsewhere(standing.selected)
+    else:
+        only_judged = replace(_plan(options), is_run=False)
+        tasks, not_applying = plan.divide(standing.selected, only_judged)
     return Work(
         entries=lambda show, judged: judgement.judge_stored(tasks, traces, on_judged=judged),
         environment=partial(judgement.environment, traces.values()),

@@ -143,9 +143,16 @@ def _load(file: Path) -> Trace:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files that `path` stands for: a file, a folder, or a glob pattern."""
+    """Return the files that `path` stands for: a file, a folder, or a glob pattern.
+
+    A folder also has what ranks write beside their traces.
+    """
     if path.is_dir():
-        files = sorted(path.glob("*.jsonl"))
+        from entrenar_py.check.rank_files import border_file, line_file, notes
+
+        others = (notes.SAVES, f"*{border_file.SUFFIX}", f"*{line_file.SUFFIX}")
+        beside = {file for pattern in others for file in path.glob(pattern)}
+        files = sorted(file for file in path.glob("*.jsonl") if file not in beside)
         if not files:
             raise UsageError(f"trace folder {path}: holds no *.jsonl file; give one that does")
         return files

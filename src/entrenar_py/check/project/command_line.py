@@ -385,8 +385,9 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
     - `used` is set to the configuration's keys that have an effect in this call.
     - `overruled` is set to the configuration's keys that the command line replaced.
 
-    If there is a command and no contract is named, both contracts for scripts are used. Raises
-    ContractError for an invalid configuration, and UsageError for options that can't be combined.
+    If no contract is named for a command or for stored runs, both contracts for scripts are used.
+    Raises ContractError for an invalid configuration, and UsageError for options that can't be
+    combined.
     """
     typed.project, typed.used, typed.overruled = None, (), ()
     path = _path(typed)
@@ -397,7 +398,7 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
         typed.project = configuration.load(path)
         mode = _take_command(typed)
         _lay_below(typed)
-    if typed.mode == "command" and not typed.contract:
+    if typed.mode in ("command", "judge") and not typed.contract:
         typed.contract = package_data.FOR_SCRIPTS
     try:
         require_compatible(typed, mode=mode)

@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,8 @@ def guess_command(command: Sequence[str], folder: Path) -> Guess:
         taken=[*launch.changes],
     )
     program = draft.command[0]
-    if "{" not in program and shutil.which(program, path=None) is None:
+    beside = str(Path(sys.executable).parent)  # of this Python, as when the command is run
+    if "{" not in program and not (shutil.which(program) or shutil.which(program, path=beside)):
         draft.look.append(f"there is no program {program!r} here: nothing can be run yet")
     if commands.is_for_shell(draft.command):
         draft.look.append(
