@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # printed when it is whole, and all are, whatever they say. An older make runs one after the other.
 SIDE_BY_SIDE := $(if $(filter output-sync,$(.FEATURES)),--jobs --output-sync)
 verify: setup
-	@echo "five runs of entrenar-check: about a minute and a quarter on two cores"
+	@echo "five runs of entrenar-check: one to five minutes on two cores, and a report as each one ends"
 	@$(MAKE) --no-print-directory --keep-going $(SIDE_BY_SIDE) verify-reference verify-processes verify-wgpu verify-finetune verify-stages
 
 verify-reference:
