@@ -157,7 +157,7 @@ def of_its_own(self: Membership, step: int, **given: Any) -> Generation:
     return replace(agreed, members=members, source=0, behind=())
 
 
-def tells_nobody(self: Roll, seat: int) -> None:
+def tells_nobody(self: Roll, seat: int, *, by_itself: bool = False) -> None:
     """Says nothing of a death."""
 
 

@@ -426,8 +426,16 @@ def leave(report: Report) -> int:
 
 
 def leave_early(report: Report) -> int:
-    """Leave the loop before step 3. Rank 1 is killed when it has committed step 2."""
-    return train(report, Death(1, 2, "committed"), leaves_at=3, deadline_s=PATIENT_S)
+    """Leave the loop before step 3, when rank 1 has died that committed step 2."""
+    dies = Death(1, 2, "committed")
+
+    def passes(step: int, moment: str) -> None:
+        dies(step, moment)
+        while (step, moment) == (2, "committed") and not roll.has("dead/1.1"):
+            time.sleep(0.01)
+
+    roll = Roll(seat_of_launcher().store)
+    return train(report, passes, leaves_at=3, deadline_s=PATIENT_S)
 
 
 def planned(*names: str) -> dict[str, Any]:
