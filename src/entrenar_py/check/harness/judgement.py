@@ -145,7 +145,7 @@ def _load(file: Path) -> Trace:
 def _files(path: Path) -> list[Path]:
     """Return the files that `path` stands for: a file, a folder, or a glob pattern.
 
-    A folder also has what ranks write beside their traces.
+    A folder also has what ranks write in addition to their traces.
     """
     if path.is_dir():
         from entrenar_py.check.rank_files import border_file, line_file, notes
