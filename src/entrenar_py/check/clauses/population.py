@@ -1,4 +1,4 @@
-"""Which samples an epoch of a run should have."""
+"""The samples that an epoch of a run should have."""
 
 from __future__ import annotations
 

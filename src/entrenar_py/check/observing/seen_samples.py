@@ -184,7 +184,7 @@ class Batches:
 
     @property
     def have_lost(self) -> bool:
-        """Whether a batch of the iteration that training uses was forgotten before it was used."""
+        """True if a batch of the iteration that training uses was forgotten before its use."""
         latest = self.epochs.latest
         newest = None if self._newest is None else self._newest.iteration
         return any(one is not None and one.has_lost for one in (latest, newest))
@@ -210,7 +210,7 @@ class Batches:
 
     @property
     def are_ordered(self) -> bool:
-        """Whether nothing in the script draws an order of samples for an epoch.
+        """True if nothing in the script draws an order of samples for an epoch.
 
         A script may draw an order by a new `Subset` for each epoch.
         """
@@ -576,7 +576,7 @@ class SeenSamples(Samples):
         source = self._batches.source()
         if self._tells or source is None:
             return super().news()
-        found = {"epochs": source.has_passes}
-        fresh = {name: value for name, value in found.items() if value != self._written.get(name)}
+        facts = {"epochs": source.has_passes}
+        fresh = {name: value for name, value in facts.items() if value != self._written.get(name)}
         self._written |= fresh
         return fresh | self._news_of_cuts(self._batches.epochs)

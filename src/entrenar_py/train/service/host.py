@@ -201,8 +201,8 @@ class Host:
             try:
                 record = write()
             except OSError as error:
-                told = files.problem(error, path.parent)
-                return partial(self._not_saved, f"checkpoint {path}: can't be written ({told})")
+                why = files.problem(error, path.parent)
+                return partial(self._not_saved, f"checkpoint {path}: can't be written ({why})")
             return partial(self._keep_saved, step, record)
 
         return save
