@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
 from entrenar_py.shared.errors import UsageError
+from entrenar_py.train.canonical import requirements
 from entrenar_py.train.canonical.sharded_reducer import ShardedReducer
 
 
@@ -108,6 +109,24 @@ def test_numbers_and_settings_are_checked(alone: None) -> None:
     torch.use_deterministic_algorithms(False)
     with pytest.raises(UsageError, match="are_deterministic_algorithms_enabled"):
         entrenar_py.canonical_reduce_scatter(sharded(), micro_batches=2)
+
+
+def test_a_rank_with_fewer_micro_batches_repeats_its_last_one(alone: None) -> None:
+    """It takes no more batches than it has shards, and says when one comes again."""
+    reducer = entrenar_py.canonical_reduce_scatter(sharded(), micro_batches=2)
+    reducer._num_passes = 3  # as if another rank had more
+    batches = iter(torch.randn(4, 5, 3))
+    reducer._keep = lambda: None  # type: ignore[method-assign]
+    seen = [(reducer.shard, reducer.is_repeat) for _ in reducer.fold(batches)]
+    assert seen == [(0, False), (1, False), (1, True)]
+    assert len(list(batches)) == 2
+    assert not reducer.is_repeat
+
+
+def test_an_odd_number_of_ranks_exchanges_each_gradient() -> None:
+    """Otherwise the tree's nodes would have to be shared evenly."""
+    with pytest.raises(UsageError, match=r"world_size=3: .* ranks, or use sync_each=True"):
+        requirements.require_even(3, otherwise="use sync_each=True")
 
 
 def test_a_sum_in_float16(alone: None) -> None:

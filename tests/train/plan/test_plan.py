@@ -195,7 +195,6 @@ def test_a_device_that_reports_no_memory_may_fit(folder: Path) -> None:
     ("described", "strategy", "problem"),
     [
         (["3 x gpu:4GB"], "ddp_canonical", "3 ranks can't share a tree evenly: 2, 4, 8 ... can"),
-        (["3 x gpu:4GB"], "fsdp_canonical", "3 ranks can't share a tree evenly: 2, 4, 8 ... can"),
         (["gpu:4GB"], "fsdp", "it needs two devices or more"),
         (["5 x gpu:4GB"], "star", "5 workers and 4 shards: use training.num_shards >= 5"),
         (["5 x gpu:4GB"], "pipeline_parallel", "4 blocks can't be cut into 5 stages"),

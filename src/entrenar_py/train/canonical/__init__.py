@@ -47,12 +47,12 @@ def canonical_all_reduce(
 def canonical_reduce_scatter(
     model: Module | FSDPModule, *, micro_batches: int, sync_each: bool = True
 ) -> ShardedReducer:
-    """Make a model of `fully_shard` compute gradients with the same bits on 1, 2, 4, 8 ... ranks.
+    """Make a model of `fully_shard` compute gradients with the same bits on any number of ranks.
 
     Call it once, on all ranks, after the last fully_shard. It is used as `canonical_all_reduce` is,
     except that rank r of W gets the micro-batches r, W + r, 2 * W + r ... of the global batch:
 
-        for inputs, targets in reducer.fold(batches):      # micro_batches / W of them
+        for inputs, targets in reducer.fold(batches):      # those of reducer.shards
             loss_fn(model(inputs), targets).backward()     # the micro-batch's mean, not divided
         reducer.clip_grad_norm_(1.0)                       # torch's depends on the world size
         optimizer.step()                                   # .grad: the mean of all micro-batches
@@ -64,10 +64,15 @@ def canonical_reduce_scatter(
     `set_requires_gradient_sync(False)` before it. That is less traffic and more memory: up to
     log2(m) + 1 whole gradients. The bits are the same. `reducer.shards` are neighbours then.
 
+    If W doesn't divide `micro_batches`, some ranks have one micro-batch less. The loop repeats
+    their last one, since FSDP's collectives need all ranks: `reducer.is_repeat` is True then, and
+    the gradient isn't used. Leave out the loss.
+
     Replaces the modules' reduce-scatter, all-reduce hook and divide factor.
 
-    Raises UsageError if `micro_batches` or the world size is not a power of two, if the model has
-    parts that depend on the world size or is sharded in more than one dimension, or if
+    Raises UsageError if `micro_batches` is not a power of two or is smaller than the world size, if
+    the world size is not a power of two with `sync_each=False`, if the model has parts that depend
+    on the world size or is sharded in more than one dimension, or if
     `require_deterministic` would raise.
     """
     from entrenar_py.train.canonical.sharded_reducer import ShardedReducer

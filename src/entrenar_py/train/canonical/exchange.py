@@ -81,6 +81,16 @@ def all_reduce(buffer: Tensor, *, scale: float, piece_max: int, group: dist.Proc
         add_tree(rows.view(world_size, -1), scale=scale, out=tail)
 
 
+def scatter(buffer: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Return all ranks' r-th chunks of `buffer` [world size * n], r being this rank.
+
+    They are [world size, n], in the order of the ranks.
+    """
+    rows = torch.empty_like(buffer)
+    dist.all_to_all_single(rows, buffer, group=group)
+    return rows.view(dist.get_world_size(group), -1)
+
+
 def reduce_scatter(buffer: Tensor, *, scale: float, out: Tensor, group: dist.ProcessGroup) -> None:
     """Write `scale` times the tree's sum of all ranks' r-th chunks of `buffer` to `out` [n].
 
@@ -88,9 +98,7 @@ def reduce_scatter(buffer: Tensor, *, scale: float, out: Tensor, group: dist.Pro
     stream.
     """
     if not buffer.is_cuda:
-        rows = torch.empty_like(buffer)
-        dist.all_to_all_single(rows, buffer, group=group)
-        add_tree(rows.view(-1, len(out)), scale=scale, out=out)
+        add_tree(scatter(buffer, group=group), scale=scale, out=out)
         return
     from entrenar_py.train.canonical import kernels  # needs triton
 

@@ -122,12 +122,22 @@ class Fold(ABC):
 
     `shards` are the global indices of this rank's micro-batches, in order. Seed all randomness of
     a micro-batch from (seed, step, `shard`). Otherwise the randomness depends on the world size.
+
+    Every rank makes `num_passes` passes, which a collective in them requires. A rank with fewer
+    micro-batches repeats its last one: `is_repeat` is True then, and its gradient isn't used.
     """
 
     def __init__(
-        self, shards: range, parameters: requirements.Parameters, micro_batches: int
+        self,
+        shards: range,
+        parameters: requirements.Parameters,
+        micro_batches: int,
+        *,
+        num_passes: int | None = None,
     ) -> None:
         self.shards, self._micro_batches = shards, micro_batches
+        self._num_passes = len(shards) if num_passes is None else num_passes
+        self._pass = 0
         self._parameters = parameters
         self._switches = requirements.switches()
         self._shard: int | None = None  # the current micro-batch
@@ -142,11 +152,17 @@ class Fold(ABC):
             raise UsageError("reducer.shard outside of the loop over fold(): read it inside of it")
         return self._shard
 
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the current micro-batch is the last one again: don't count its loss."""
+        return self._pass >= len(self.shards)
+
     def fold(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the next `len(self.shards)` of `batches`. Run forward and backward on each.
 
-        Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
-        of all ranks. Raises UsageError if there are too few batches, if `batches` surely has those
+        If other ranks have one more, yields the last one again, and `is_repeat` is True. Drops all
+        gradients first. After the loop, each `.grad` is the mean over all micro-batches of all
+        ranks. Raises UsageError if there are too few batches, if `batches` surely has those
         of other ranks or steps, if a micro-batch had no backward pass, if a setting in
         `requirements.switches` changed since the reducer was created, or if
         `requirements.Parameters.require_unchanged` does.
@@ -158,16 +174,19 @@ class Fold(ABC):
         self._clear()
         coming = iter(batches)
         try:
-            for shard in self.shards:
-                batch = _next(coming, shard, self.shards)
-                self._shard = shard
+            for number in range(self._num_passes):
+                self._pass = number
+                if not self.is_repeat:
+                    shard = self.shards[self._pass]
+                    batch = _next(coming, shard, self.shards)
+                    self._shard = shard
                 with self._accumulation():
                     yield batch
                 self._keep()
         finally:
             if not self._is_reduced():
                 take(self._parameters)  # of a part of the step
-            self._shard = None
+            self._shard, self._pass = None, 0
             self._clear()
 
     def _is_reduced(self) -> bool:
@@ -191,7 +210,7 @@ class Fold(ABC):
             )
 
     def _is_last(self) -> bool:
-        return self._shard == self.shards[-1]
+        return self._shard is not None and self._pass == self._num_passes - 1
 
     def _require_gradients(self, having: Iterable[Hashable]) -> None:
         """Raise UsageError unless all parameters are among `having`."""
@@ -228,6 +247,9 @@ class Reducer(Fold):
         group = model.process_group
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         requirements.require_numbers(micro_batches=micro_batches, world_size=world_size)
+        requirements.require_even(
+            world_size, otherwise="use entrenar_py.elastic, which takes any number"
+        )
         share = micro_batches // world_size
         shards = range(rank * share, (rank + 1) * share)
         super().__init__(shards, requirements.require_model(model), micro_batches)

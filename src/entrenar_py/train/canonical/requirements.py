@@ -167,21 +167,25 @@ def require_wrapped(model: object) -> None:
 
 def require_micro_batches(micro_batches: int) -> None:
     """Raise UsageError unless the tree over the micro-batches has all its leaves."""
-    if not _is_power_of_two(micro_batches):
+    if not is_power_of_two(micro_batches):
         raise UsageError(
             f"micro_batches={micro_batches!r}: only a power of two has a tree that ranks can share "
             "evenly; use 1, 2, 4, 8 ..., the same for every world size"
         )
 
 
-def require_numbers(*, micro_batches: int, world_size: int) -> None:
-    """Raise UsageError unless the ranks can share the tree over the micro-batches evenly."""
-    require_micro_batches(micro_batches)
-    if not _is_power_of_two(world_size):
+def require_even(world_size: int, *, otherwise: str) -> None:
+    """Raise UsageError, with what else could be done, unless each rank can have one tree node."""
+    if not is_power_of_two(world_size):
         raise UsageError(
-            f"world_size={world_size}: a canonical reduction needs a power of two; "
-            "start 1, 2, 4, 8 ... ranks"
+            f"world_size={world_size}: a canonical reduction needs a power of two here; "
+            f"start 1, 2, 4, 8 ... ranks, or {otherwise}"
         )
+
+
+def require_numbers(*, micro_batches: int, world_size: int) -> None:
+    """Raise UsageError unless there is a tree, and each rank has a micro-batch."""
+    require_micro_batches(micro_batches)
     if world_size > micro_batches:
         raise UsageError(
             f"micro_batches={micro_batches} with world_size={world_size}: every rank needs a "
@@ -326,7 +330,7 @@ def _is_batch_norm(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
-def _is_power_of_two(number: object) -> bool:
+def is_power_of_two(number: object) -> bool:
     return isinstance(number, int) and number > 0 and number & (number - 1) == 0
 
 

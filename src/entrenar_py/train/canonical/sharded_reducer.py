@@ -3,7 +3,12 @@
 FSDP reduces the gradients of every micro-batch at once, so that a rank keeps only its shard of
 them. So the tree adds across ranks first. Rank r of W has the micro-batches i * W + r. The i-th
 reduce-scatter computes the tree node over micro-batches i * W to i * W + W - 1, and a `Counter`
-adds a rank's shards of these nodes. This makes the same tree for every W.
+adds a rank's shards of these nodes. This makes the same tree for every W that is a power of two.
+
+For any other W these micro-batches aren't one node. A rank receives its shard of each one's
+gradient, and the `Counter` adds them one after another: the same tree again. Where W doesn't divide
+the number of micro-batches, some ranks have one less. They repeat their last one, as FSDP's
+collectives need every rank, and what they send then isn't added.
 
 Without `sync_each` the tree adds a rank's micro-batches first, which are neighbours, and then
 across ranks: the same tree again. FSDP itself accumulates the gradients of two siblings. Then it
@@ -43,17 +48,20 @@ class ShardedReducer(Fold):
         group, device = mesh.get_group(), next(iter(parameters)).device
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         requirements.require_numbers(micro_batches=micro_batches, world_size=world_size)
+        if not sync_each:
+            requirements.require_even(world_size, otherwise="use sync_each=True")
         requirements.require_deterministic()
         facts = {**requirements.switches(), **requirements.surroundings(device)}
         facts |= {"micro_batches": micro_batches, "sync_each": sync_each}
         requirements.require_same(facts, group)
-        share = micro_batches // world_size
+        share = -(-micro_batches // world_size)
         block = range(rank * share, (rank + 1) * share)
         shards = range(rank, micro_batches, world_size) if sync_each else block
-        super().__init__(shards, parameters, micro_batches)
-        # Whether the tree adds shards, in FSDP's all-reduce hook, or whole gradients, before the
-        # reduce-scatter. With one rank FSDP calls no reduce-scatter, but it calls the hook.
-        adds_shards = sync_each or world_size == 1
+        super().__init__(shards, parameters, micro_batches, num_passes=share)
+        # Whether the tree adds nodes' shards, in FSDP's all-reduce hook, or whole gradients or
+        # micro-batches' shards, in its reduce-scatter. With one rank FSDP only calls the hook.
+        is_even = requirements.is_power_of_two(world_size)
+        adds_nodes = world_size == 1 or (sync_each and is_even)
         self._scale = 1 / micro_batches
         self._counters: dict[str, Counter] = {}  # of each FSDP module
         self._reduced: set[str] = set()  # FSDP modules, in the current micro-batch
@@ -71,13 +79,15 @@ class ShardedReducer(Fold):
             # Otherwise FSDP divides by the world size, before or after the sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            scatter = _TreeReduceScatter()
-            if adds_shards:
+            scatter: _Scatter = _TreeReduceScatter()
+            if adds_nodes:
                 module.set_all_reduce_hook(partial(self._reduce, name))
-            else:
+            elif is_even:
                 scatter = _TreeReduceScatter(partial(self._add, name), scale=self._scale)
+            else:
+                scatter = _RowScatter(partial(self._add_rows, name))
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-        if not adds_shards:
+        if not adds_nodes:
             for group in self._groups.values():
                 group._all_reduce_hook = None  # an earlier one
         self._ours = {name: _reductions(group) for name, group in self._groups.items()}
@@ -115,6 +125,31 @@ class ShardedReducer(Fold):
 
         Returns whether it was the last.
         """
+        counter = self._counter(module, node)
+        if self._is_last():
+            counter.complete([module], [node])
+        else:
+            counter.push({module: node})
+        return self._is_last()
+
+    def _add_rows(self, module: str, rows: Tensor, out: Tensor) -> None:
+        """Add a module's shards `rows` [world size, n], of a micro-batch each, to the tree.
+
+        On the last pass, the mean is written to `out` [n].
+        """
+        counter = self._counter(module, out)
+        world_size = len(rows)
+        *others, last = rows[: self._micro_batches - self._pass * world_size]
+        for row in others:
+            counter.push({module: row.clone()})  # of its own: all rows together are much larger
+        if self._is_last():
+            counter.complete([module], [last])
+            torch.mul(last, self._scale, out=out)
+        else:
+            counter.push({module: last.clone()})
+
+    def _counter(self, module: str, node: Tensor) -> Counter:
+        """Return the counter of a module. `node`, its gradient or shard, will be added."""
         if self._shard is None:
             raise UsageError(
                 "a backward pass outside of the loop over fold(): with the canonical "
@@ -140,12 +175,7 @@ class ShardedReducer(Fold):
         self._reduced.add(module)
         if node.is_cuda:  # FSDP allocated it on another stream, and the counter frees it later
             node.record_stream(torch.cuda.current_stream(node.device))
-        counter = self._counters.setdefault(module, Counter())
-        if self._is_last():
-            counter.complete([module], [node])
-        else:
-            counter.push({module: node})
-        return self._is_last()
+        return self._counters.setdefault(module, Counter())
 
     def _accumulation(self) -> AbstractContextManager[None]:
         self._set_sync(not self._is_left())
@@ -318,8 +348,27 @@ def _mesh_of(parameter: Tensor, name: str) -> DeviceMesh:
     return mesh
 
 
-class _TreeReduceScatter:
-    """FSDP's interface for a reduce-scatter, `ReduceScatter`, which torch doesn't export.
+class _Scatter:
+    """FSDP's interface for a reduce-scatter, `ReduceScatter`, which torch doesn't export."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _RowScatter(_Scatter):
+    """Gives the ranks' shards, unadded, to a function, which writes the output."""
+
+    def __init__(self, add: Callable[[Tensor, Tensor], None]) -> None:
+        self._add = add
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
+    ) -> None:
+        self._add(exchange.scatter(input_tensor, group=group), output_tensor)
+
+
+class _TreeReduceScatter(_Scatter):
+    """Adds the ranks' shards along the tree.
 
     With `is_due`, it exchanges a gradient only if that returns True.
     """
@@ -328,9 +377,6 @@ class _TreeReduceScatter:
         self, is_due: Callable[[Tensor], bool] | None = None, *, scale: float = 1.0
     ) -> None:
         self._is_due, self._scale = is_due, scale
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object

@@ -39,7 +39,7 @@ STRATEGIES = (
 LAYER_PIPELINE = "layer_pipeline"  # its stages are workers of `entrenar coordinator`
 # Strategies in which each shard is computed by one rank.
 BY_SHARDS = ("ddp", "ddp_canonical", "fsdp", "fsdp_canonical")
-CANONICAL = ("ddp_canonical", "fsdp_canonical")  # the same bits on 1, 2, 4 ... ranks
+CANONICAL = ("ddp_canonical", "fsdp_canonical")  # bits of one rank
 WHOLE_MODELS = ("ddp", "ddp_canonical")  # strategies with a whole model on each rank
 WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
 KINDS = ("cpu", "cuda", "wgpu")  # of backends

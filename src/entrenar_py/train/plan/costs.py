@@ -167,9 +167,15 @@ def _fsdp(shape: Shape, load: Load) -> Memory:
 
 
 def _fsdp_canonical(shape: Shape, load: Load) -> Memory:
-    """Return the memory of `_fsdp` plus the whole gradients that wait for others of their size."""
-    memory = _fsdp(shape, load)
-    waiting = FLOAT_BYTES * shape.counts().trained * max(load.shards.bit_length() - 2, 0)
+    """Return the memory of `_fsdp` plus the gradients that wait for others of their size.
+
+    They are whole, or pieces if the number of ranks isn't a power of two.
+    """
+    memory, size = _fsdp(shape, load), load.num_workers
+    vector = FLOAT_BYTES * shape.counts().trained
+    waiting = vector * max(load.shards.bit_length() - 2, 0)
+    if size & (size - 1):
+        waiting = -(-vector // size) * (load.shards * size).bit_length()
     return replace(memory, gradients=memory.gradients + waiting, peak=memory.peak + waiting)
 
 
@@ -322,8 +328,13 @@ def _fsdp_moves(shape: Shape, batch: Batch) -> Traffic:
 
 
 def _fsdp_canonical_moves(shape: Shape, batch: Batch) -> Traffic:
-    """Return the traffic of FSDP that also gathers the sum for its norm."""
-    return _gathered(shape, batch, num_gradients=2)
+    """Return the traffic of FSDP that also gathers the sum for its norm.
+
+    If the number of ranks isn't a power of two, each micro-batch's gradient is exchanged.
+    """
+    size = batch.num_workers
+    exchanges = -(-batch.num_shards // size) if size & (size - 1) else 1
+    return _gathered(shape, batch, num_gradients=exchanges + 1)
 
 
 def _gathered(shape: Shape, batch: Batch, *, num_gradients: int) -> Traffic:

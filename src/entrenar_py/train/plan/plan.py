@@ -20,7 +20,7 @@ from typing import Any
 from entrenar_py.shared import scenario, wording
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model import precision
-from entrenar_py.train.model.settings import BY_SHARDS, CANONICAL, WHOLE_LAYERS, Settings
+from entrenar_py.train.model.settings import BY_SHARDS, WHOLE_LAYERS, Settings
 from entrenar_py.train.plan import costs, devices
 from entrenar_py.train.plan.costs import NOTHING, Batch, Load, Memory, Traffic
 from entrenar_py.train.plan.devices import Device, seconds, size
@@ -244,7 +244,7 @@ def _problem(run: Run, strategy: str) -> str:
         return f"quantised weights can't be cut: use {' or '.join(WHOLE_LAYERS)}"
     if run.settings.task == "preference" and strategy not in _ALONE:
         return f"pairs and their reference need the whole model: use {' or '.join(BY_SHARDS)}"
-    if strategy in CANONICAL and size & (size - 1) and not run.settings.elastic:
+    if strategy == "ddp_canonical" and size & (size - 1) and not run.settings.elastic:
         return f"{size} ranks can't share a tree evenly: 2, 4, 8 ... can"
     if strategy in ("tensor_parallel", "sequence_parallel"):
         return run.shape.cuts_into(size)

@@ -10,7 +10,7 @@ large tensors DistributedDataParallel reduces buckets while the last shard's bac
 With `fsdp`, a rank keeps a piece of every tensor (fully_shard). Each decoder block is gathered
 before it computes, and freed afterwards. Frozen tensors may have a different dtype than trained
 tensors. `fsdp_canonical` adds gradients along the tree of `ddp_canonical`, and one norm over whole
-gradients, so its weights have the same bits for 1, 2, 4 ... ranks, too.
+gradients, so its weights have the same bits for any number of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
-from entrenar_py.train.canonical import reducer, sharded_reducer
+from entrenar_py.train.canonical import reducer, requirements, sharded_reducer
 from entrenar_py.train.canonical.reducer import Fold
 from entrenar_py.train.finetune.strategies import vector
 from entrenar_py.train.finetune.strategies.optimizers import VectorAdamW, gradient_of
@@ -248,14 +248,23 @@ class FullyShardedCanonical(FullySharded):
     def __init__(self, shards: Shards) -> None:
         use_deterministic_kernels()
         super().__init__(shards)
-        num_shards = self.plan.num_shards
+        # Three ranks share no tree evenly, unless they exchange each shard's gradient.
         self._reducer = entrenar_py.canonical_reduce_scatter(
-            self._objective, micro_batches=num_shards, sync_each=False
+            self._objective,
+            micro_batches=self.plan.num_shards,
+            sync_each=not requirements.is_power_of_two(dist.get_world_size()),
         )
 
     def compute(self, step: Step) -> Tensor:
         """Implement `Strategy.compute`."""
         return _fold(self._reducer, self._objective, self._shards, step)
+
+    def ranks(self) -> list[int]:
+        """See `Strategy`."""
+        size = dist.get_world_size()
+        if requirements.is_power_of_two(size):
+            return super().ranks()
+        return [shard % size for shard in range(self.plan.num_shards)]
 
     def squares(self) -> Tensor:
         """See `Strategy`. Adds whole gradients: a sum over pieces depends on the world size."""

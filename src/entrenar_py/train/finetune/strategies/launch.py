@@ -38,7 +38,7 @@ from entrenar_py.train.finetune.strategies.tensor_parallel import SequenceParall
 from entrenar_py.train.finetune.strategies.training_loop import Ended, Loop, Scoring
 from entrenar_py.train.model import blocks, preparation
 from entrenar_py.train.model.preparation import Prepared
-from entrenar_py.train.model.settings import BY_SHARDS, CANONICAL, Settings
+from entrenar_py.train.model.settings import BY_SHARDS, Settings
 from entrenar_py.train.model.workload import Finetuning
 from entrenar_py.train.service import coordinator, exit_codes
 from entrenar_py.train.wire.effects import Finish
@@ -72,10 +72,10 @@ def require_possible(
             f"{plan.num_shards} leaves ranks without a shard; use num_shards >= {world_size}, "
             "or fewer ranks"
         )
-    if strategy in CANONICAL and world_size & (world_size - 1) and not is_elastic:
+    if strategy == "ddp_canonical" and world_size & (world_size - 1) and not is_elastic:
         raise UsageError(
             f"strategy={strategy} with {world_size} ranks: ranks share a tree evenly; start 1, 2, "
-            "4, 8 ... ranks"
+            "4, 8 ... ranks, or set elastic: true"
         )
     if strategy in ("fsdp", "fsdp_canonical"):
         blocks.of(workload.module)
