@@ -101,11 +101,6 @@ LEFT_OPEN = (
         ("finiteness",),
         ("a flat partition with an inner optimizer (ZeRO-1), which skips a NaN",),
     ),
-    Open(
-        "trains nothing (a probe)",
-        ("finiteness",),
-        ("explained: a probe of gradients, which is cleared",),
-    ),
 )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -340,6 +342,24 @@ def test_adapters_that_no_run_of_ours_wrote(
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(UsageError, match=told):
         model_folder.require_adapters(tmp_path)
+
+
+def test_libraries_are_loaded_without_a_compiler() -> None:
+    """Only while they are imported: afterwards blocks are compiled."""
+    pytest.importorskip("peft")
+    from entrenar_py.train.model import libraries
+
+    def twice(x: float) -> float:
+        return 2 * x
+
+    compiles = torch.compile
+    with libraries._in_less_time():
+        assert torch.compile(twice) is twice
+        assert torch.compile(dynamic=False)(twice) is twice
+        with pytest.raises(ImportError):
+            importlib.import_module("sklearn")
+    assert torch.compile is compiles
+    assert "sklearn" not in sys.modules
 
 
 def test_no_library_of_a_hub_reaches_a_network(monkeypatch: pytest.MonkeyPatch) -> None:

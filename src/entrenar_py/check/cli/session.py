@@ -327,6 +327,7 @@ def _falsifying(options: argparse.Namespace, standing: configuration.Standing) -
     from entrenar_py.check.harness import falsify
 
     search_plan = _plan(options)
+    _require_gpu(search_plan.backends)
     tasks, not_applying = plan.divide(standing.selected, search_plan)
     return Work(
         entries=lambda show, judged: falsify.falsify(
@@ -386,6 +387,27 @@ def _judging(options: argparse.Namespace, standing: configuration.Standing) -> W
         num_traces=len(traces),
         not_applying=not_applying,
     )
+
+
+def _require_gpu(names: Sequence[str]) -> None:
+    """Raise UsageError if all `names` are CUDA devices and none can be opened.
+
+    Otherwise each scenario would fail for this one reason.
+    """
+    from entrenar_py import compute as backends
+
+    problem = ""
+    for name in names:
+        if name.partition(":")[0] != "cuda":
+            return
+        try:
+            backends.open_backend(name)
+        except BackendUnavailable as error:
+            problem = problem or str(error)
+        else:
+            return
+    if problem:
+        raise UsageError(f"{problem}; leave --backend out to check on the CPU", field="backend")
 
 
 def _environment() -> dict[str, str]:

@@ -228,8 +228,7 @@ def quiet() -> Iterator[None]:
 def require_libraries() -> None:
     """Raise UsageError, with the name of the extra, if a library is missing."""
     try:
-        import peft  # noqa: F401
-        import transformers
+        from entrenar_py.train.model.libraries import transformers
     except ImportError as error:
         raise UsageError(
             f"fine-tuning needs {error.name}; {package_data.extra_advice('finetune')}"

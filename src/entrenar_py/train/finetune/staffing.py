@@ -20,15 +20,14 @@ from entrenar_py.train.wire_io import processes
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds allowed in a period
 _WORKER = "entrenar_py.train.finetune.local"
-# These look for CUDA devices when they are imported. After that, forks of the process can't use
-# any.
-_OF_THE_CPU = ("transformers", "peft")
+# It looks for CUDA devices when it is imported. After that, forks of the process can't use any.
+_OF_THE_CPU = "entrenar_py.train.model.libraries"
 
 
 def preloaded(names: Sequence[str]) -> tuple[str, ...]:
     """Return the modules that are imported before workers on the backends `names` are forked."""
     uses_cuda = any(scenario.backend_kind(name) == "cuda" for name in names)
-    return (_WORKER,) if uses_cuda else (_WORKER, *_OF_THE_CPU)
+    return (_WORKER,) if uses_cuda else (_WORKER, _OF_THE_CPU)
 
 
 def load_ahead(names: Sequence[str]) -> None:

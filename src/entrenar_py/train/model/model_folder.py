@@ -590,8 +590,7 @@ def task_advice(task: str, config: Any) -> str:
 def library() -> Any:
     require_offline()
     try:
-        import peft  # noqa: F401
-        import transformers
+        from entrenar_py.train.model.libraries import transformers
     except ImportError as error:
         raise UsageError(
             f"entrenar finetune needs {error.name}; {package_data.extra_advice('finetune')}"
