@@ -38,9 +38,10 @@ verify-stages:
 	$(BIN)/entrenar-check --contract layer-pipeline-v1.yaml --contract distillation-v1.yaml --examples 0
 
 # All tests but those of `make integrations`; how long each took is in durations.txt afterwards.
-TESTS := -m pytest -m 'not integrations and not by_hand' -p tests.spread -n auto --maxprocesses=3 --dist=loadscope --benchmark-disable
+SPREAD := -m pytest -p tests.spread -n auto --maxprocesses=3 --dist=loadscope --benchmark-disable
+TESTS := $(SPREAD) -m 'not integrations and not by_hand'
 # Ranks and workers outnumber the cores: each computes on one thread, and no thread spins.
-test coverage: export OMP_NUM_THREADS := 1
+test coverage soak-others: export OMP_NUM_THREADS := 1
 test: setup
 	$(BIN)/python $(TESTS) --durations=15
 
@@ -53,7 +54,7 @@ coverage: setup
 # are compared. Not part of `make test`.
 integrations: setup
 	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[integrations]' 'trl>=1.16'
-	$(BIN)/python -m pytest tests/check/command/test_integrations.py tests/compute/wgpu/test_qwen3.py tests/train/model/test_preference.py
+	$(BIN)/python -m pytest tests/check/command/test_integrations.py tests/compute/wgpu/test_qwen3.py tests/train/model/test_preference.py tests/train/finetune/test_readme.py
 
 # Every planted bug, and what kills it.
 mutants: setup
@@ -84,7 +85,8 @@ field: setup
 # is found. Beside them a thousand random scenarios on the unbroken trainers: no alarm allowed; an
 # hour of virtual training with a fault every few steps: nothing is kept that should have gone; every
 # reduction of the contract, up to 2^26 elements, which takes 7 GiB; and the properties of contracts,
-# protocol and traces on a thousand random examples each. Many minutes.
+# protocol and traces on a thousand random examples each; and the cases that `make test` leaves out.
+# Many minutes.
 soak: setup
 	$(MAKE) --no-print-directory --jobs=2 soak-schedules soak-others
 
@@ -98,6 +100,7 @@ soak-others: setup
 	$(BIN)/python -m tests.check.harness.test_no_false_alarm 1000
 	$(BIN)/python -m pytest -q --hypothesis-profile=soak tests/check/contract tests/train/wire tests/shared/trace \
 		tests/check/observing/test_changes_nothing.py
+	$(BIN)/python $(SPREAD) -m by_hand
 
 # Real processes over TCP, killed, frozen, cut off and damaged at random, run after run. Then ten
 # thousand strangers at a coordinator's door in the middle of a run, and as many over TLS.

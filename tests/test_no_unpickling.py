@@ -52,7 +52,10 @@ def _call(node: ast.Call) -> str | None:
         return f"calls {node.func.id}" if node.func.id in CALLS else None
     if not isinstance(node.func, ast.Attribute):
         return None
-    owner, name = ast.unparse(node.func.value), node.func.attr
+    name = node.func.attr
+    if name not in PIPES | YAML | {safe for _, safe in SAFE_WITH}:  # seconds, for all calls
+        return None
+    owner = ast.unparse(node.func.value)
     if name in PIPES and owner != SOCKETS:
         return f"calls {owner}.{name}"
     if owner == "yaml" and name in YAML:

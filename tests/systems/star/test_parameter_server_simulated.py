@@ -23,22 +23,20 @@ def test_any_number_of_workers_gives_the_reference(workload: str, world_size: in
     stars.require_right(subject(SIMULATED, workload=workload, world_size=world_size))
 
 
-@pytest.mark.parametrize("at", PLACES)
-@pytest.mark.parametrize("kind", BREAKS)
+@pytest.mark.parametrize(("kind", "at"), stars.spread(BREAKS, PLACES))
 def test_what_breaks_a_connection(kind: str, at: str) -> None:
     """The worker is given up and comes back with the whole state, and no bit changes."""
     stars.require_back(stars.require_right(stars.struck(SIMULATED, kind, at)))
 
 
-@pytest.mark.parametrize("at", PLACES)
-@pytest.mark.parametrize("kind", ["freeze", "delay"])
+@pytest.mark.parametrize(("kind", "at"), stars.spread(["freeze", "delay"], PLACES))
 def test_what_takes_time(kind: str, at: str) -> None:
     """A short delay is waited for; after a long one the worker is given up and comes back."""
     assert stars.changes(stars.require_right(stars.struck(SIMULATED, kind, at, SHORT_S))) == []
     stars.require_back(stars.require_right(stars.struck(SIMULATED, kind, at, LONG_S)))
 
 
-@pytest.mark.parametrize("block_bytes", [4, 100, 604])
+@pytest.mark.parametrize("block_bytes", [40, 100, 604])
 def test_blocks_of_any_size_give_the_reference(block_bytes: int) -> None:
     """The bits are equal for any size of blocks, even if a worker is lost between two."""
     fault = Fault(kind="duplicate", step=stars.STEP, rank=1, at="TreeNode")
@@ -46,8 +44,7 @@ def test_blocks_of_any_size_give_the_reference(block_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 1, 2])
-@pytest.mark.parametrize("at", ["TreeNode", "Average"])
-@pytest.mark.parametrize("kind", BREAKS)
+@pytest.mark.parametrize(("kind", "at"), stars.spread(BREAKS, ["TreeNode", "Average"]))
 def test_what_breaks_a_connection_between_blocks(kind: str, at: str, block: int) -> None:
     """Block 3 of four goes first: averaged blocks stay, and every bit is right."""
     fault = Fault(kind=kind, step=stars.STEP, rank=1, at=at)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 SECTION = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Fine-tuning\n")[2]
 
 
-@pytest.mark.slow
+@pytest.mark.integrations  # a minute; other tests train as shortly as they can
 @pytest.mark.usefixtures("small")  # skips without the extra
 def test_three_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

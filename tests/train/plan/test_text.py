@@ -83,8 +83,7 @@ def test_wrong_arguments(
 
 
 @pytest.mark.parametrize(
-    ("more", "memory", "workers"),
-    [("", 10**10, 4), ("workers: 2", 10**10, 2), ("", None, 4), ("devices: [cpu:8GB]", 0, 1)],
+    ("more", "memory", "workers"), [("", 10**10, 4), ("devices: [cpu:8GB]", 0, 1)]
 )
 def test_a_plan_for_the_cpu_counts_the_workers_that_a_run_starts(
     more: str, memory: int | None, workers: int, config: Path, monkeypatch: pytest.MonkeyPatch

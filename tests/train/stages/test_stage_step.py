@@ -250,7 +250,7 @@ def on_the_cpu(
 
 # Blocks of Qwen3 are those of Llama, with two norms more.
 @pytest.mark.parametrize(
-    "name", [pytest.param("llama", marks=pytest.mark.by_hand), "qwen3", "gpt2"]
+    "name", ["qwen3", *(pytest.param(one, marks=pytest.mark.by_hand) for one in ("llama", "gpt2"))]
 )
 def test_passes_are_those_of_the_cpu(
     small: Path, tmp_path: Path, wgpu: WgpuBackend, monkeypatch: pytest.MonkeyPatch, name: str

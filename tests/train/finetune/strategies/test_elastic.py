@@ -88,11 +88,10 @@ def assert_undisturbed(output: Path, undisturbed: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "deaths",
     [
-        {},
         {1: "train:2"},
         {0: "made:1"},
-        {0: "page"},
         {0: "scored:2", 1: "scored:2"},
+        pytest.param({0: "page"}, marks=BY_HAND),
         pytest.param({0: "train:1"}, marks=BY_HAND),
         pytest.param({0: "save:2"}, marks=BY_HAND),
         pytest.param({0: "scored:2"}, marks=BY_HAND),
@@ -146,9 +145,7 @@ def lines(output: Path) -> list[object]:
 
 
 NUM_WRITES = 40
-# Of step 1: some of its shards, no spike, no note of it, no line. Then the checkpoint's line, and
-# the note of the end.
-SHOWN = [(5, 0.7), (6, 0), (7, 0), (8, 0), (10, 0), (38, 0)]
+SHOWN = [(5, 0.7), (38, 0)]  # some shards of step 1; the note of the end
 
 
 @pytest.mark.parametrize(
@@ -215,10 +212,8 @@ def test_a_stopped_run_has_to_be_resumed(stopped: Path) -> None:
 @pytest.mark.parametrize(
     "death",
     [
-        "train:5",
         "write:0:0",  # before it says that it goes on: the last line is the end of the stopped run
-        "write:1:0",
-        *(pytest.param(f"write:{number}:0", marks=BY_HAND) for number in range(2, 13)),
+        *(pytest.param(f"write:{number}:0", marks=BY_HAND) for number in range(1, 13)),
     ],
 )
 def test_a_stopped_run_is_resumed(case: Case, undisturbed: Path, stopped: Path, death: str) -> None:
@@ -243,9 +238,9 @@ def test_a_stopped_run_is_resumed(case: Case, undisturbed: Path, stopped: Path, 
 @pytest.mark.parametrize(
     "death",
     [
-        "page",
         "write:10:0",  # between the halt and the end, which are two lines of the ledger
         *(pytest.param(f"write:{number}:0", marks=BY_HAND) for number in (*range(4, 10), 11)),
+        pytest.param("page", marks=BY_HAND),
     ],
 )
 def test_a_halt_is_one_of_all_ranks(case: Case, death: str) -> None:

@@ -349,7 +349,7 @@ def test_canonical_ranks_write_the_same_bits(
     case: Case, undisturbed: Callable[[str], Path]
 ) -> None:
     digests = {runs.digest(undisturbed("ddp_canonical"))} if case.lora == DROPOUT else set()
-    for world_size in (1, 4):
+    for world_size in (4,) if digests else (1, 4):
         config = case.write(f"out{world_size}", "ddp_canonical")
         codes, told = ranks.torchrun(config, world_size)
         assert codes == [exit_codes.DONE] * world_size, told
@@ -361,11 +361,11 @@ def test_canonical_ranks_write_the_same_bits(
     "case", [{"lora": DROPOUT, "training": {"clip_norm": 0.05}}], indirect=True
 )
 def test_pieces_have_the_bits_of_whole_models(case: Case) -> None:
-    """Weights and norms, on 1 to 4 ranks, some with empty pieces; each step is clipped."""
+    """Weights and norms, on two and three ranks, some with empty pieces; each step is clipped."""
     whole = case.write("whole", "ddp_canonical")
     assert ranks.torchrun(whole, 1, by_buckets=True)[0] == [exit_codes.DONE]
     norms = [one.grad_norm for one in runs.steps(case.folder / "whole")]
-    for world_size in (1, 2, 3, 4):
+    for world_size in (2, 3):
         name = f"out{world_size}"
         codes, told = ranks.torchrun(case.write(name, "fsdp_canonical"), world_size)
         assert codes == [exit_codes.DONE] * world_size, told
