@@ -1,6 +1,6 @@
 """fully_shard whose weights do not depend on how many ranks there are.
 
-for n in 1 2 4; do
+for n in 1 2 3 4; do
     torchrun --standalone --nproc_per_node=$n examples/canonical_reduce_scatter.py
 done
 

@@ -32,7 +32,7 @@ _exchange = Audit._exchange
 _NEVER_S = 5.0
 _own: list[range] = []  # this process's micro-batches
 _started: WeakKeyDictionary[ElasticTrainer, int] = WeakKeyDictionary()
-_before: list[list[Tensor]] = []  # the weights before this process's last commit
+_before: list[dict[str, Tensor]] = []  # the weights before this process's last commit
 
 
 def scenario(*faults: Fault, deadline_s: float = 16.0, **changes: Any) -> Scenario:
@@ -133,7 +133,7 @@ def with_itself(self: Audit, wait: Any) -> dict[int, dict[str, str]]:
 
 def remembers(self: ElasticTrainer) -> bool:
     """Keeps the weights before each commit, for `serves_what_it_remembers`."""
-    _before[:] = [[one.clone() for one in self._tensors()]]
+    _before[:] = [{name: one.clone() for name, one in self._tensors().items()}]
     return _commit(self)
 
 

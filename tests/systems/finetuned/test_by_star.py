@@ -93,6 +93,7 @@ def test_without_the_extra_a_clause_is_open(
 ) -> None:
     """The reason says what to install; nothing is held and nothing crashes."""
     monkeypatch.setitem(sys.modules, lacking, None)
+    monkeypatch.delitem(sys.modules, "entrenar_py.train.model.libraries", raising=False)
     found = finding(clause, subject(options={"facts": ["samples"]}))
     assert found.verdict is Verdict.INCONCLUSIVE, found
     assert package_data.extra_advice("finetune") in found.reason

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -346,6 +346,32 @@ def test_a_micro_batch_that_changes_a_buffer(
     else:
         with pytest.raises(UsageError, match=f"micro-batch 0 changed buffer {buffer}: "):
             next(batches)
+
+
+@pytest.mark.parametrize("table", [None, torch.zeros(2)])
+def test_a_newcomer_takes_a_cache_that_is_filled_or_has_grown(
+    layers: nn.Module, table: Tensor | None
+) -> None:
+    """The rank that sends it has computed, maybe with longer rows."""
+    layers.register_buffer("table", table, persistent=False)
+    newcomer, sent = trainer_of(layers), {"weight": torch.ones(2, 3), "table": torch.ones(5)}
+    newcomer._take(sent)
+    assert {name: one.tolist() for name, one in newcomer._tensors().items() if name in sent} == {
+        name: one.tolist() for name, one in sent.items()
+    }
+
+
+def test_a_death_while_an_audited_micro_batch_is_digested(layers: nn.Module) -> None:
+    """No gradient of it is missing: the step is repeated."""
+    trainer = trainer_of(layers)
+    audit = trainer._audit = MagicMock()
+    audit.__contains__.return_value, audit.begin.return_value = True, []
+    audit.keep.side_effect = lambda shard: trainer._members.interrupt("rank 1 ended")
+    next(trainer.steps(1))
+    for batch in trainer.fold(torch.ones(2, 5, 3)):
+        layers(batch).sum().backward()
+    audit.settle.assert_not_called()
+    assert trainer._members.interrupted
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,21 @@ def test_a_newcomer_that_is_used_wrongly_does_not_end_the_run() -> None:
     code = supervise(newcomer, seat, start=lambda: newcomer, max_restarts=2, say=told.append)
     assert code == 1
     assert "does not start again: the others go on without it" in told[0]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_launchers_signals_are_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: bool
+) -> None:
+    """Those that torchrun sends to its ranks, but for one that is ignored, as under nohup."""
+    script, handled = tmp_path / "train.py", list[int]()
+    script.touch()
+    if ignored:
+        monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: signal.SIG_IGN}.get)
+    monkeypatch.setattr(signal, "signal", lambda number, _: handled.append(number))
+    assert main([str(script)]) == 0
+    usual = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT}
+    assert {*handled} == (usual if ignored else usual | {signal.SIGHUP})
 
 
 @pytest.mark.parametrize(

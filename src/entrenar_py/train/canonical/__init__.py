@@ -64,9 +64,9 @@ def canonical_reduce_scatter(
     `set_requires_gradient_sync(False)` before it. That is less traffic and more memory: up to
     log2(m) + 1 whole gradients. The bits are the same. `reducer.shards` are neighbours then.
 
-    If W doesn't divide `micro_batches`, some ranks have one micro-batch less. The loop repeats
-    their last one, since FSDP's collectives need all ranks: `reducer.is_repeat` is True then, and
-    the gradient isn't used. Leave out the loss.
+    If W doesn't divide `micro_batches`, some ranks have one micro-batch less. FSDP's collectives
+    need all ranks, so their last one is twice in `reducer.shards`. For the second,
+    `reducer.is_repeat` is True and the gradient isn't used: leave out its loss.
 
     Replaces the modules' reduce-scatter, all-reduce hook and divide factor.
 

@@ -123,20 +123,14 @@ class Fold(ABC):
     `shards` are the global indices of this rank's micro-batches, in order. Seed all randomness of
     a micro-batch from (seed, step, `shard`). Otherwise the randomness depends on the world size.
 
-    Every rank makes `num_passes` passes, which a collective in them requires. A rank with fewer
-    micro-batches repeats its last one: `is_repeat` is True then, and its gradient isn't used.
+    Where all ranks must make as many passes, one with fewer micro-batches has its last one twice:
+    `is_repeat` is True for the second, and its gradient isn't used.
     """
 
     def __init__(
-        self,
-        shards: range,
-        parameters: requirements.Parameters,
-        micro_batches: int,
-        *,
-        num_passes: int | None = None,
+        self, shards: Sequence[int], parameters: requirements.Parameters, micro_batches: int
     ) -> None:
         self.shards, self._micro_batches = shards, micro_batches
-        self._num_passes = len(shards) if num_passes is None else num_passes
         self._pass = 0
         self._parameters = parameters
         self._switches = requirements.switches()
@@ -155,14 +149,13 @@ class Fold(ABC):
     @property
     def is_repeat(self) -> bool:
         """Whether the current micro-batch is the last one again: don't count its loss."""
-        return self._pass >= len(self.shards)
+        return self._pass > 0 and self.shards[self._pass] == self.shards[self._pass - 1]
 
     def fold(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the next `len(self.shards)` of `batches`. Run forward and backward on each.
 
-        If other ranks have one more, yields the last one again, and `is_repeat` is True. Drops all
-        gradients first. After the loop, each `.grad` is the mean over all micro-batches of all
-        ranks. Raises UsageError if there are too few batches, if `batches` surely has those
+        Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
+        of all ranks. Raises UsageError if there are too few batches, if `batches` surely has those
         of other ranks or steps, if a micro-batch had no backward pass, if a setting in
         `requirements.switches` changed since the reducer was created, or if
         `requirements.Parameters.require_unchanged` does.
@@ -174,12 +167,9 @@ class Fold(ABC):
         self._clear()
         coming = iter(batches)
         try:
-            for number in range(self._num_passes):
-                self._pass = number
-                if not self.is_repeat:
-                    shard = self.shards[self._pass]
-                    batch = _next(coming, shard, self.shards)
-                    self._shard = shard
+            for number, shard in enumerate(self.shards):
+                batch = _next(coming, shard, self.shards)
+                self._pass, self._shard = number, shard
                 with self._accumulation():
                     yield batch
                 self._keep()
@@ -210,7 +200,7 @@ class Fold(ABC):
             )
 
     def _is_last(self) -> bool:
-        return self._shard is not None and self._pass == self._num_passes - 1
+        return self._shard is not None and self._pass == len(self.shards) - 1
 
     def _require_gradients(self, having: Iterable[Hashable]) -> None:
         """Raise UsageError unless all parameters are among `having`."""
@@ -363,7 +353,7 @@ def views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     return views
 
 
-def _next(coming: Iterator[Batch], shard: int, shards: range) -> Batch:
+def _next(coming: Iterator[Batch], shard: int, shards: Sequence[int]) -> Batch:
     for batch in coming:
         return batch
     raise UsageError(
@@ -383,6 +373,7 @@ def _begins_anew(loader: DataLoader[Any]) -> bool:
     )
 
 
-def _named(shards: range) -> str:
-    steps = f" in steps of {shards.step}" if shards.step > 1 else ""
+def _named(shards: Sequence[int]) -> str:
+    step = shards[1] - shards[0] if len(shards) > 1 else 1
+    steps = f" in steps of {step}" if step > 1 else ""
     return f"this rank's {shards[0]} to {shards[-1]}{steps}"

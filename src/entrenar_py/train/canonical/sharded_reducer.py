@@ -55,9 +55,11 @@ class ShardedReducer(Fold):
         facts |= {"micro_batches": micro_batches, "sync_each": sync_each}
         requirements.require_same(facts, group)
         share = -(-micro_batches // world_size)
-        block = range(rank * share, (rank + 1) * share)
-        shards = range(rank, micro_batches, world_size) if sync_each else block
-        super().__init__(shards, parameters, micro_batches, num_passes=share)
+        shards: Sequence[int] = range(rank * share, (rank + 1) * share)
+        if sync_each:
+            own = range(rank, micro_batches, world_size)
+            shards = own if len(own) == share else (*own, own[-1])
+        super().__init__(shards, parameters, micro_batches)
         # Whether the tree adds nodes' shards, in FSDP's all-reduce hook, or whole gradients or
         # micro-batches' shards, in its reduce-scatter. With one rank FSDP only calls the hook.
         is_even = requirements.is_power_of_two(world_size)
@@ -88,8 +90,8 @@ class ShardedReducer(Fold):
                 scatter = _RowScatter(partial(self._add_rows, name))
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         if not adds_nodes:
-            for group in self._groups.values():
-                group._all_reduce_hook = None  # an earlier one
+            for group in self._groups.values():  # an earlier one
+                group._all_reduce_hook = group._all_reduce_hook_stream = None
         self._ours = {name: _reductions(group) for name, group in self._groups.items()}
 
     @torch.no_grad()

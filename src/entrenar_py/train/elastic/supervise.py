@@ -122,7 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.is_module and not os.path.isfile(options.script):  # noqa: PTH113
         parser.error(f"{options.script}: no such file")
     script = ["-m", options.script] if options.is_module else [options.script]
-    return _run([sys.executable, *script, *options.arguments], options.max_restarts)
+    # Unbuffered, as torchrun starts ranks: what one prints isn't lost when it is killed.
+    return _run([sys.executable, "-u", *script, *options.arguments], options.max_restarts)
 
 
 def _run(command: list[str], max_restarts: int) -> int:
@@ -140,8 +141,9 @@ def _run(command: list[str], max_restarts: int) -> int:
         sys.exit(128 + number)
 
     first = start()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, end)
     # torch is imported while the rank imports it, too.
     from entrenar_py.train.elastic.launcher import seat_of_launcher
     from entrenar_py.train.elastic.membership import Roll

@@ -82,7 +82,7 @@ class ElasticTrainer:
         self._parameters = requirements.require_parameters(model)
         self._model_buffers = requirements.Buffers(model)
         self._model = model
-        self._device = _device_of(self._tensors())
+        self._device = _device_of([*self._tensors().values()])
         if not deadline_s > 0:
             raise UsageError.of("deadline_s", deadline_s, "give more than 0 seconds")
         if not 0 <= audit <= 1:
@@ -301,6 +301,8 @@ class ElasticTrainer:
             self._audit.keep(shard)
             for parameter in self._parameters if last else ():
                 self._send(parameter)
+            if self._members.interrupted:  # meanwhile, so not all were sent
+                raise InterruptedGenerationError
         node = take(self._parameters)  # the last one's are in buckets already
         num_made, self._num_made = self._num_made, 0
         if num_made > len(self._parameters):
@@ -522,13 +524,23 @@ class ElasticTrainer:
         self._require_valid()
         # All of it is here: nothing can interrupt the rest, and no rank has half of a state.
         self.step, tensors, dicts = sent
-        for ours, theirs in zip(self._tensors(), tensors, strict=True):
-            ours.copy_(theirs)
+        self._take(tensors)
         for holder, state in zip(states, dicts, strict=True):
             load(holder, state)
 
-    def _tensors(self) -> list[Tensor]:
-        return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]
+    def _tensors(self) -> dict[str, Tensor]:
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: one.detach() for name, one in named}
+
+    def _take(self, tensors: dict[str, Tensor]) -> None:
+        """Take another rank's weights and buffers. Its caches may be filled, or longer."""
+        own = self._tensors()
+        for name, theirs in tensors.items():
+            if name in own and own[name].shape == theirs.shape:
+                own[name].copy_(theirs)
+            else:
+                place, _, buffer = name.rpartition(".")
+                self._model.get_submodule(place)._buffers[buffer] = theirs
 
 
 def _outlive(group: Group, sums: list[Sum]) -> None:
