@@ -166,7 +166,7 @@ def test_a_launcher_that_starts_one_worker(command: str, words: str, tmp_path: P
     ended = Ended(code=0, seconds=1.0, tail=(), output=tmp_path / "o.txt", num_left=0)
     settings = RunSettings(world_size=2, seed=0)
     alone = [rank(0, world_size=1)]
-    _, reason = run_trace.ending(alone, steps(2), settings, ended, [], command.split())
+    _, reason = run_trace.ending(alone, steps(2), settings, ended, [], command=command.split())
     assert words in reason
 
 

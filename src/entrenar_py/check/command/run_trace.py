@@ -549,7 +549,7 @@ def of(
         saved = replace(saved, loads_late=False)
     is_cut = any(rank.is_limited for rank in ranks)
     traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
-    how = ending(ranks, events, settings, ended, problems, command)
+    how = ending(ranks, events, settings, ended, problems, command=command)
     recorded = observed_run.trace_of(ranks, common, scenario, traits, how)
     if ended.num_left:
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
