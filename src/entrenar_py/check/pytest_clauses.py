@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -231,7 +232,8 @@ def call_of(mark: pytest.Mark) -> tuple[str, ...]:
         _refuse(f"{mark}: give one command as text, and no keywords but {names}")
     words = []
     for name, value in mark.kwargs.items():
-        values = [value] if isinstance(value, str | int | float) else [*value]
+        is_one = isinstance(value, str | int | float | os.PathLike)
+        values = [value] if is_one else [*value]
         joined = [",".join(map(str, values))] if name == "only" else map(str, values)
         words += [word for text in joined for word in (f"--{name}", text)]
     return (*words, "--", *shlex.split(mark.args[0]))
@@ -240,7 +242,7 @@ def call_of(mark: pytest.Mark) -> tuple[str, ...]:
 def train(call: Sequence[str], root: Path) -> Trained:
     """Make a call with a command in the folder `root`; if that isn't possible, the test fails."""
     try:
-        options = command_line.configured(command_line.read(call))
+        options = command_line.configured(command_line.read(call), root)
         options.command_folder, options.quiet = options.command_folder or root, True
         cli.require_possible(options)
         with process.deferred_interrupts(), ExitStack() as opened:
@@ -248,6 +250,8 @@ def train(call: Sequence[str], root: Path) -> Trained:
             reports = session.reports_of_command(options, call)
     except EntrenarError as error:
         _refuse(str(error))
+    if any(report.interrupted for report in reports):
+        raise KeyboardInterrupt
     judged = [Judged(entry=entry, report=report) for report in reports for entry in report.ranked]
     if not judged:
         _refuse(f"{shlex.join(call)}: no clause was selected, or none applies")

@@ -38,7 +38,8 @@ def concluded(report: Report, typed: Sequence[str] = TYPED, *folders: str) -> st
     options = command_line.configured(command_line.read(typed))
     if options.last_failed:
         options.last = last_failed.read(Path())
-    conclude = last_failed.Conclusion(options, typed, [Path(name) for name in folders])
+    made = [[*Path(name).glob("1-worker*.jsonl")] for name in folders]
+    conclude = last_failed.Conclusion(options, typed, made)
     return conclude([report], ending([report], allow_inconclusive=False))
 
 
@@ -52,7 +53,11 @@ def digest() -> str:
 
 
 def test_a_call_that_falsifies_leaves_its_clauses_and_runs() -> None:
-    """The next call with --last-failed repeats the call, with further options."""
+    """The next call with --last-failed repeats the call, with further options.
+
+    Traces of earlier calls in the same folder are not those of this call.
+    """
+    Path("traces/2-workers-interrupted.jsonl").write_text("{}\n")
     assert concluded(full_report(), TYPED, "traces") == "entrenar-check --last-failed"
     last = last_failed.read(Path())
     assert last is not None

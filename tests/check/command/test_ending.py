@@ -153,6 +153,46 @@ def test_an_error_names_the_users_own_file(tmp_path: Path) -> None:
     assert "FileNotFoundError: no such file: '/home/me/data.bin'" in reason
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("accelerate launch --num_processes={world_size} t.py", "use torchrun --nproc_per_node={"),
+        ("accelerate launch t.py {world_size}", "put {world_size} into the command"),
+        ("./train.sh {world_size}", "put {world_size} into the command"),
+    ],
+)
+def test_a_launcher_that_starts_one_worker(command: str, words: str, tmp_path: Path) -> None:
+    """accelerate does so on a machine without two GPUs, whatever the command says."""
+    ended = Ended(code=0, seconds=1.0, tail=(), output=tmp_path / "o.txt", num_left=0)
+    settings = RunSettings(world_size=2, seed=0)
+    alone = [rank(0, world_size=1)]
+    _, reason = run_trace.ending(alone, steps(2), settings, ended, [], command=command.split())
+    assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("made", "quiet_s", "may_be_slow"),
+    [((), 300.0, True), ((0, 0), 299.0, True), ((5, 4), 40.0, True), ((5, 4), 100.0, False)],
+    ids=["nothing has begun", "no step", "it makes steps", "it hangs"],
+)
+def test_a_run_that_may_only_be_slow(
+    made: tuple[int, ...], quiet_s: float, may_be_slow: bool, tmp_path: Path
+) -> None:
+    """Its last step is no longer ago than its steps take: it needs another deadline."""
+    ended = Ended(
+        code=None,
+        seconds=300.0,
+        tail=(),
+        output=tmp_path / "o.txt",
+        num_left=0,
+        quiet_s=quiet_s,
+    )
+    ranks = CUT if made else []
+    settings = RunSettings(world_size=2, seed=0)
+    _, reason = run_trace.ending(ranks, steps(*made), settings, ended, [])
+    assert ("give it more time: --deadline S" in reason) is may_be_slow
+
+
 LOADING = """Traceback (most recent call last):
   File "/home/me/train.py", line 31, in <module>
   File "/site-packages/torch/serialization.py", line 1530, in load

@@ -16,6 +16,7 @@ import pytest
 
 from entrenar_py.check.command import launch, placeholders, run_plan
 from entrenar_py.check.command.launch import Ended
+from entrenar_py.check.rank_files.rank_file import SUFFIX
 from entrenar_py.shared import process
 from entrenar_py.shared.errors import UsageError
 from tests.check.command import scripts, zygote
@@ -68,8 +69,12 @@ def test_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         " start_new_session=True)\n"
         "time.sleep(600)\n"
     )
+    record = tmp_path / f"00000-000{SUFFIX}"
+    record.touch()
+    os.utime(record, (time.time() - 50, time.time() - 50))
     ended = launched(code, tmp_path, deadline_s=1.0)
     assert ended.code is None
+    assert 50 < ended.quiet_s < 60, "the last record of a rank"
     assert not left_of(tmp_path)
 
 

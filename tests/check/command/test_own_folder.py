@@ -109,8 +109,16 @@ def test_a_copy_that_cannot_be_made_is_done_without(
 
 @pytest.mark.parametrize(
     ("command", "elsewhere"),
-    [(("docker", "run", "x"), True), (("/usr/bin/ssh", "a"), True), (("torchrun", "ssh"), False)],
+    [
+        ("docker run x", True),
+        ("/usr/bin/ssh a", True),
+        ("torchrun ssh", False),
+        ("env NCCL_DEBUG=INFO srun train.sh", True),
+        ("sudo -u me nice -n 10 time -p docker run x", True),
+        ("env -u A B=ssh torchrun srun", False),
+        ("env A=1", False),
+    ],
 )
-def test_commands_that_run_elsewhere(command: tuple[str, ...], elsewhere: bool) -> None:
+def test_commands_that_run_elsewhere(command: str, elsewhere: bool) -> None:
     """A container or another machine may not have what the links lead to."""
-    assert folders.runs_elsewhere(command) is elsewhere
+    assert folders.runs_elsewhere(command.split()) is elsewhere

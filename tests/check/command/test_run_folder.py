@@ -64,6 +64,21 @@ def test_a_folder_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not capsys.readouterr().err
 
 
+def test_traces_of_an_earlier_call_are_removed(tmp_path: Path) -> None:
+    """They may be of another script. Whatever isn't surely such a trace stays."""
+    for name in ("2-workers", "2-workers-interrupted", "exp1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "output.txt").touch()
+    for name in ("2-workers", "2-workers-interrupted", "exp1", "2-workers-before"):
+        (tmp_path / f"{name}.jsonl").touch()
+    shared = command_work.Shared()
+    shared.folder(tmp_path)
+    assert sorted(file.stem for file in tmp_path.glob("*.jsonl")) == ["2-workers-before", "exp1"]
+    (tmp_path / "2-workers.jsonl").touch()
+    shared.folder(tmp_path)
+    assert (tmp_path / "2-workers.jsonl").exists(), "it is of this call"
+
+
 def test_contracts_share_their_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +125,7 @@ def test_the_launchers_own_number_of_workers_is_filled_in(
     monkeypatch.setenv("PATH", f"{launcher.parent}:{os.environ['PATH']}")
     folder = tmp_path / "project"
     folder.mkdir()
+    (folder / "train.py").touch()
     monkeypatch.chdir(folder)
     contract = ("--contract", "distributed-training-v1.yaml", "--in-place")
     assert cli.main([*contract, "--", "torchrun", *typed.split(), "train.py"]) == 4

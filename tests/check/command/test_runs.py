@@ -184,3 +184,32 @@ def test_runs_with_one_share_step_with_the_rates_of_several_workers(
     steps = {str(update.step) for update in several.of(Update)}
     assert set(json.loads(Path(file[RATES]).read_text("utf-8"))) == steps
     assert runs._rates(RunSettings(world_size=world_size, seed=0), tmp_path, several) == {}
+
+
+def test_the_trace_of_a_shared_run_is_known_as_ours_by_a_later_call(tmp_path: Path) -> None:
+    """The run was launched for another contract, so its output is in that contract's folder."""
+    own = replace(plan(tmp_path, ended), made={FIRST: traces.failed(traces.scenario())})
+    (file,) = [file for file, _ in runs.record(own, lambda settings, num_left: None)]
+    assert file.exists()
+    assert "another contract" in (own.folder / "2-workers/output.txt").read_text()
+    runs.forget(own.folder)
+    assert not file.exists()
+
+
+def test_accelerate_starts_one_worker_without_its_option_for_several(tmp_path: Path) -> None:
+    """It refuses `--multi_gpu --num_processes=1`."""
+    commands = []
+
+    def launch(command: Any, *, folder: Path, **settings: object) -> Ended:
+        commands.append(" ".join(command))
+        return ended(folder)
+
+    words = "accelerate launch --multi_gpu --num_processes={world_size} train.py --multi_gpu"
+    own = replace(plan(tmp_path, launch), command=tuple(words.split()))
+    for size in (1, 2):
+        settings = RunSettings(world_size=size, seed=0)
+        runs._launched(own, settings, tmp_path / f"{size}", None, lambda: False)
+    assert commands == [
+        "accelerate launch --num_processes=1 train.py --multi_gpu",
+        "accelerate launch --multi_gpu --num_processes=2 train.py --multi_gpu",
+    ]

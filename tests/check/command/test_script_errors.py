@@ -8,8 +8,10 @@ import pytest
 
 from entrenar_py.check.command import run_trace, warm
 from entrenar_py.check.command.launch import Ended
+from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.rank_files.assembly import LastLives
 
+BOTH = RunSettings(world_size=2, seed=0)
 SCRIPT = """Traceback (most recent call last):
   File "train.py", line 1, in <module>
     import nosuchmodule
@@ -108,7 +110,57 @@ def test_a_script_that_needs_a_gpu(
     output = tmp_path / "2-workers/output.txt"
     ended = Ended(code=1, seconds=1.0, tail=(), output=output, num_left=0)
     error = "RuntimeError: Distributed package doesn't have NCCL built in (train.py:84)"
-    told = run_trace._last_words(LastLives((), ()), error, ended)
+    told = run_trace._last_words(LastLives((), ()), error, ended, BOTH, ())
     assert told == (error if has_gpu else f"{error}; {run_trace._NO_GPU}")
     other = "RuntimeError: a tensor is empty"
-    assert run_trace._last_words(LastLives((), ()), other, ended) == other
+    assert run_trace._last_words(LastLives((), ()), other, ended, BOTH, ()) == other
+
+
+@pytest.mark.parametrize(
+    ("world_size", "error", "printed", "needs"),
+    [
+        (2, "torch.AcceleratorError: CUDA error: invalid device ordinal", "", True),
+        (1, "torch.AcceleratorError: CUDA error: invalid device ordinal", "", False),
+        (2, "torch.distributed.DistBackendError: NCCL error in: a.cpp", "Duplicate GPU det", True),
+        (2, "ValueError: no", "", False),
+    ],
+)
+def test_more_ranks_than_gpus(
+    world_size: int,
+    error: str,
+    printed: str,
+    needs: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine with one GPU can't run two ranks on GPUs: the reason says what to give."""
+    monkeypatch.setattr(warm, "GPUS", tmp_path)
+    output = tmp_path / "output.txt"
+    output.write_text(f"{error}\nLast error:\n{printed}ected : rank 1 and rank 0\n")
+    ended = Ended(code=1, seconds=1.0, tail=(), output=output, num_left=0)
+    settings = RunSettings(world_size=world_size, seed=0)
+    told = run_trace._last_words(LastLives((), ()), error, ended, settings, ())
+    advice = "; 2 ranks need 2 GPUs: --world-size 1, or the script's options for CPUs"
+    assert told == error + (advice if needs else "")
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "started"),
+    [
+        ("python train.py --lr 1", "KeyError: 'RANK' (train.py:3)", "train.py --lr 1"),
+        ("env A=1 python -m pkg.train", "KeyError: 'LOCAL_RANK'", "-m pkg.train"),
+        ("python t.py", "ValueError: environment variable WORLD_SIZE expected, but not", "t.py"),
+        ("python t.py", "KeyError: 'RANKS'", ""),
+        ("mpirun -n {world_size} python t.py", "KeyError: 'RANK'", ""),
+    ],
+)
+def test_a_script_that_needs_a_launcher(
+    command: str, error: str, started: str, tmp_path: Path
+) -> None:
+    """It asks for what torchrun would set: the reason has the command that sets it."""
+    output = tmp_path / "output.txt"
+    ended = Ended(code=1, seconds=1.0, tail=(), output=output, num_left=0)
+    alone = RunSettings(world_size=1, seed=0)
+    told = run_trace._last_words(LastLives((), ()), error, ended, alone, command.split())
+    advice = f"; start it by torchrun: entrenar-check -- torchrun --nproc_per_node=2 {started}"
+    assert told == error + (advice if started else "")

@@ -236,6 +236,8 @@ def test_several_contracts(capsys: pytest.CaptureFixture[str]) -> None:
     Path("small-v1.json").unlink()
     assert check(*both, "--only", "F-DP-005", "--json", "{contract}.json") == 0
     assert not Path("small-v1.json").exists()
+    assert check(*both, "--only", "F-DP-001", "--trace-dir", "runs") == 0
+    assert all([*Path("runs", name).iterdir()] for name in ("small-v1", "other-v1"))
     assert check(*both, "--only", "F-DP-007") == 2
     assert "id 'F-DP-007' is not in the contracts: it has F-DP-001" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.check.project import commands, init
+from entrenar_py.shared.errors import UsageError
 
 EXAMPLES = Path(__file__).parents[3] / "examples/user_trainers"
 SCRIPT = """
@@ -137,6 +138,15 @@ def test_a_check_fills_in_what_init_does() -> None:
         ("torchrun --standalone train.py", ""),
         ("torchrun --master-port=29501 train.py", ""),
         ("torchrun --rdzv_backend=c10d --nnodes 1 train.py", ""),
+        (
+            "torchrun --nnodes=1 --node_rank=0 train.py",
+            "torchrun --standalone --nnodes=1 --node_rank=0 train.py",
+        ),
+        (
+            "torchrun --nnodes 1:1 t.py --nnodes=2",
+            "torchrun --standalone --nnodes 1:1 t.py --nnodes=2",
+        ),
+        ("torchrun --nnodes=1:2 train.py", ""),
         ("accelerate launch train.py", ""),
         ("bash -c 'torchrun train.py'", ""),
         ("python train.py", ""),
@@ -286,3 +296,40 @@ def test_a_script_that_only_looks_like_it() -> None:
     assert found is not None
     assert not found.is_observed
     assert commands.read_script(Path(sys.executable)) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --nproc_per_node=2 no.py",
+        "torchrun --nproc_per_node {world_size} /no.py",
+        "env A=1 python -u no.py train.py",
+        "accelerate launch --num_processes=2 no.py",
+        "/bin/python3 -m torch.distributed.run no.py",
+    ],
+)
+def test_a_script_that_does_not_exist(line: str) -> None:
+    """It is refused before anything runs."""
+    with pytest.raises(UsageError, match=r"no.py: no such file.*; give the path of the script"):
+        commands.require_script(line.split(), Path.cwd())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --nproc_per_node=2 train.py",
+        "torchrun -m no.module",
+        "torchrun --no-python ./tool no.py",
+        "torchrun train.sh no.py",
+        "python -mtool no.py",
+        "python {workdir}/no.py",
+        "docker run image torchrun no.py",
+        "srun python no.py",
+        "./tool no.py",
+        "uv run no.py",
+    ],
+)
+def test_a_file_that_need_not_be_the_script(line: str) -> None:
+    """A .py file may be an argument, or be where another program looks for it."""
+    Path("train.sh").touch()
+    commands.require_script(line.split(), Path.cwd())

@@ -16,6 +16,7 @@ from entrenar_py.check import cli
 from entrenar_py.check import pytest_clauses as judging
 from entrenar_py.check.cli import session
 from entrenar_py.check.command import runs
+from entrenar_py.check.reports.report import Report
 from entrenar_py.shared.scenario import Scenario
 from tests.check.command import forked, zygote
 from tests.check.reports.conftest import full_report
@@ -313,3 +314,38 @@ def test_a_command_that_can_not_be_checked(run: type[Run]) -> None:
     assert "nothing was recorded: exit code 1: no data" in found.text
     found = run("", "-o", "contract_allow_inconclusive=true")
     found.result.assert_outcomes(skipped=1)
+
+
+def test_an_interrupt_ends_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report that was interrupted isn't a test that passed."""
+    report = replace(full_report(), interrupted=True)
+    monkeypatch.setattr(session, "reports_of_command", lambda options, typed: [report])
+    monkeypatch.setattr(cli, "begin", lambda options, opened: None)
+    with pytest.raises(KeyboardInterrupt):
+        judging.train(("--", "true"), tmp_path)
+
+
+def test_the_configuration_of_the_root_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder above, pytest takes the root from its arguments, and so is the configuration."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.entrenar-check]\ncontract = "training-integrity-v1.yaml"\nseed = 3\n'
+    )
+    seen = []
+
+    def reports(options: Any, typed: object) -> list[Report]:
+        seen.append(options.used)
+        return [full_report()]
+
+    monkeypatch.setattr(session, "reports_of_command", reports)
+    monkeypatch.setattr(cli, "begin", lambda options, opened: None)
+    judging.train(("--", "true"), tmp_path)
+    assert seen == [("contract", "seed")]
+
+
+def test_a_path_is_one_value() -> None:
+    """A contract may be given as a path."""
+    mark = pytest.mark.trains("true", contract=Path("a.yaml"), only=["F-DP-001", "F-DP-002"]).mark
+    called = ("--contract", "a.yaml", "--only", "F-DP-001,F-DP-002", "--", "true")
+    assert judging.call_of(mark) == called

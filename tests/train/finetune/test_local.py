@@ -36,7 +36,8 @@ def test_what_a_run_writes_is_used(
     assert "validation: loss" in capsys.readouterr().out
     assert cli.main(["finetune", str(config)]) == exit_codes.INVALID
     refused = capsys.readouterr()
-    assert "it already exists; continue with --resume" in refused.err
+    ways = "it already exists; continue with --resume, or give another `output:`"
+    assert f"{output / 'state.checkpoint'}: {ways}" in refused.err
     assert not refused.out, "that was said before anything was read"
     written = output / "adapter_model.safetensors"
     assert written.stat().st_mode == (output / "metrics.jsonl").stat().st_mode

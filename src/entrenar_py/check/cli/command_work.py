@@ -41,16 +41,19 @@ class Shared:
         self.made: dict[RunSettings, Trace] = {}
         self.arrangements: dict[int, Arrangement] = {}
         self.folders: list[Path] = []
+        self.runs: list[Mapping[Path, Run]] = []  # of each contract, by the files of their traces
         self.pace = Pace()
         self._temporary: folders.RunFolder | None = None
         self.stack = ExitStack()
 
     def folder(self, named: Path | None) -> folders.RunFolder:
-        """Return the folder that the user `named`.
+        """Return the folder that the user `named`, without the traces of earlier calls.
 
         If it is None, return the temporary folder of all contracts.
         """
         kept = folders.RunFolder(named) if named is not None else self._temporary
+        if named is not None and named not in self.folders:
+            runs.forget(named)
         if kept is None:
             kept = self._temporary = self.stack.enter_context(folders.temporary())
         self.folders.append(kept.path)
@@ -100,7 +103,8 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
     planned, more = plan.foreseen(_likely(options))
     shared.pace.foreseen = max(shared.pace.foreseen, len(planned))
     for size in {settings.world_size for settings in plan.plain().values()}:
-        words = placeholders.fill(options.command, {"world_size": str(size)}, {})
+        command = commands.for_workers(options.command, size)
+        words = placeholders.fill(command, {"world_size": str(size)}, {})
         folder = options.command_folder
         options.parents.prepare(words, {**usual, **os.environ, **plan.observing()}, folder)
     foreseen += more
@@ -119,6 +123,7 @@ def work(shared: Shared, options: argparse.Namespace, standing: Standing) -> Wor
 
     def entries(show: Progress, judged: Listener) -> Iterator[Entry]:
         kept = shared.folder(options.trace_dir)
+        shared.runs.append(runs_by_file)
         recorded: Iterable[tuple[Path, Run]] = ()
         if any(task.check is not None for task in tasks):  # otherwise no run is judged
             recorded = runs.record(make_plan(folder=kept.path), partial(begins, show))

@@ -14,7 +14,7 @@ import os
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -120,12 +120,12 @@ def kept(options: argparse.Namespace) -> dict[Path, Run]:
 
 
 class Conclusion:
-    """The end of a call with a command, with traces of its runs in `folders`."""
+    """The end of a call with a command. `runs` has the files of its traces, for each contract."""
 
     def __init__(
-        self, options: argparse.Namespace, typed: Sequence[str], folders: Sequence[Path]
+        self, options: argparse.Namespace, typed: Sequence[str], runs: Sequence[Collection[Path]]
     ) -> None:
-        self._folder, self._folders = folder_of(options) / FOLDER, folders
+        self._folder, self._made = folder_of(options) / FOLDER, runs
         self._is_new = options.project is None
         self._before = read(self._folder.parent)
         own, command = _split(typed)
@@ -183,10 +183,11 @@ class Conclusion:
     def _keep_runs(self) -> bool:
         """Copy the traces of this call's runs, if any; return False if they are too large."""
         runs = self._folder / _RUNS
-        if not self._folders:
+        if not self._made:
             return runs.is_dir()
         shutil.rmtree(runs, ignore_errors=True)
-        traces = {file.name: file for folder in self._folders for file in folder.glob("*.jsonl")}
+        files = (file for of_contract in self._made for file in of_contract)
+        traces = {file.name: file for file in files if file.exists()}
         if sum(file.stat().st_size for file in traces.values()) > RUNS_BYTES_MAX:
             return False
         runs.mkdir()

@@ -77,7 +77,7 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
 
         shared = command_work.Shared()
         jobs = _of_command(options, chosen, shared)
-        conclude = last_failed.Conclusion(options, arguments, shared.folders)
+        conclude = last_failed.Conclusion(options, arguments, shared.runs)
         return partial(
             reporting.run_all, jobs, called, output, runs=shared.stack, conclude=conclude
         )
@@ -106,9 +106,11 @@ def _look(options: argparse.Namespace) -> None:
         _plan(options)
     elif options.mode == "command":
         from entrenar_py.check.command import launch, placeholders
+        from entrenar_py.check.project import commands
 
         _fill_in_workers(options)
         launch.require_program(options.command[0], options.command_folder)
+        commands.require_script(options.command, options.command_folder or Path.cwd())
         placeholders.require_known(options.command)
 
 

@@ -7,6 +7,7 @@ The folder of all runs is kept if the user named it or if a finding needs it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections import deque
@@ -37,11 +38,19 @@ _ELSEWHERE = (
     *("docker", "podman", "nerdctl", "singularity", "apptainer", "kubectl", "enroot"),
     *("ssh", "srun", "sbatch", "salloc", "qsub", "bsub", "flux", "mpirun", "mpiexec", "ray"),
 )
+_BEFORE = ("env", "sudo", "time", "nice")
+_OF_THOSE = re.compile(r"[A-Za-z_]\w*=.*|-.*|\d+", re.DOTALL)  # NAME=value, -n 10
 
 
 def runs_elsewhere(command: Sequence[str]) -> bool:
-    """Return whether the first word of a command runs it in a container or on other machines."""
-    return any(Path(word).name in _ELSEWHERE for word in command[:1])
+    """Return whether a command's program runs it in a container or on other machines.
+
+    The program may follow `env NAME=value`, `sudo`, `time` or `nice`, with their simplest options.
+    """
+    words = [*command]
+    while words and (Path(words[0]).name in _BEFORE or _OF_THOSE.fullmatch(words[0])):
+        del words[: 2 if words[0] == "-u" else 1]
+    return any(Path(word).name in _ELSEWHERE for word in words[:1])
 
 
 @contextmanager
@@ -241,8 +250,8 @@ def temporary() -> Iterator[RunFolder]:
     finally:
         if folder.is_needed:
             printing.warn(
-                f"the runs are kept in {folder.path}: --judge judges them again, --trace-dir "
-                "sets another folder"
+                f"the runs are kept in {folder.path}, which may be deleted: --judge judges them "
+                "again, --trace-dir sets another folder"
             )
         else:
             shutil.rmtree(folder.path, ignore_errors=True)

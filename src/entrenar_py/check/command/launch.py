@@ -7,6 +7,7 @@ hangs, each observed rank answers SIGUSR1 with its stack, even while it waits in
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
@@ -301,6 +302,7 @@ class Ended:
     - `num_left`: the number of processes that it left behind; they were killed.
     - `is_forked`: whether its launcher was forked from a process that had imported torch.
     - `peak_bytes`: the peak memory of its largest process.
+    - `quiet_s`: seconds between the last record of a rank and the deadline, if that ended it.
     """
 
     code: int | None
@@ -310,6 +312,7 @@ class Ended:
     num_left: int
     is_forked: bool = False
     peak_bytes: int = 0
+    quiet_s: float = math.inf
 
     @property
     def how(self) -> str:
@@ -384,8 +387,9 @@ def launch(
     keeper = _OutputKeeper(leash.output, file)
     try:
         code = _wait(leash, deadline_s, is_over, is_called_off)
-        seconds = time.monotonic() - started
+        seconds, quiet_s = time.monotonic() - started, math.inf
         if code is None:
+            quiet_s = _quiet_s(folder)
             ask_for_stacks(folder, set(processes()))
     finally:
         num_left = _end(leash, processes)
@@ -398,7 +402,17 @@ def launch(
         num_left=num_left,
         is_forked=leash.is_forked,
         peak_bytes=leash.peak_bytes,
+        quiet_s=quiet_s,
     )
+
+
+def _quiet_s(folder: Path) -> float:
+    """Return for how long no rank has recorded anything in `folder`; inf if that is unknown."""
+    with suppress(OSError):
+        os.utime(folder / OUTPUT)  # now, by the clock of the file system
+        written = [path.stat().st_mtime for path in folder.glob(f"*{SUFFIX}")]
+        return (folder / OUTPUT).stat().st_mtime - max(written, default=-math.inf)
+    return math.inf
 
 
 def _wait(

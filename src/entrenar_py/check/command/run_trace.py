@@ -29,6 +29,7 @@ from entrenar_py.check.command import folders, launch, warm
 from entrenar_py.check.command.launch import Ended
 from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.evidence import run_names
+from entrenar_py.check.project import commands
 from entrenar_py.check.rank_files import arrangements, assembly, notes, observed_run, rank_file
 from entrenar_py.check.rank_files.arrangements import Arrangement
 from entrenar_py.check.rank_files.assembly import LastLives
@@ -272,15 +273,16 @@ def ending(
     settings: RunSettings,
     ended: Ended,
     problems: Sequence[str],
+    command: Sequence[str] = (),
 ) -> tuple[str, str]:
-    """Return the status of the run and the reason for it.
+    """Return the status of the run of `command` and the reason for it.
 
     The status is `completed`, `halted` (a planted value stopped it) or `failed`. `problems` are
     problems with the ranks' files.
     """
     last = LastLives(ranks, events)
     error = script_error(ended.output) if ended.code != 0 else ""
-    ended_by = f"{ended.how}: {_last_words(last, error, ended)}"
+    ended_by = f"{ended.how}: {_last_words(last, error, ended, settings, command)}"
     how = f"{ended_by} (its output is in {_shown_path(ended.output)})"
     folder = ended.output.parent
     if not folder.is_dir():
@@ -297,7 +299,7 @@ def ending(
         return "failed", _nothing_recorded(ended, error, how)
     world_sizes = {int(rank.header["world_size"]) for rank in last.ranks.values()}
     if world_sizes != {settings.world_size}:
-        return "failed", _of_another_size(ranks, world_sizes, settings)
+        return "failed", _of_another_size(ranks, world_sizes, settings, command)
     status, reason = _of_ranks(last, settings, ended, ended_by, how)
     if status == "failed" and (_skip_apart(last, events) or _is_uneven(last, events)):
         return "completed", ""  # the run was ended when only some ranks had taken all steps
@@ -387,7 +389,10 @@ def unresumed(
 
 
 def _of_another_size(
-    ranks: Sequence[RankTrace], sizes: Iterable[int], settings: RunSettings
+    ranks: Sequence[RankTrace],
+    sizes: Iterable[int],
+    settings: RunSettings,
+    command: Sequence[str],
 ) -> str:
     """Return why a run failed that ran with a different number of workers than planned."""
     first = sum(rank.header["rank"] == 0 for rank in ranks)
@@ -399,8 +404,8 @@ def _of_another_size(
         )
     ran = ", ".join(map(str, sorted(sizes)))
     return (
-        f"it was launched for {settings.world_size} workers and ran with {ran}: put {{world_size}} "
-        "into the command as the number of workers"
+        f"it was launched for {settings.world_size} workers and ran with {ran}: "
+        f"{commands.sized(command, max(sizes))}"
     )
 
 
@@ -437,16 +442,37 @@ def _of_ranks(
 _OF_GPUS = re.compile(
     r"NCCL built in|_cuda_setDevice|CUDA GPUs|not compiled with CUDA|NVIDIA driver"
 )
+_TOO_FEW_GPUS = re.compile(r"invalid device ordinal|Duplicate GPU detected")
+# Matches errors of a script that was started without torchrun's variables.
+_UNLAUNCHED = re.compile(
+    r"(?:KeyError: '|environment variable )(?:RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)\b"
+)
 _NO_GPU = "there is no GPU here: give the options with which the script trains on CPUs, with gloo"
 
 
-def _last_words(last: LastLives, error: str, ended: Ended) -> str:
+def _last_words(
+    last: LastLives, error: str, ended: Ended, settings: RunSettings, command: Sequence[str]
+) -> str:
     printed = last_printed(ended.output, ended.tail)
     words = [one for one in (error, last.problem, printed) if one]
     causes = [one for one in words if not is_of_peers(one)]
     cause = next(iter(causes or words), "it printed nothing")
     told = escaping.shortened(cause.replace(_copied(ended), ""))
-    return f"{told}; {_NO_GPU}" if _OF_GPUS.search(told) and not warm.GPUS.exists() else told
+    advice = _advice(told, ended, settings, command)
+    return f"{told}; {advice}" if advice else told
+
+
+def _advice(error: str, ended: Ended, settings: RunSettings, command: Sequence[str]) -> str:
+    """Return what to do about `error`; "" if that isn't known."""
+    if _UNLAUNCHED.search(error) and commands.starts_one(command):
+        return f"start it by torchrun: entrenar-check -- {commands.by_torchrun(command)}"
+    if not warm.GPUS.exists():
+        return _NO_GPU if _OF_GPUS.search(error) else ""
+    most = settings.world_size
+    # NCCL's own words follow the last line of the traceback.
+    if most > 1 and any(map(_TOO_FEW_GPUS.search, (error, *_output_lines(ended.output)))):
+        return f"{most} ranks need {most} GPUs: --world-size 1, or the script's options for CPUs"
+    return ""
 
 
 def _copied(ended: Ended) -> str:
@@ -477,10 +503,14 @@ def _hanging(last: LastLives, settings: RunSettings, ended: Ended) -> str:
         rank: replace(one, file=_shown_path(Path(one.file.removeprefix(_copied(ended)))))
         for rank, one in launch.places_of_ranks(ended.output.parent).items()
     }
+    slow = "; if it is only slow (a download, long steps), give it more time: --deadline S"
     if not last.num_steps and not where:
-        return "no rank had begun"
+        return f"no rank had begun{slow}"
     steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
-    return f"steps made: {steps or 'none'}; {launch.places_in_words(where, settings.world_size)}"
+    stood = launch.places_in_words(where, settings.world_size)
+    num_steps = max(last.num_steps.values(), default=0)
+    may_be_slow = not num_steps or ended.quiet_s <= ended.seconds / (1 + num_steps)
+    return f"steps made: {steps or 'none'}; {stood}{slow if may_be_slow else ''}"
 
 
 def of(
@@ -489,6 +519,7 @@ def of(
     ended: Ended,
     like: trace.Trace | None,
     *,
+    command: Sequence[str],
     unclipped: bool,
     seeded: bool,
     starts: str,
@@ -518,7 +549,7 @@ def of(
         saved = replace(saved, loads_late=False)
     is_cut = any(rank.is_limited for rank in ranks)
     traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
-    how = ending(ranks, events, settings, ended, problems)
+    how = ending(ranks, events, settings, ended, problems, command=command)
     recorded = observed_run.trace_of(ranks, common, scenario, traits, how)
     if ended.num_left:
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"

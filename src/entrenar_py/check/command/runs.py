@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ from entrenar_py.check.command.run_settings import Run, RunSettings
 from entrenar_py.check.command.run_trace import Arranging, Beginnings, Made, first_step
 from entrenar_py.check.command.witnesses import Controlling, Nudging, Shortening
 from entrenar_py.check.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
+from entrenar_py.check.project import commands
 from entrenar_py.check.rank_files import notes
 from entrenar_py.shared import process, trace
 from entrenar_py.shared.errors import UsageError
@@ -32,12 +34,24 @@ from entrenar_py.shared.untrusted import printing
 
 CHANGING = ("betas", "momentum", "weight_decay")  # constants that schedules change, like rates
 SHORT_S = 15.0  # a shorter run spends most of its time waiting
+_RUN = re.compile(r"\d+-workers?(?:-|$)")  # begins the name of a run
+_ELSEWHERE = "the run was launched for another contract: its output is in that contract's folder\n"
 _PATH = "PATH"  # ends an option that needs a path
 _NEW_STORE, _SUPERVISOR = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "entrenar_py.supervise"
 
 Likes = Mapping[RunSettings, Trace]  # completed runs that later runs resemble, the first run first
 # Called before each launch, with the settings of the run and the number of runs planned after it.
 Show = Callable[[RunSettings, int], None]
+
+
+def forget(folder: Path) -> None:
+    """Remove the traces of an earlier call from `folder`, since they may be of another script.
+
+    A file is such a trace if it has the name of a run, and `folder` has the run's output, too.
+    """
+    for file in folder.glob("*.jsonl"):
+        if _RUN.match(file.stem) and (folder / file.stem / OUTPUT).is_file():
+            file.unlink(missing_ok=True)
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
@@ -74,6 +88,9 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
                 nudging.read_again(run.settings, run.trace)
                 yield file, run
             plan.made[settings] = _trace(plan, settings, base / name, ended, like)
+        elif not (base / name).exists():  # `forget` looks for an output
+            (base / name).mkdir(parents=True)
+            (base / name / OUTPUT).write_text(_ELSEWHERE, encoding="utf-8")
         recorded = plan.made[settings]
         if like is not None and _was_told_otherwise(settings, like, recorded):
             # {steps} did more than stop the run, so the script is stopped from inside instead.
@@ -226,7 +243,7 @@ def _launched(
             words, variables = _resuming(settings.option, folder) if life else ([], {})
             ended = launched(
                 placeholders.fill(
-                    [*plan.command, *words],
+                    [*commands.for_workers(plan.command, settings.world_size), *words],
                     values,
                     plan.spelled,
                     resumes_in=(own.path if own else Path.cwd()) if life else None,
@@ -321,6 +338,7 @@ def _trace(
         settings,
         ended,
         like,
+        command=plan.command,
         unclipped=plan.can_say("clip") and UNCLIPPED not in plan.spelled.get("clip", {}),
         seeded=plan.can_say("seed"),
         says_how=plan.can_say(placeholders.RESUME) or plan.can_say("workdir"),

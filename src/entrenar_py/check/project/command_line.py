@@ -378,8 +378,10 @@ SUMMARY = "GITHUB_STEP_SUMMARY"  # set in a GitHub workflow; without it `github`
 _CHOOSES = "system"
 
 
-def configured(typed: argparse.Namespace) -> argparse.Namespace:
+def configured(typed: argparse.Namespace, folder: Path | None = None) -> argparse.Namespace:
     """Return `typed` with the configuration's values for options that were not typed.
+
+    The configuration is the one that applies in `folder`, by default the current folder.
 
     - `project` is set to the configuration, or None.
     - `used` is set to the configuration's keys that have an effect in this call.
@@ -390,7 +392,7 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
     combined.
     """
     typed.project, typed.used, typed.overruled = None, (), ()
-    path = _path(typed)
+    path = _path(typed, folder or Path.cwd())
     mode = ""
     if path is not None:
         from entrenar_py.check.project import configuration
@@ -400,6 +402,9 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
         _lay_below(typed)
     if typed.mode in ("command", "judge") and not typed.contract:
         typed.contract = package_data.FOR_SCRIPTS
+    folder = typed.trace_dir
+    if len(typed.contract) > 1 and folder is not None and _CONTRACT_NAME not in str(folder):
+        typed.trace_dir = folder / _CONTRACT_NAME
     try:
         require_compatible(typed, mode=mode)
         require_distinct(typed)
@@ -431,12 +436,12 @@ def located(error: UsageError, options: argparse.Namespace) -> EntrenarError:
     return ContractError([f"{options.project.places[error.field]}: error: {error}"])
 
 
-def _path(typed: argparse.Namespace) -> Path | None:
+def _path(typed: argparse.Namespace, folder: Path) -> Path | None:
     if typed.no_config or typed.mode == "mutants":
         return None
     config: Path | None = typed.config
     if config is None:
-        return toml_file.find(Path.cwd())
+        return toml_file.find(folder)
     if not config.is_file():
         problem = "it is not a regular file" if config.exists() else "no such file"
         raise UsageError(f"--config {config}: {problem}; give a TOML file")

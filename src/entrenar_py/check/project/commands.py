@@ -14,6 +14,7 @@ import shlex
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 from entrenar_py.shared.errors import UsageError
@@ -23,7 +24,11 @@ _ACCELERATE = ("--num_processes", "--num-processes")
 _MACHINES = ("--nnodes", "--num_machines", "--num-machines", "--nodes")
 _MPI = ("-n", "-np", "--np")
 # Beginnings of options with which torchrun's ranks meet at a place that the user chose.
-_MEETING = ("--standalone", "--rdzv", "--master", "--nnodes", "--node")
+_MEETING = ("--standalone", "--rdzv", "--master")
+# Options with which accelerate refuses to start one worker.
+_OF_SEVERAL = ("--multi_gpu", "--multi-gpu")
+# Matches options of Python and torchrun with which a .py file after them is no script.
+_NO_SCRIPT = re.compile(r"-|-[A-Za-z]*[cm].*|--no.python", re.DOTALL)
 # Launcher -> its options for the number of workers. If none is present, the first is added.
 _OPTIONS = {
     "torchrun": _TORCH,
@@ -106,11 +111,74 @@ def apart(launch: Launch) -> Launch:
     if known is None or known[1] != _TORCH:
         return launch
     at = known[0] + 1
-    if any(word.startswith(_MEETING) for word in command[at:end]):
+    options = command[at:end]
+    if num_nodes(options, len(options)) or any(word.startswith(_MEETING) for word in options):
         return launch
     command.insert(at, _MEETING[0])
     changes = (*launch.changes, f"{_MEETING[0]} was added")
     return dataclasses.replace(launch, command=tuple(command), changes=changes)
+
+
+def for_workers(command: Sequence[str], world_size: int) -> Sequence[str]:
+    """Return `command` without accelerate's --multi_gpu if it is launched for one worker."""
+    end, _ = script(command, Path())
+    if world_size > 1 or not _is_accelerates(command, end):
+        return command
+    return [word for at, word in enumerate(command) if at > end or word not in _OF_SEVERAL]
+
+
+def _is_accelerates(command: Sequence[str], end: int) -> bool:
+    known = launcher(command, end)
+    return known is not None and known[1] == _ACCELERATE and not is_for_shell(command)
+
+
+def sized(command: Sequence[str], num_workers: int) -> str:
+    """Return what to change in a command that ran with `num_workers`, not with {world_size}."""
+    end, _ = script(command, Path())
+    is_told = any(_WORKERS in word for word in command[:end])
+    if num_workers == 1 and is_told and _is_accelerates(command, end):
+        return (
+            "accelerate starts one process on a machine without two GPUs, whatever "
+            f"{_ACCELERATE[0]} says: use torchrun {_TORCH[0]}={_WORKERS}"
+        )
+    return f"put {_WORKERS} into the command as the number of workers"
+
+
+def by_torchrun(command: Sequence[str]) -> str:
+    """Return the command that starts a command's Python script by torchrun."""
+    end, _ = script(command, Path())
+    module = command[end - 1 : end] if end and command[end - 1] in _MODULE else ()
+    return shlex.join(("torchrun", f"{_TORCH[0]}=2", *module, *command[end:]))
+
+
+def require_script(command: Sequence[str], folder: Path) -> None:
+    """Raise UsageError if the command plainly starts a Python script that doesn't exist.
+
+    A .py file in any other command may be an argument of a program, or in a container.
+    """
+    end, path = script(command, folder)
+    if path is None or path.exists() or "{" in command[end]:
+        return
+    words = [*dropwhile(lambda word: word == "env" or _VARIABLE.match(word), command[:end])]
+    first = next((length for length in (3, 2, 1) if _starts_python(words[:length])), 0)
+    between = words[first:]
+    # An existing file among the options would be the script, and the .py file an argument of it.
+    is_other = any(_NO_SCRIPT.fullmatch(word) or (folder / word).exists() for word in between)
+    if first and not is_other:
+        where = "" if Path(command[end]).is_absolute() else f" in {folder}"
+        raise UsageError(
+            f"{command[end]}: no such file{where}; give the path of the script that trains",
+            field="command",
+        )
+
+
+def _starts_python(words: Sequence[str]) -> bool:
+    """Return whether `words` are a whole launcher that starts Python scripts, or Python itself."""
+    named = [Path(word).name for word in words]
+    if len(named) == 3 and named[0].startswith("python") and named[1] == "-m":
+        return _OPTIONS.get(named[2]) in (_TORCH, _ACCELERATE)
+    is_python = len(named) == 1 and named[0].startswith("python")
+    return is_python or named in (["torchrun"], ["accelerate-launch"], ["accelerate", "launch"])
 
 
 def starts_one(command: Sequence[str]) -> bool:

@@ -185,7 +185,9 @@ def train(
             f"--nproc_per_node=N -m entrenar_py.finetune {path}, or leave strategy out"
         )
     outputs.require_own(settings)
-    coordinator.require_intended(settings.output / task.CHECKPOINT, resume=resume)
+    coordinator.require_intended(
+        settings.output / task.CHECKPOINT, resume=resume, other="another `output:`"
+    )
     if (
         max(settings.num_workers, len(names)) > settings.training.num_shards
     ):  # without backends, the file's reader has already refused it

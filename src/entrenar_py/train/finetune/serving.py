@@ -190,7 +190,9 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     kind = topology.BY_NAME[service.section.topology]
     require_star(kind, halt_on_spike=halt_on_spike)
     outputs.require_own(settings)
-    coordinator.require_intended(settings.output / task.CHECKPOINT, resume=resume)
+    coordinator.require_intended(
+        settings.output / task.CHECKPOINT, resume=resume, other="another `output:`"
+    )
     prepared = preparation.prepare(settings)
     settings = prepared.settings
     foresight.say_rows(prepared)

@@ -106,15 +106,18 @@ def serve(settings: Config, task: Task, *, resume: bool) -> int:
         return _run(settings, task, listeners, resume=resume)
 
 
-def require_intended(path: Path | None, *, resume: bool) -> None:
-    """Raise UsageError if --resume is missing but needed, or given without a checkpoint's path."""
+def require_intended(path: Path | None, *, resume: bool, other: str = "another path") -> None:
+    """Raise UsageError if --resume is missing but needed, or given without a checkpoint's path.
+
+    `other` is what to change in the configuration for a new run.
+    """
     if path is None and resume:
         raise UsageError(
             "--resume: the configuration has no checkpoint to continue from; give it one"
         )
     if path is not None and path.exists() and not resume:
         raise UsageError(
-            f"checkpoint {path}: it already exists; continue with --resume, or give another path"
+            f"checkpoint {path}: it already exists; continue with --resume, or give {other}"
         )
 
 

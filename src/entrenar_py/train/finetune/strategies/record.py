@@ -131,7 +131,7 @@ class Record:
         if not resume:
             raise UsageError(
                 f"checkpoint {path}: it already exists; continue with --resume, or give another "
-                "output"
+                "`output:`"
             )
         return self._load(path)
 
