@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import Lock
 from typing import IO, BinaryIO
 
-from entrenar_py.check.command import fork_parent, placeholders
+from entrenar_py.check.command import fork_parent
 from entrenar_py.check.command.forks import imports, processes
 from entrenar_py.check.command.forks.interpreter import options_of
 from entrenar_py.check.observing.auto import Settings
@@ -371,7 +371,7 @@ def of(options: argparse.Namespace) -> Parents:
     parents_of_forks = Parents(commands.script(command, folder)[1])
     observing = Settings().variables()  # a script with the line gets them, too
     for size in options.world_size[:1] or (2,):
-        words = placeholders.fill(command, {"world_size": str(size)}, {})
+        words = [word.replace("{world_size}", str(size)) for word in command]
         environment = {**commands.usual_variables(words), **os.environ, **observing}
         parents_of_forks.prepare(words, environment, folder)
     return parents_of_forks
