@@ -78,9 +78,8 @@ class OwnFolder:
 
     Files are copied with their times and modes: checkpoints first, then small files, up to
     BYTES_MAX in all. Other files, hidden folders, virtual environments and folders with very many
-    files become links to the user's files. The parents of `source` are
-    created as well, with links to their contents, so that `..` leads to the same files as from
-    `source`.
+    files become links to the user's files. The parents of `source` are created as well, with links
+    to their contents, so that `..` leads to the same files as from `source`.
     """
 
     source: Path
