@@ -92,6 +92,27 @@ def test_the_second_does_not_wait() -> None:
             press_ctrl_c()
 
 
+def test_another_thread_leaves_it_for_the_main_one() -> None:
+    """Each thread that checks is interrupted, so none goes on because another checked first."""
+    raised = list[int]()
+
+    def check() -> None:
+        try:
+            process.check_interrupts()
+        except KeyboardInterrupt:
+            raised.append(1)
+
+    with process.deferred_interrupts():
+        press_ctrl_c()
+        for thread in [threading.Thread(target=check) for _ in range(2)]:
+            thread.start()
+            thread.join()
+        with pytest.raises(KeyboardInterrupt):
+            process.check_interrupts()
+        check()
+    assert len(raised) == 2
+
+
 def test_the_handler_goes() -> None:
     """Afterwards Python's own handler is back, and a noted signal is forgotten."""
     before = signal.getsignal(signal.SIGINT)

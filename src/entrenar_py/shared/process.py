@@ -79,9 +79,13 @@ def deferred_interrupts(
 
 
 def check_interrupts() -> None:
-    """Raise KeyboardInterrupt if a signal was deferred. Call this where nothing is half done."""
+    """Raise KeyboardInterrupt if a signal was deferred. Call this where nothing is half done.
+
+    Only the main thread then forgets the signal, so that all threads that check are interrupted.
+    """
     if _noted.is_set():
-        _noted.clear()
+        if threading.current_thread() is threading.main_thread():
+            _noted.clear()
         raise KeyboardInterrupt
 
 

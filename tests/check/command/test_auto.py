@@ -182,6 +182,24 @@ def test_the_end_after_the_last_step(tmp_path: Path) -> None:
     ]
 
 
+def test_a_script_that_ends_with_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    """As `sys.exit(main())` does with any result: the run counts, and its end is reported."""
+    script = tmp_path / "train.py"
+    script.write_text(ALTERNATING.replace("range(100)", "range(3)"))
+    told = (*scripts.command(script)[:2], "1", str(script))
+    recorded = scripts.record(
+        told,
+        ("replica_identity",),
+        tmp_path / "runs",
+        world_sizes=(1,),
+        launch=zygote.launch,
+        auto=True,
+    )
+    (run,) = recorded.values()
+    assert run.trace.end.status == "completed", run.trace.end.reason
+    assert run.trace.environment["ended with"] == "exit code 1: made 2"
+
+
 def test_a_watched_training(tmp_path: Path) -> None:
     """A training whose ranks drift apart ends with a finding, without a line."""
     script, output = tmp_path / "train.py", tmp_path / "run/output.txt"

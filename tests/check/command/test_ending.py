@@ -9,10 +9,10 @@ import pytest
 
 from entrenar_py.check.command import folders, run_trace
 from entrenar_py.check.command.launch import Ended
-from entrenar_py.check.command.run_settings import RunSettings
+from entrenar_py.check.command.run_settings import RunSettings, Turn
 from entrenar_py.check.rank_files import notes
 from entrenar_py.check.rank_files.rank_file import STACK_SUFFIX, RankTrace
-from entrenar_py.shared.trace import Event, Injected, Shard, Update
+from entrenar_py.shared.trace import End, Event, Injected, Shard, Trace, Update
 from tests import traces
 
 NAN = {"kind": "non_finite_gradient", "step": 1, "rank": 1, "value": "nan"}
@@ -316,3 +316,65 @@ def test_ranks_that_are_in_unlike_epochs_make_other_steps() -> None:
         for event in events
     ]
     assert run_trace.by_all(ranks, second) == [*passes(1, 1), *steps(1, 1)]
+
+
+CAUGHT = """Error executing job with overrides: []
+Traceback (most recent call last):
+  File "/home/me/train.py", line 31, in main
+ValueError: no such sample
+"""
+BY_TORCHRUN = """{}
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : {} (pid: 1234)
+"""
+OWN = RunSettings(world_size=2, seed=0)
+TURNED = replace(OWN, turn=Turn("clip", "0.25"))
+
+
+def other_run(num_steps: int) -> Trace:
+    """Return a run on two workers that took these steps."""
+    return Trace(
+        scenario=traces.scenario(world_size=2),
+        environment={},
+        promises=(),
+        events=(*steps(num_steps, num_steps), End(status="completed")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("printed", "code", "settings", "num_steps", "status"),
+    [
+        ("no such sample", 1, OWN, 3, "failed"),  # it caught its error, and the other run took 3
+        ("no such sample", -6, OWN, 3, "failed"),
+        ("no such sample", 1, replace(OWN, repeat=1), 2, "completed"),
+        (CAUGHT, 1, OWN, 2, "completed"),  # it had taken all steps
+        (CAUGHT, 1, OWN, None, "failed"),
+        (CAUGHT, 1, TURNED, 2, "failed"),  # nobody knows how many steps it should take
+        ("accuracy 0.5", 1, OWN, None, "completed"),  # sys.exit(main()) with any result
+        ("accuracy 0.5", 1, TURNED, 3, "completed"),
+        (CAUGHT, 134, OWN, None, "completed"),  # a warning, and then gloo aborted the shutdown
+        (BY_TORCHRUN.format(CAUGHT, -6), 1, OWN, None, "completed"),
+        (BY_TORCHRUN.format(CAUGHT, 1), 1, OWN, None, "failed"),
+        ("terminate called without an active exception", -6, OWN, None, "completed"),
+        (CAUGHT.replace("no such sample", "Connection reset by peer"), 1, OWN, None, "completed"),
+    ],
+)
+def test_a_script_that_ends_itself_with_an_error(
+    printed: str,
+    code: int,
+    settings: RunSettings,
+    num_steps: int | None,
+    status: str,
+    tmp_path: Path,
+) -> None:
+    """All its ranks took two steps, and each record ends as if training had ended."""
+    output = tmp_path / "output.txt"
+    output.write_text(printed)
+    ended = Ended(code=code, seconds=9, output=output, tail=(printed,), num_left=0)
+    like = None if num_steps is None else other_run(num_steps)
+    got, why = run_trace.ending(BOTH, steps(2, 2), settings, ended, [], like)
+    assert (got, "no such sample" in why) == (status, status == "failed")
+    ours = [replace(one, is_limited=True) for one in BOTH]
+    assert run_trace.ending(ours, steps(2, 2), settings, ended, [], like)[0] == "completed"

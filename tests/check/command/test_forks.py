@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from entrenar_py.check.command import launch, run_plan, warm
 from entrenar_py.check.command.forks import imports, interpreter
 from entrenar_py.check.command.launch import Ended
 from entrenar_py.check.project import commands
+from entrenar_py.shared.errors import UsageError
 
 # Started like torchrun, and starts ranks like it; torch is not imported.
 LAUNCHER = """#!{python}
@@ -426,3 +428,39 @@ def test_the_process_that_is_started_first_forks_the_runs(
     usual = commands.usual_variables(command)
     parents.prepare(words, {**usual, **os.environ, **plan.observing()}, None)
     assert len(started) == 1
+
+
+def forbidden(pid: int) -> int:
+    """Refuse the call, as gVisor or a filter of system calls does."""
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+@pytest.mark.parametrize("missing", [True, False], ids=["in this Python", "in this kernel"])
+def test_without_pidfds_nothing_is_forked(
+    missing: bool, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command is launched as it is, and only once."""
+    if missing:
+        monkeypatch.delattr(os, "pidfd_open")
+    else:
+        monkeypatch.setattr(os, "pidfd_open", forbidden)
+    script = folder.has("once.py", f"open({str(folder.path / 'seen')!r}, 'a').write('x')")
+    ended = folder.run(script.name, forked=True)
+    assert (ended.code, ended.is_forked) == (0, False)
+    assert (folder.path / "seen").read_text() == "xx", "one letter for each of two ranks"
+    assert folder.parents is not None
+    assert folder.parents.told() == "as-is (this Python or this kernel has no pidfd_open)"
+
+
+def test_a_launch_that_has_begun_is_not_begun_again(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If its warden can't be watched, the launch is refused, and its processes are ended."""
+    open_pidfd = os.pidfd_open
+    monkeypatch.setattr(
+        os, "pidfd_open", lambda p: open_pidfd(p) if p == os.getpid() else forbidden(p)
+    )
+    monkeypatch.setattr(launch, "_start_subreaper", None)
+    script = folder.has("never.py", "import time; time.sleep(600)")
+    with pytest.raises(UsageError, match="can't be started"):
+        folder.run(script.name, forked=True)

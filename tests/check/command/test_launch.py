@@ -340,6 +340,9 @@ def test_placeholders() -> None:
     placeholders.require_known(["cd ${HOME}; train {world_size}"])  # a shell's own
     with pytest.raises(UsageError, match="did you mean 'steps'"):
         placeholders.require_known(["train {world_size} --steps {stpes}"])
+    with pytest.raises(UsageError, match=r"for the text \{epoch\} itself, write \{\{epoch\}\}"):
+        placeholders.require_known(["filename={epoch}-{step}"])
+    placeholders.require_known(["filename={{epoch}}-{{step}}"])
 
 
 @pytest.mark.parametrize("changes", [{"seed": 3}, {"num_steps": 4}, {"num_epochs": 3}])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from entrenar_py.check.command import folders
 from entrenar_py.check.command.folders import OwnFolder
 from entrenar_py.check.command.launch import launch
+from entrenar_py.shared.errors import SystemFailure
 
 REMEMBERS = (
     "import os, pathlib; note = pathlib.Path('out/note.txt'); note.parent.mkdir(exist_ok=True); "
@@ -97,14 +100,72 @@ def test_a_run_folder_inside_of_the_users_is_no_part_of_the_copy(project: Path) 
     assert not own.root.exists()
 
 
-def test_a_copy_that_cannot_be_made_is_done_without(
-    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_folder_that_a_link_leads_to_is_no_part_of_the_copy(
+    project: Path, tmp_path: Path
 ) -> None:
-    """Where no copy can be made, the command runs in the folder itself, and this is said."""
+    """However the user names it, or the project."""
+    (tmp_path / "link").symlink_to(project)
+    for source, root in ((project, tmp_path / "link"), (tmp_path / "link", project)):
+        own = made(source, root / "runs/2-workers/root")
+        assert (own.path / "train.py").exists()
+        assert not (own.path / "runs").exists()
+        own.clear()
+        assert not own.root.exists()
+
+
+def test_a_checkpoint_is_copied_before_large_data(
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """So that a run doesn't overwrite it; a change through a link is told, once for all runs."""
+    for name, size in (("data/a", 60), ("data/b", 80), ("out/last.pt", 90), ("train.log", 5)):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_bytes(bytes(size))
+    monkeypatch.setattr(folders, "_Budget", partial(folders._Budget, bytes=200))
+    for run in ("one", "two"):
+        own = made(project, tmp_path / run / "root")
+        assert (own.path / "data/b").is_symlink()
+        for name in ("data/a", "out/last.pt", "train.log", "data/b"):
+            (own.path / name).write_bytes(b"x" * 80)
+        own.clear()
+    assert (project / "out/last.pt").stat().st_size == 90
+    told = capsys.readouterr().err
+    assert told.startswith(f"{project / 'data/b'}: changed while the command ran")
+    assert told.count("\n") == 1
+
+
+def test_files_that_vanish_are_left_out(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other programs may remove temporary files and folders while the copy is made."""
+    listed = folders._entries
+
+    def entries(folder: Path) -> list[os.DirEntry[str]]:
+        found = listed(folder)
+        for entry in found:
+            if entry.name == "data":
+                Path(entry.path).rmdir()
+            elif entry.name == "model.yaml":
+                Path(entry.path).unlink()
+        return found
+
+    monkeypatch.setattr(folders, "_entries", entries)
+    here = made(project, tmp_path / "root").path
+    assert not os.path.lexists(here / "data")
+    assert [*(here / "conf").iterdir()] == []
+    assert (here / "train.py").exists()
+
+
+def test_a_copy_that_cannot_be_made(project: Path, tmp_path: Path) -> None:
+    """The command isn't run in the folder itself instead: only the user may allow that."""
     (tmp_path / "root").touch()
-    with folders.own_folder(project, tmp_path / "root") as own:
-        assert own is None
-    assert "runs in the folder itself" in capsys.readouterr().err
+    with (
+        pytest.raises(SystemFailure, match=r"no copy .* --in-place"),
+        folders.own_folder(project, tmp_path / "root"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

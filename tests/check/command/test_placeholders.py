@@ -204,3 +204,15 @@ def test_a_resume_without_options_is_refused() -> None:
     """What is to be filled in has to be said."""
     with pytest.raises(UsageError, match=r"\{resume\} needs the options"):
         placeholders.require_known(["{resume}"])
+
+
+def test_braces_of_others_stay() -> None:
+    """A shell's or Hydra's ${...} is no placeholder, and doubled braces become single ones."""
+    word = "exp_${seed}_{{epoch}}_{{seed}}_{seed}_{{'a': {seed}}}"
+    values = {"world_size": "1", "seed": "7", "accumulation": "4"}
+    filled_in = placeholders.fill([word, "${accumulation}", "{share:8}"], values, {})
+    assert filled_in == ["exp_${seed}_{epoch}_{seed}_7_{{'a': 7}}", "${accumulation}", "8"]
+    assert placeholders.has([word], "seed")
+    for other in ("${seed}", "{{seed}}", "${resume:x}"):
+        assert not placeholders.has([other], "seed")
+        assert not placeholders.has([other], placeholders.RESUME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from entrenar_py.check.command.run_plan import Plan
 from entrenar_py.check.command.run_settings import RunSettings
 from entrenar_py.check.observing import RATES
 from entrenar_py.check.rank_files.layout import Layout
+from entrenar_py.shared import process
 from entrenar_py.shared.faults import COMMON, REPLAYED, Fault
 from entrenar_py.shared.trace import Update
 from tests import traces
@@ -149,6 +151,27 @@ def test_a_run_that_is_not_wanted_any_more_is_called_off(tmp_path: Path) -> None
     ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD}, {})
     with pytest.raises(KeyboardInterrupt), ahead:
         ahead.launched("second", SECOND, {"third": THIRD}, {})
+
+
+def test_an_interrupt_ends_a_run_and_the_one_begun_ahead(tmp_path: Path) -> None:
+    """Even if the latter notices it first; afterwards it is forgotten, and runs can be judged."""
+    noticed = Event()
+
+    def launch(command: Any, *, folder: Path, **settings: object) -> Ended:
+        if folder.name == "second":
+            noticed.wait(30.0)
+        if folder.name != "first":
+            noticed.set()
+            process.check_interrupts()
+        return ended(folder)
+
+    ahead = runs._Ahead(plan(tmp_path, launch, "--standalone"))
+    ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD}, {})
+    with process.deferred_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), ahead:
+            ahead.launched("second", SECOND, {"third": THIRD}, {})
+        process.check_interrupts()
 
 
 @pytest.mark.parametrize(

@@ -28,3 +28,12 @@ def test_commands_files_and_variables_are_compared(
     assert found.pop("variable OMP_NUM_THREADS") == ("1", "2")
     assert found.pop("variable NCCL_DEBUG") == ("", "INFO")
     assert [*found] == ["file lib/code.py"]
+
+
+def test_secrets_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded is printed, and stored in a file that is passed on."""
+    secret = ("HF_TOKEN", "NVIDIA_API_KEY", "HF_DATASETS_TOKEN", "TORCH_SECRET", "NCCL_PASSWORD")
+    for name in (*secret, "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "told")
+    known = environment.of(["python"], tmp_path)
+    assert [name for name, text in known.items() if text == "told"] == ["variable HF_HUB_OFFLINE"]

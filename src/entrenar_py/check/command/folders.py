@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from entrenar_py.check import observing
 from entrenar_py.check.command.launch import Ended
 from entrenar_py.check.reports.report import Entry
+from entrenar_py.shared.errors import SystemFailure
 from entrenar_py.shared.untrusted import printing
 from entrenar_py.shared.verdict import Verdict
 
@@ -28,7 +30,8 @@ ENTRIES_MAX = 4000  # copied for one run; every folder after that is linked as a
 FOLDER_ENTRIES_MAX = 1000  # a larger folder is assumed to contain data, and linked as a whole
 ABOVE_ENTRIES_MAX = 200  # a folder above the parent is left empty if it has more
 FILE_BYTES_MAX = 2**26  # a larger file is linked
-BYTES_MAX = 2**28  # copied for one run
+BYTES_MAX = 2**28  # copied for one run; the files that remain are linked
+_CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")  # copied first, as a run may overwrite them
 # Folders that are linked as a whole: compiled code, installed packages. So are hidden folders.
 _AS_ONE = ("__pycache__", "node_modules", "site-packages")
 _ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
@@ -57,8 +60,9 @@ def runs_elsewhere(command: Sequence[str]) -> bool:
 def own_folder(source: Path | None, root: Path) -> Iterator[OwnFolder | None]:
     """Copy the folder `source` below `root`, yield the copy, and clear it at the end.
 
-    Yield None if `source` is None. If no copy can be made, print a warning and yield None: the
-    command then runs in the launcher's folder.
+    Yield None if `source` is None: the command then runs in the launcher's folder. Raises
+    SystemFailure if no copy can be made. Only the user may decide that the command runs in the
+    folder itself, as it may overwrite files there.
     """
     if source is None:
         yield None
@@ -68,13 +72,11 @@ def own_folder(source: Path | None, root: Path) -> Iterator[OwnFolder | None]:
         try:
             own.make()
         except OSError as error:
-            printing.warn(
-                f"{source}: no copy of it can be made in {root} ({error.strerror}), so the command "
-                "runs in the folder itself; give another --trace-dir, or --in-place"
-            )
-            yield None
-        else:
-            yield own
+            raise SystemFailure(
+                f"{source}: no copy of it can be made in {root} ({error.strerror}); give another "
+                "--trace-dir (or TMPDIR), or --in-place to run the command in the folder itself"
+            ) from error
+        yield own
     finally:
         own.clear()
 
@@ -83,16 +85,17 @@ def own_folder(source: Path | None, root: Path) -> Iterator[OwnFolder | None]:
 class OwnFolder:
     """A copy of the folder `source` below `root`, as the working folder of a run.
 
-    Files are copied with their times and modes. Large files, hidden folders, virtual environments
-    and folders with very many files become links to the user's files. The parents of `source` are
-    created as well, with links to their contents, so that `..` leads to the same files as from
-    `source`.
+    Files are copied with their times and modes: checkpoints first, then small files, up to
+    BYTES_MAX in all. Other files, hidden folders, virtual environments and folders with very many
+    files become links to the user's files. The parents of `source` are created as well, with links
+    to their contents, so that `..` leads to the same files as from `source`.
     """
 
     source: Path
     root: Path
     _made: list[Path] = field(default_factory=list)
     _copied: dict[Path, tuple[int, int]] = field(default_factory=dict)  # -> time (ns) and size
+    _shared: dict[Path, tuple[int, int]] = field(default_factory=dict)  # the user's linked files
 
     @property
     def path(self) -> Path:
@@ -106,24 +109,38 @@ class OwnFolder:
         """
         self._make_ancestors()
         budget = _Budget(self.source.stat().st_dev)
-        folders = deque([(self.source, self.path)])
+        above = self.root.resolve().parents
+        files: list[tuple[os.DirEntry[str], Path]] = []
+        folders = deque([(self.source.resolve(), self.path)])
         while folders:
             source, target = folders.popleft()
             for entry in _entries(source):
                 place = target / entry.name
-                if Path(entry.path) in self.root.parents:
+                if Path(entry.path) in above:
                     continue
                 if entry.is_dir(follow_symlinks=False) and budget.has_room_for(entry):
                     place.mkdir()
                     folders.append((Path(entry.path), place))
-                elif not (budget.may_copy(entry) and self._copy(entry.path, place)):
+                elif entry.is_file(follow_symlinks=False):
+                    files.append((entry, place))
+                else:
                     self._link(entry.path, place)
+        for entry, place in sorted(files, key=lambda file: _turn(file[0])):
+            if not (budget.may_copy(entry) and self._copy(entry.path, place)):
+                self._link(entry.path, place)
+                with suppress(OSError):
+                    self._shared[Path(entry.path)] = _stamp(Path(entry.path))
 
     def clear(self) -> None:
         """Remove all links, and the copied files that the command has not changed.
 
-        Files that the command created or changed stay.
+        Files that the command created or changed stay. Print a warning for each of the user's own
+        files that was changed through a link.
         """
+        for file, before in self._shared.items():
+            with suppress(OSError):
+                if _stamp(file) != before:
+                    _warn_of_change(file)
         for place in self._made:
             with suppress(OSError):
                 if place.is_symlink() or _stamp(place) == self._copied.get(place):
@@ -155,8 +172,9 @@ class OwnFolder:
             place = place / inner.name
 
     def _link(self, source: str, place: Path) -> None:
-        place.symlink_to(source)
-        self._made.append(place)
+        if os.path.lexists(source):  # it may have been removed since its folder was listed
+            place.symlink_to(source)
+            self._made.append(place)
 
     def _copy(self, source: str, place: Path) -> bool:
         """Copy the file `source` to `place`.
@@ -188,16 +206,18 @@ class _Budget:
         inside = _entries(Path(folder.path))
         if len(inside) > min(FOLDER_ENTRIES_MAX, self.entries):
             return False
-        if folder.stat().st_dev != self.device or any(e.name in _ENVIRONMENTS for e in inside):
+        try:
+            device = folder.stat().st_dev
+        except OSError:  # removed, or not to be read
+            return False
+        if device != self.device or any(e.name in _ENVIRONMENTS for e in inside):
             return False
         self.entries -= len(inside)
         return True
 
     def may_copy(self, entry: os.DirEntry[str]) -> bool:
-        """Return whether an entry is a file to copy. If so, count its bytes."""
-        if not entry.is_file(follow_symlinks=False):
-            return False
-        size = entry.stat(follow_symlinks=False).st_size
+        """Return whether a file is copied. If so, count its bytes."""
+        size = _size(entry)
         if size > min(FILE_BYTES_MAX, self.bytes):
             return False
         self.bytes -= size
@@ -210,6 +230,26 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             return sorted(entries, key=lambda entry: entry.name)
     except OSError:
         return []
+
+
+def _turn(file: os.DirEntry[str]) -> tuple[bool, int]:
+    """Return what sorts files by when they are copied."""
+    return not file.name.endswith(_CHECKPOINTS), _size(file)
+
+
+def _size(file: os.DirEntry[str]) -> int:
+    with suppress(OSError):  # removed, or not to be read: then it isn't copied
+        return file.stat(follow_symlinks=False).st_size
+    return 0
+
+
+@cache  # once, not for each run
+def _warn_of_change(file: Path) -> None:
+    printing.warn(
+        f"{file}: changed while the command ran. It is your own file and not a copy, since no file "
+        f"above {FILE_BYTES_MAX >> 20} MiB is copied, and {BYTES_MAX >> 20} MiB in all for a run. "
+        "If the command changed it, let the command write to another path, or move the file away"
+    )
 
 
 def _stamp(file: Path) -> tuple[int, int]:

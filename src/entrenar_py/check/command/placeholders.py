@@ -28,16 +28,23 @@ PLACEHOLDERS = {
     "the command",
     **{name: knob.says for name, knob in KNOBS.items()},
 }
-_NAME = re.compile(r"(?<!\$)\{(\w+)\}")  # excludes a shell's ${...}
+# Excludes ${...} of a shell or of Hydra. Doubled braces stand for braces: {{epoch}}.
+_NAME = re.compile(r"(?<!\$)(?:\{(?P<text>\{\w+\})\}|\{(?P<name>\w+)\})")
 RESUME = "resume:"  # begins a placeholder that always has options after it
-_RESUME = re.compile(r"(?<!\$)\{resume:([^{}]*)\}")
+_RESUME_BEGINS = re.compile(r"(?<!\$)\{resume:")
+_RESUME = re.compile(_RESUME_BEGINS.pattern + r"([^{}]*)\}")
 _SHARE = re.compile(r"(?<!\$)\{share(?::([^{}]*))?\}")
 
 
 def has(command: Iterable[str], name: str) -> bool:
     """Return whether a command has the placeholder `name`."""
-    given = "{" + name + ("" if name == RESUME else "}")
-    return any(given in word for word in command)
+    if name == RESUME:
+        return any(_RESUME_BEGINS.search(word) for word in command)
+    return any(name in _names(word) for word in command)
+
+
+def _names(word: str) -> list[str]:
+    return [found["name"] for found in _NAME.finditer(word) if found["name"]]
 
 
 def require_known(command: Sequence[str]) -> None:
@@ -50,7 +57,7 @@ def require_known(command: Sequence[str]) -> None:
                     "many samples that has, {share:16}",
                     field="command",
                 )
-        for name in _NAME.findall(word):
+        for name in _names(word):
             if f"{name}:" == RESUME:
                 raise UsageError(
                     f"{word}: {{resume}} needs the options that make the script continue from a "
@@ -58,7 +65,11 @@ def require_known(command: Sequence[str]) -> None:
                     field="command",
                 )
             if name.isidentifier() and name not in PLACEHOLDERS and name != "share":
-                raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}", field="command")
+                raise UsageError(
+                    f"{word}: {did_you_mean(name, PLACEHOLDERS)} (for the text {{{name}}} itself, "
+                    f"write {{{{{name}}}}})",
+                    field="command",
+                )
 
 
 def can_share(command: Sequence[str], workers: int) -> bool:
@@ -107,7 +118,7 @@ def fill(
     filled = [
         _SHARE.sub(
             lambda share: str(int(share[1]) // parts),
-            re.sub(r"\{(\w+)\}", lambda named: texts.get(named[1], named[0]), word),
+            _NAME.sub(lambda found: found["text"] or texts.get(found["name"], found[0]), word),
         )
         for word in command
         if word not in empty

@@ -3,7 +3,8 @@
 The exit code alone is not enough: after training, a process group may fail or hang while it is shut
 down. A run that hung counts as completed if all ranks recorded the end of training. A run that
 failed counts as completed if one rank recorded that end and all ranks took the same number of
-steps.
+steps, unless the script seems to have ended itself early. A script that catches its error, and ends
+with `sys.exit(1)`, looks to its rank as if training had ended.
 
 A launcher adds lines of its own to the script's output: its log, its own traceback, advice. When
 one rank has failed, the other ranks fail, too, since they wait for it in vain. Their errors are not
@@ -273,12 +274,14 @@ def ending(
     settings: RunSettings,
     ended: Ended,
     problems: Sequence[str],
+    like: trace.Trace | None = None,
     command: Sequence[str] = (),
 ) -> tuple[str, str]:
     """Return the status of the run of `command` and the reason for it.
 
     The status is `completed`, `halted` (a planted value stopped it) or `failed`. `problems` are
-    problems with the ranks' files.
+    problems with the ranks' files. `like` is a completed run that the run resembles, if there is
+    one.
     """
     last = LastLives(ranks, events)
     error = script_error(ended.output) if ended.code != 0 else ""
@@ -301,6 +304,8 @@ def ending(
     if world_sizes != {settings.world_size}:
         return "failed", _of_another_size(ranks, world_sizes, settings, command)
     status, reason = _of_ranks(last, settings, ended, ended_by, how)
+    if status == "completed" and _gave_up(last, settings, ended, error, like):
+        return "failed", how
     if status == "failed" and (_skip_apart(last, events) or _is_uneven(last, events)):
         return "completed", ""  # the run was ended when only some ranks had taken all steps
     return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
@@ -439,6 +444,40 @@ def _of_ranks(
     return "failed", how
 
 
+def _gave_up(
+    last: LastLives, settings: RunSettings, ended: Ended, error: str, like: trace.Trace | None
+) -> bool:
+    """Return whether the script ended itself before it was done, though its records look whole.
+
+    It did if it failed after fewer steps than `like`, a run that should take as many. If there is
+    no such run, it did if it printed an `error` of its own and ended itself.
+    """
+    num_lives = 1 + max(rank.life for rank in last.ranks.values())
+    is_ours = any(rank.is_limited for rank in last.ranks.values())
+    if not ended.code or is_ours or num_lives <= len(settings.stops):
+        return False  # the last launch recorded nothing in the last case: `unresumed` says why
+    is_alike = not settings.faults and settings.turn is None
+    if like is not None and is_alike and like.scenario.world_size == settings.world_size:
+        num_steps = 1 + max((update.step for update in like.of(Update)), default=-1)
+        return max(last.num_steps.values(), default=0) < num_steps
+    return bool(error) and not is_of_peers(error) and not _was_aborted(ended)
+
+
+# The exit code of a rank that failed, in torchrun's summary.
+_EXIT_CODE = re.compile(r"\s*exitcode\s*: (-?\d+) \(pid: \d+\)")
+_OF_A_SHELL = 128  # plus the number of a signal: a shell's exit code, or mpirun's
+
+
+def _was_aborted(ended: Ended) -> bool:
+    """Return whether signals ended all ranks that failed.
+
+    When a process group is taken down, gloo sometimes aborts its process.
+    """
+    found = map(_EXIT_CODE.match, _output_lines(ended.output))
+    codes = [int(match[1]) for match in found if match] or [ended.code or 0]
+    return all(code < 0 or code > _OF_A_SHELL for code in codes)
+
+
 _OF_GPUS = re.compile(
     r"NCCL built in|_cuda_setDevice|CUDA GPUs|not compiled with CUDA|NVIDIA driver"
 )
@@ -549,8 +588,14 @@ def of(
         saved = replace(saved, loads_late=False)
     is_cut = any(rank.is_limited for rank in ranks)
     traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
-    how = ending(ranks, events, settings, ended, problems, command=command)
+    how = ending(ranks, events, settings, ended, problems, like, command)
     recorded = observed_run.trace_of(ranks, common, scenario, traits, how)
+    if ended.code and how[0] == "completed" and not (is_cut or _was_aborted(ended)):
+        words = _last_words(
+            LastLives(ranks, events), script_error(ended.output), ended, settings, command
+        )
+        exited = {**recorded.environment, "ended with": f"{ended.how}: {words}"}
+        recorded = replace(recorded, environment=exited)
     if ended.num_left:
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
         killed = {**recorded.environment, "killed": f"{left} that it left running"}

@@ -197,7 +197,10 @@ class _Ahead:
                 waits = waits or witnesses.source_of(other) == name
                 if other not in self._begun and not waits:
                     self._begun[other] = self._begin(after, other, likes)
-        ended = running.result()
+        try:
+            ended = running.result()
+        finally:
+            process.check_interrupts()  # an interrupt ends both launches, but only this forgets it
         if self._may is None:
             self._may = self._plan.is_apart and ended.is_forked and _is_light(ended, settings)
         return ended

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import IO
+from typing import IO, BinaryIO
 
 from entrenar_py.check.command import fork_parent
 from entrenar_py.check.command.forks import imports, processes
@@ -145,6 +145,21 @@ def _num_workers(words: Sequence[str]) -> str | None:
     return None
 
 
+def _require_pidfds() -> None:
+    """Raise _Cold unless this Python and this kernel can send signals to wardens.
+
+    A Python that was built on an old system lacks the functions; a container may forbid the calls.
+    """
+    try:
+        own = os.pidfd_open(os.getpid())
+        try:
+            signal.pidfd_send_signal(own, 0)
+        finally:
+            os.close(own)
+    except (AttributeError, OSError) as error:
+        raise _Cold("this Python or this kernel has no pidfd_open") from error
+
+
 @dataclass
 class Parents:
     """The processes that import torch and fork all runs of a command with the script `script`.
@@ -192,12 +207,12 @@ class Parents:
         with self._one_at_a_time:
             try:
                 parent, words = self._parent(command, environment, here)
-                warden = parent.fork(words, environment, here, pipes, seconds)
+                forked = parent.fork(words, environment, here, pipes, seconds)
             except (_Cold, OSError) as error:
                 self.reasons.setdefault(str(error))
                 return None
             self.num_forked += 1
-            return warden
+            return Warden(*forked)  # outside of `try`: the command has begun, and must not be again
 
     def close(self) -> None:
         """End the processes."""
@@ -210,6 +225,7 @@ class Parents:
     ) -> tuple[_Parent, tuple[str, ...]]:
         if self.script is None:
             raise _Cold("it is unknown which script the command runs")
+        _require_pidfds()
         python = interpreter(command, cwd)
         before = python.environment(environment)
         key = (python.path, python.is_unbuffered, *sorted(before.items()))
@@ -257,8 +273,11 @@ class _Parent:
         cwd: Path,
         pipes: tuple[int, int],
         seconds: tuple[float, float],
-    ) -> Warden:
-        """Return a new warden. Raises _Cold if this process can't fork one."""
+    ) -> tuple[int, BinaryIO, IO[bytes]]:
+        """Return the process id of a new warden, its reports, and the command's output.
+
+        Raises _Cold if this process can't fork a warden.
+        """
         self._await()
         output, theirs = os.pipe()
         report, theirs_of_report = socket.socketpair()
@@ -273,7 +292,13 @@ class _Parent:
         finally:
             os.close(theirs)
             theirs_of_report.close()
-        return Warden(report, os.fdopen(output, "rb"))
+        with report:
+            lines = report.makefile("rb")
+        if line := lines.readline().split():
+            return int(line[1]), lines, os.fdopen(output, "rb")
+        lines.close()
+        os.close(output)
+        raise _Cold("its process with torch ended")
 
     def close(self) -> None:
         """End the process."""
@@ -298,24 +323,22 @@ class _Parent:
 class Warden:
     """A forked process that supervises a launch, with the methods of `Popen` that a Leash needs.
 
-    It is a child of its `_Parent`, not of this process. Raises _Cold if the parent has ended.
+    It is a child of its `_Parent`, not of this process. The parent reports its end in `lines`.
     """
 
-    def __init__(self, report: socket.socket, output: IO[bytes]) -> None:
-        self._report, self.stdout = report, output
-        self._lines = report.makefile("rb")
-        line = self._lines.readline().split()
-        if not line:
-            self.stdout.close()
-            self._close()
-            raise _Cold("its process with torch ended")
-        self.pid = int(line[1])
-        self._file = os.pidfd_open(self.pid)
+    def __init__(self, pid: int, lines: BinaryIO, output: IO[bytes]) -> None:
+        self.pid, self._lines, self.stdout = pid, lines, output
+        try:
+            self._file = os.pidfd_open(pid)
+        except OSError:
+            lines.close()
+            output.close()
+            raise
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit code if the process has ended, else None."""
-        if self._code is None and select.select([self._report], [], [], 0.0)[0]:
+        if self._code is None and select.select([self._lines], [], [], 0.0)[0]:
             self.wait()
         return self._code
 
@@ -324,7 +347,7 @@ class Warden:
         if self._code is None:
             line = self._lines.readline().split()
             self._code = int(line[1]) if line else -signal.SIGKILL
-            self._close()
+            self._lines.close()
             os.close(self._file)
         return self._code
 
@@ -337,10 +360,6 @@ class Warden:
     def kill(self) -> None:
         """Kill the process."""
         self.send_signal(signal.SIGKILL)
-
-    def _close(self) -> None:
-        self._lines.close()
-        self._report.close()
 
 
 def of(options: argparse.Namespace) -> Parents:

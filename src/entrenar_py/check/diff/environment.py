@@ -19,7 +19,12 @@ _PACKAGES = (
     *("torch", "numpy", "transformers", "accelerate", "peft", "trl", "datasets", "tokenizers"),
     *("lightning", "deepspeed", "flash-attn", "triton", "bitsandbytes", "torchvision", "timm"),
 )
-_VARIABLES = ("CUDA_", "CUBLAS_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "HF_", "NVIDIA_")
+# Beginnings of names. Not "HF_" or "NVIDIA_": some of those hold what opens an account.
+_VARIABLES = (
+    *("CUDA_", "CUBLAS_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "NVIDIA_TF32"),
+    *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_"),
+)
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASS")  # in the name of a variable that is left out
 _SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
 _SKIPPED = ("node_modules", "site-packages", "__pycache__")
 _FILES_MAX, _FILE_BYTES_MAX = 500, 2**20
@@ -41,7 +46,11 @@ def of(command: Sequence[str], folder: Path) -> dict[str, str]:
             known[f"package {name}"] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    variables = {name: text for name, text in os.environ.items() if name.startswith(_VARIABLES)}
+    variables = {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith(_VARIABLES) and not any(word in name for word in _SECRET)
+    }
     known |= {f"variable {name}": text for name, text in sorted(variables.items())}
     for path in islice(_files(folder), _FILES_MAX):
         try:

@@ -181,7 +181,8 @@ class Observer(Observation):
     def skipped(self) -> None:
         if self._clips is not None:
             self._clips.forget()
-        if self._micro_batches.done:
+        # Without a pass that is left, the first of several optimizers skipped its part.
+        if self._micro_batches.done or self._step.stepped:
             self._skip_step()
 
     @hook_calls.outside
@@ -368,7 +369,8 @@ class Observer(Observation):
         self._step.before_backward()
         if micro_batches.done:
             self._step.look_uphill(self._gradients.left)
-        if not micro_batches.done or self._subject.has_gradients():
+        passed = {name for shard in micro_batches.done for name in shard.gradient}
+        if not micro_batches.done or self._subject.has_gradients(passed):
             return
         if self._gradients.was_reduced and micro_batches.forget_repeated():
             self._step.sources.forget_passes()

@@ -346,15 +346,17 @@ class Subject:
         own = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
         return self.gradients() | own
 
-    def has_gradients(self) -> bool:
+    def has_gradients(self, also: Collection[str] = ()) -> bool:
         """Return whether any parameter has a gradient that is not all zeros.
 
+        Those called `also` count if they are frozen now, too: the networks of a GAN take turns.
         Always True with DeepSpeed's optimizer, because this has no gradients before the last pass
         of a step, and the script clears none.
         """
+        frozen = (p.grad for name, p in self.parameters.items() if name in also)
         return self.zero is not None or any(
             gradient is not None and tensors.local(gradient).any()
-            for gradient in self.gradients().values()
+            for gradient in (*self.gradients().values(), *frozen)
         )
 
     def stepped_by(self, index: int, *, alone: bool) -> list[str]:
