@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from entrenar_py.train.elastic import launcher
 from entrenar_py.train.elastic.launcher import Seat
 from entrenar_py.train.elastic.supervise import main, supervise
 
@@ -111,6 +112,19 @@ def test_a_newcomer_that_is_used_wrongly_does_not_end_the_run() -> None:
     code = supervise(newcomer, seat, start=lambda: newcomer, max_restarts=2, say=told.append)
     assert code == 1
     assert "does not start again: the others go on without it" in told[0]
+
+
+def test_a_rank_may_end_after_a_signal_at_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor is still importing torch, and would be the rank's end with its own."""
+    script = tmp_path / "train.py"
+    script.write_text("import pathlib, time; time.sleep(0.3); pathlib.Path('saved').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "seat_of_launcher", lambda: sys.exit(143))
+    with pytest.raises(SystemExit):
+        main([str(script)])
+    assert Path("saved").exists()
 
 
 @pytest.mark.parametrize("ignored", [False, True])

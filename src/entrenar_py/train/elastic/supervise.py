@@ -144,26 +144,27 @@ def _run(command: list[str], max_restarts: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, end)
-    # torch is imported while the rank imports it, too.
-    from entrenar_py.train.elastic.launcher import seat_of_launcher
-    from entrenar_py.train.elastic.membership import Roll
-
-    try:
-        seat = seat_of_launcher()
-    except UsageError as error:
-        first.kill()
-        printing.warn(f"entrenar_py.supervise: {error}")
-        return 2
 
     def say(text: str) -> None:
         printing.warn(f"entrenar_py.supervise: {text}")
 
+    seat: Seat | None = None
     try:
+        # torch is imported while the rank imports it, too.
+        from entrenar_py.train.elastic.launcher import seat_of_launcher
+        from entrenar_py.train.elastic.membership import Roll
+
+        seat = seat_of_launcher()
         status = supervise(first, seat, start=start, max_restarts=max_restarts, say=say)
+    except UsageError as error:
+        first.kill()
+        say(str(error))
+        return 2
     except SystemExit:  # a signal of the launcher, which may start all ranks anew
         processes[-1].wait()
-        with suppress(RuntimeError):  # unless the store has ended, too
-            Roll(seat.store).bury(seat.seat)
+        if seat is not None:
+            with suppress(RuntimeError):  # unless the store has ended, too
+                Roll(seat.store).bury(seat.seat)
         raise
     return 128 - status if status < 0 else status
 

@@ -72,7 +72,8 @@ def _fold(fold: Fold, objective: Objective, shards: Shards, step: Step) -> Tenso
     losses, num_shards = shards.zeros(), len(step.shards)
     for shard in fold.fold(fold.shards):
         loss = shards.loss(objective, step, shard)
-        losses[shard] = loss.detach()
+        if not fold.is_repeat:
+            losses[shard] = loss.detach()
         backward(loss * (num_shards / step.weight))  # the fold divides by num_shards
     return losses
 
