@@ -182,8 +182,11 @@ def test_what_is_in_doubt_is_left_alone() -> None:
     told = "\n".join(found.look)
     assert "{steps} could be any of --max-steps, --num_steps of train.py" in told
     assert "is --dir the folder for checkpoints? then give it {workdir}" in told
-    assert "--epochs counts epochs: give it a small number" in told
+    assert "entrenar-check ends each run after 8 steps" in told
     assert "train.py does not call entrenar_py.observe(model, optimizer" in told
+    Path("train.py").write_text(text)
+    told = "\n".join(guess("torchrun train.py --dir data").look)
+    assert "--epochs counts epochs: give it a small number" in told
 
 
 def test_what_keeps_runs_from_being_compared() -> None:

@@ -69,7 +69,7 @@ _EXPECTED = (
 
 _NOT_CAUSAL = defect(
     clause="F-LM-001",
-    words="the model sees later tokens",
+    words="tokens from position 3 on are replaced",
     because="The script gives `nn.MultiheadAttention` a causal mask with ones on and "
     "below the diagonal. A float mask is added to the scores, so earlier "
     "tokens get more weight, and later tokens are not masked.",

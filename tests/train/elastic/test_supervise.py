@@ -134,8 +134,8 @@ def test_the_launchers_signals_are_passed_on(
     """Those that torchrun sends to its ranks, but for one that is ignored, as under nohup."""
     script, handled = tmp_path / "train.py", list[int]()
     script.touch()
-    if ignored:
-        monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: signal.SIG_IGN}.get)
+    now = signal.SIG_IGN if ignored else signal.SIG_DFL
+    monkeypatch.setattr(signal, "getsignal", lambda _: now)
     monkeypatch.setattr(signal, "signal", lambda number, _: handled.append(number))
     assert main([str(script)]) == 0
     usual = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT}

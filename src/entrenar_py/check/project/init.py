@@ -165,12 +165,12 @@ def _tell_of_steps_and_folders(draft: Guess, script: Script, name: str) -> None:
     if not any("{steps}" in word for word in draft.command):
         epochs = [one for one in script.options if _plain(one) in _EPOCHS]
         remark = f"; {epochs[0]} counts epochs: give it a small number" if epochs else ""
+        ends = f"each run takes as many steps as the script does{remark}"
         if any("{epochs}" in word for word in draft.command):
-            remark = ", for that number of epochs; a run can be stopped only between epochs"
-        draft.look.append(
-            f"no option of {name} was found for the number of steps: each run takes as many "
-            f"steps as the script does{remark}"
-        )
+            ends = "each run takes that many epochs; a run can be stopped only between epochs"
+        elif not script.is_observed:
+            ends = f"entrenar-check ends each run after {STEPS} steps (docs/auto.md)"
+        draft.look.append(f"no option of {name} was found for the number of steps: {ends}")
     if script.saves and not any("{workdir}" in word for word in draft.command):
         draft.look.append(
             f"{name} saves files, and no option was found for the folder: a run may resume from "

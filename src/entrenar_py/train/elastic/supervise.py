@@ -141,8 +141,8 @@ def _run(command: list[str], max_restarts: int) -> int:
         sys.exit(128 + number)
 
     first = start()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
             signal.signal(number, end)
 
     def say(text: str) -> None:
