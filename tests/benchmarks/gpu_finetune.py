@@ -324,6 +324,8 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.steps < UNCOUNTED + 5:
+        parser.error(f"--steps {given.steps}: {UNCOUNTED + 5} or more, as the first don't count")
     if given.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     if given.side:
