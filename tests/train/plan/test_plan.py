@@ -74,6 +74,18 @@ def test_gradients_of_qwen3_4b_on_the_wire(folder: Path) -> None:
     assert canonical.traffic.sent == fsdp.traffic.sent + vector // 2
 
 
+def test_three_ranks_exchange_each_micro_batch(folder: Path) -> None:
+    """They keep pieces of up to four nodes of the tree, and one has its last micro-batch twice."""
+    found = settings(folder, TINY, training=Training(batch_size=8, num_shards=8))
+    run, options = planned(found, "3 x gpu:4GB")
+    vector = 4 * run.shape.counts().trained
+    fsdp, canonical = options["fsdp"], options["fsdp_canonical"]
+    assert canonical.problem == ""
+    assert canonical.traffic.sent == fsdp.traffic.sent + 3 * vector * 2 // 3
+    plain, more = (one.workers[0].memory.gradients for one in (fsdp, canonical))
+    assert more == plain + 4 * -(-vector // 3)
+
+
 def test_shards_that_are_no_node_are_sent_one_by_one(folder: Path) -> None:
     found = settings(folder, TINY, training=Training(batch_size=6, num_shards=6))
     run, options = planned(found, "3 x cpu:4GB")

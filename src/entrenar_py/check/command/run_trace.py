@@ -473,8 +473,8 @@ def _was_aborted(ended: Ended) -> bool:
 
     When a process group is taken down, gloo sometimes aborts its process.
     """
-    found = map(_EXIT_CODE.match, _output_lines(ended.output))
-    codes = [int(match[1]) for match in found if match] or [ended.code or 0]
+    lines = map(_EXIT_CODE.match, _output_lines(ended.output))
+    codes = [int(line[1]) for line in lines if line] or [ended.code or 0]
     return all(code < 0 or code > _OF_A_SHELL for code in codes)
 
 

@@ -148,7 +148,7 @@ class Fold(ABC):
 
     @property
     def is_repeat(self) -> bool:
-        """Whether the current micro-batch is the last one again: don't count its loss."""
+        """True if the current micro-batch is the last one again. Don't count its loss then."""
         return self._pass > 0 and self.shards[self._pass] == self.shards[self._pass - 1]
 
     def fold(self, batches: Iterable[Batch]) -> Iterator[Batch]:
