@@ -2,8 +2,8 @@
 
 peft imports bitsandbytes, which passes some functions to `torch.compile`. That loads torch's
 compiler, which takes as long as torch itself, for kernels of devices without their own. Here these
-functions stay as they are. And transformers imports scikit-learn, where it is installed, for a kind
-of generation that we don't offer.
+functions stay as they are. And some versions of transformers import scikit-learn at once, where it
+is installed, for a kind of generation that we don't offer.
 """
 
 from __future__ import annotations
