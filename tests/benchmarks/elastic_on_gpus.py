@@ -2,16 +2,21 @@
 
     python tests/benchmarks/elastic_on_gpus.py --gpus 2 --kills 50 --pace-s 1
 
-Trains a transformer of 0.6 billion parameters in bfloat16 with AdamW. Prints as JSON:
+Trains a transformer of 0.6 billion parameters in bfloat16 with AdamW, or a small one over gloo if
+there is no GPU. Prints as JSON:
 
 - `speed`: a step without faults, of elastic training, of the canonical all-reduce and of stock
   DistributedDataParallel, by turns in the same processes;
 - `elastic`: the digest of a run in which a rank is killed again and again, each time when the last
   one has been replaced, and the seconds from a kill to the next commit and to the newcomer's first;
 - `alone`: the digest of one undisturbed GPU after as many steps;
-- `restart`: the same for torchrun, which starts all ranks again from a checkpoint.
+- `restart`: the same for torchrun, which starts all ranks again from a checkpoint;
+- `torchft`: the same for torchft, with a replica group for each GPU.
 
-CI does not run it.
+With `--every-s 60`, `elastic` and `torchft` also have `goodput`: the new steps from the first kill
+to a minute after the last one, or the end, beside those that undisturbed ranks make in that time.
+
+CI does not run it. `torchft` needs the package of that name.
 """
 
 from __future__ import annotations
@@ -22,12 +27,15 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -36,8 +44,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-MICRO_BATCHES, VOCAB = 4, 50304
-SMALL, LARGE = (1, 512), (8, 1024)  # rows and tokens of a micro-batch
+ON_GPUS = torch.cuda.is_available()
+MICRO_BATCHES, VOCAB = 4, 50304 if ON_GPUS else 512
+SMALL, LARGE = (1, 512 if ON_GPUS else 64), (8, 1024)  # rows and tokens of a micro-batch
 MOMENTS = ("forward", "backward", "exchange", "optimizer")
 SAVED_EVERY, RESTARTS = 20, 2  # steps between checkpoints; kills of the run that restarts
 
@@ -111,8 +120,9 @@ class Log:
     A rank is killed when all ranks have made two steps together: number n at the n-th moment.
     """
 
-    def __init__(self, folder: Path, kills: int, world_size: int) -> None:
+    def __init__(self, folder: Path, kills: int, world_size: int, every_s: float = 0.0) -> None:
         self._folder, self._kills, self._world_size = folder, kills, world_size
+        self._every_s = every_s
         self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
         self._seat = int(os.environ.get("RANK", "0"))
         self._since, self._armed = 0, ""
@@ -126,9 +136,11 @@ class Log:
         self._armed = ""
         if world_size < self._world_size:
             self._since = step + 1
-        number = len([*self._folder.glob("kill.*")])
+        killed = [file.stat().st_mtime for file in self._folder.glob("kill.*")]
+        number = len(killed)
         if (
             number < self._kills
+            and time.time() >= max(killed, default=0.0) + self._every_s
             and step >= self._since + 2
             and not self._folder.joinpath("last").exists()
             and number % self._world_size == self._seat
@@ -146,7 +158,7 @@ class Log:
 
 def device_of_rank() -> torch.device:
     """Return this rank's GPU, or the CPU without GPUs."""
-    if not torch.cuda.is_available():
+    if not ON_GPUS:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
@@ -157,7 +169,7 @@ def train(given: argparse.Namespace) -> None:
     """Train elastically."""
     import entrenar_py
 
-    log = Log(given.folder, given.kills, int(os.environ.get("WORLD_SIZE", "1")))
+    log = Log(given.folder, given.kills, int(os.environ.get("WORLD_SIZE", "1")), given.every_s)
     log("started")
     device = device_of_rank()
     model, optimizer = build(device)
@@ -195,6 +207,89 @@ def train(given: argparse.Namespace) -> None:
         else:
             log("repeat", step=step, world_size=trainer.world_size)
     log("end", digest=digest(model), step=trainer.step)
+
+
+def torchft(given: argparse.Namespace) -> None:
+    """Train with torchft, as its train_ddp.py does. This process is one of its replica groups.
+
+    A group has the same micro-batches in each step, so those of a dead group are left out.
+    """
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torchft import (
+        DistributedDataParallel,
+        Manager,
+        Optimizer,
+        ProcessGroupGloo,
+        ProcessGroupNCCL,
+    )
+    from torchft.checkpointing.pg_transport import PGTransport
+
+    seat, num_seats = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    log = Log(given.folder, given.kills, num_seats, given.every_s)
+    device = device_of_rank()
+    model, plain = build(device)
+    kind = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
+    group = kind(timeout=timedelta(seconds=given.deadline_s))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        plain.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=group,
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": plain.state_dict()},
+        min_replica_size=1,
+        replica_id=f"group_{seat}",
+        timeout=timedelta(seconds=30),
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        hostname="127.0.0.1",
+        checkpoint_transport=PGTransport(group, timeout=timedelta(seconds=30), device=device),
+        init_sync=False,  # the weights are the same on all ranks
+    )
+    ddp = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, plain)
+    share, last = MICRO_BATCHES // num_seats, given.folder / "last"
+    is_last, present = False, 0
+    hooked: list[Any] = [model.embedding.weight, next(model.blocks[1].parameters())]
+    hooked[0].register_post_accumulate_grad_hook(
+        lambda _: log.passes("exchange") if is_last else None
+    )
+    hooked[1].register_hook(lambda _: log.passes("backward"))
+    log("joined", step=manager.current_step())
+    while not (last.exists() and manager.current_step() >= int(last.read_text(encoding="utf-8"))):
+        time.sleep(given.pace_s)
+        step = manager.current_step()
+        optimizer.zero_grad()
+        log.arm(step, present)
+        mine = batches(step, device)[seat * share :][:share]
+        for number, batch in enumerate(mine):
+            is_last = number == share - 1
+            with nullcontext() if is_last else ddp.no_sync():
+                loss = ddp(batch)
+                log.passes("forward")
+                loss.backward()
+        log.passes("optimizer")
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        is_committed = manager.current_step() > step
+        # Nobody is killed in the step that brings a newcomer up, or in the next two.
+        present = manager.num_participants() if manager.current_step() == step + 1 else 0
+        # A newcomer's first step is that of the others.
+        log(
+            "commit" if is_committed else "repeat",
+            step=manager.current_step() - is_committed,
+            world_size=manager.num_participants(),
+        )
+    log("end", digest=digest(model), step=manager.current_step())
+    manager.shutdown(wait=False)
 
 
 def restart(given: argparse.Namespace) -> None:
@@ -309,44 +404,73 @@ def speed(given: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-ROLES = {"train": train, "restart": restart, "speed": speed}
+ROLES = {"train": train, "restart": restart, "speed": speed, "torchft": torchft}
 
 
 def launch(given: argparse.Namespace, role: str, gpus: int, *launcher: str) -> Path:
     """Run a role of this script, and return the folder of its logs."""
     folder = Path(tempfile.mkdtemp(prefix=f"elastic-{role}-"))
     command = [sys.executable]
-    if gpus > 1:
+    if gpus > 1 and role != "torchft":
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
         command += launcher
     options = [__file__, f"--role={role}", f"--folder={folder}", f"--steps={given.steps}"]
     options += [f"--rounds={given.rounds}", f"--deadline-s={given.deadline_s}"]
-    supervised = bool(launcher) and role == "train"
-    options += [f"--kills={given.kills if supervised else 0}"]
-    if supervised:
+    has_kills = role == "torchft" or (bool(launcher) and role == "train")
+    options += [f"--kills={given.kills if has_kills else 0}", f"--every-s={given.every_s}"]
+    if has_kills:
         options += [f"--pace-s={given.pace_s}", "--log-synchronised"]
     settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
     if role == "restart":  # or new ranks find the addresses of the dead (pytorch#135712)
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    running = subprocess.Popen(
-        [*command, *options], env={**os.environ, **settings}, stdout=sys.stderr
-    )
+
+    def start(more: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*command, *options], env={**os.environ, **settings, **more}, stdout=sys.stderr
+        )
+
+    if role == "torchft":
+        lighthouse, address = start_lighthouse(given)
+        settings |= {"TORCHFT_LIGHTHOUSE": address, "WORLD_SIZE": str(gpus)}
+        environments = [{"RANK": str(seat), "LOCAL_RANK": str(seat)} for seat in range(gpus)]
+    else:
+        lighthouse, environments = None, [dict[str, str]()]
+    running = [start(environment) for environment in environments]
     end = time.time() + given.limit_s
-    while running.poll() is None:
-        time.sleep(0.2)
-        if not supervised or (folder / "last").exists():
+    while any(one.poll() is None for one in running):
+        time.sleep(0.1)
+        if role == "torchft":  # it leaves restarts to whoever started its groups
+            running = [
+                start(environment) if one.poll() else one
+                for one, environment in zip(running, environments, strict=True)
+            ]
+        if not has_kills or (folder / "last").exists():
             continue
         lines = events(folder)
         kills = [line["time"] for line in lines if line["what"] == "kill"]
         joins = [line["time"] for line in lines if line["what"] == "joined"]
         steps = [line["step"] for line in lines if line["what"] == "commit"]
-        done = len(kills) == given.kills and max(joins, default=0) > max(kills, default=0)
-        if steps and (time.time() > end or done):
+        latest = max(kills, default=0.0)
+        done = len(kills) == given.kills and max(joins, default=0.0) > latest
+        if steps and (time.time() > end or (done and time.time() > latest + given.every_s)):
             (folder / "new").write_text(str(max(steps) + 5), encoding="utf-8")
             (folder / "new").rename(folder / "last")
-    if running.returncode:
-        print(json.dumps({"role": role, "failed": running.returncode}), flush=True)
+    if lighthouse is not None:
+        lighthouse.kill()
+    for one in running:
+        if one.returncode:
+            print(json.dumps({"role": role, "failed": one.returncode}), flush=True)
     return folder
+
+
+def start_lighthouse(given: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str]:
+    """Start what torchft's groups agree over. Returns it and its address."""
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        port = taken.getsockname()[1]
+    options = [f"--bind=[::]:{port}", *given.lighthouse.split()]
+    process = subprocess.Popen(["torchft_lighthouse", *options], stdout=sys.stderr)
+    return process, f"http://localhost:{port}"
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -412,6 +536,35 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def goodput(lines: Sequence[dict[str, Any]], every_s: float) -> dict[str, float]:
+    """Return how much of the undisturbed throughput was left from the first kill on.
+
+    Undisturbed are steps of as many ranks as before the first kill. Steps count once.
+    """
+    kills = [line["time"] for line in lines if line["what"] == "kill"]
+    latest = max(line["time"] for line in lines if line["what"] == "commit")
+    begin, end = kills[0], min(kills[-1] + every_s, latest)
+    first: dict[int, dict[str, Any]] = {}  # commit of each step
+    for line in lines:
+        if line["what"] == "commit":
+            first.setdefault(line["step"], line)
+    times = [(one["time"], one["world_size"]) for one in first.values()]
+    whole = next(size for when, size in reversed(times) if when < begin)
+    gaps = [
+        later[0] - sooner[0]
+        for sooner, later in pairwise(times)
+        if sooner[1] == later[1] == whole
+        and not any(sooner[0] <= kill <= later[0] for kill in kills)
+    ]
+    made = len([when for when, _ in times if begin < when <= end])
+    return {
+        "kills": len(kills),
+        "seconds": round(end - begin, 1),
+        "step_ms": round(1e3 * median(gaps), 1),
+        "share": round(made * median(gaps) / (end - begin), 3),
+    }
+
+
 def main() -> None:
     """Measure all parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -421,6 +574,14 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=1e6, help="no kill after that")
     parser.add_argument("--pace-s", type=float, default=0.0, help="a pause before each step")
     parser.add_argument("--deadline-s", type=float, default=30.0)
+    parser.add_argument(
+        "--every-s", type=float, default=0.0, help="the least time between two kills"
+    )
+    parser.add_argument(
+        "--lighthouse",
+        default="--min_replicas=1 --quorum_tick_ms=100 --join_timeout_ms=10000",
+        help="options of torchft's (default: those of its README)",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", default="speed,elastic,alone,restart")
     parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
@@ -445,9 +606,14 @@ def main() -> None:
             folder = launch(given, "train", given.gpus, *supervised)
             found = summary(events(folder))
             given.steps = found["ends"][0][0]
+        elif part == "torchft":
+            folder = launch(given, "torchft", given.gpus)
+            found = summary(events(folder))
         else:
             folder = launch(given, "restart", given.gpus, f"--max-restarts={RESTARTS}")
             found = summary(events(folder))
+        if given.every_s and part in ("elastic", "torchft"):
+            found["goodput"] = goodput(events(folder), given.every_s)
         print(
             json.dumps({"part": part, "took_s": round(time.time() - began, 1), **found}), flush=True
         )

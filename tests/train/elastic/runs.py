@@ -440,20 +440,21 @@ def leave_early(report: Report) -> int:
 
 def planned(*names: str) -> dict[str, Any]:
     """Make the named runs of `test_elastic.py`, or all, and return what came of them."""
-    few = 2 if ON_GPUS else 3
+    most = min(4, torch.cuda.device_count()) if ON_GPUS else 4
+    few = min(3, most)
     plans: dict[str, Callable[[], Outcome]] = {
         f"undisturbed {n}": partial(run, n, target=dying()) for n in range(1, few + 1)
     }
     for moment in MOMENTS:
         plans[f"dies in {moment}"] = partial(run, few, target=dying(Death(1, 2, moment)))
-    if not ON_GPUS:
+    if most == 4:
         two = dying(Death(0, 3, "exchange"), Death(2, 3, "forward"))
         plans |= {
             "undisturbed 4": partial(run, 4, target=dying()),
             "two die": partial(run, 4, target=two),
         }
     first = dying(Death(0, 3, "exchange"))
-    plans["first rank dies"] = partial(run, 2 if ON_GPUS else 4, target=first)
+    plans["first rank dies"] = partial(run, most, target=first)
     all_die = dying(Death(0, 3, "forward"), Death(1, 3, "forward"))
     plans["all die"] = partial(run, 2, target=all_die)
     alone = dying(Death(1, 2, "backward"), waits=False)
