@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import entrenar_py
 from entrenar_py import WatchFinding
@@ -131,6 +132,52 @@ def test_what_rightly_stays() -> None:
     # Where all rests by right nothing was looked at, and nothing is said to have been.
     assert (liveness.steps, liveness.comparisons) == (0, 0)
     train(nn.Linear(2, 1), 9, rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "scale"),
+    [
+        (torch.optim.AdamW, 1e-8, 1.0),  # the end of a schedule to zero
+        (torch.optim.SGD, 0.1, 1e-8),  # all is learned
+        (torch.optim.Adam, torch.tensor(0.0), 1.0),
+    ],
+)
+def test_steps_too_small_for_float32(kind: Any, rate: Any, scale: float) -> None:
+    """Weights of 1 can't move by so little, which is right."""
+    norm = nn.LayerNorm(4)
+    before = norm.weight.clone()
+    optimizer = kind(norm.parameters(), lr=rate)
+    observation = entrenar_py.observe(norm, optimizer, every=1, patience=3)
+    for _ in range(9):
+        (scale * norm(torch.arange(4.0)).square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    observation.close()
+    assert norm.weight.equal(before)
+
+
+def test_a_sparse_gradient_of_a_parameter_that_the_optimizer_does_not_know() -> None:
+    """Its values are looked at."""
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    entrenar_py.observe(model, optimizer, every=1, patience=3)
+    for _ in range(4):
+        model(torch.arange(3)).square().sum().backward()
+        optimizer.step()
+    model(torch.arange(3)).square().sum().backward()
+    with pytest.raises(WatchFinding, match=r"F-TI-004: step 4, tensor 0\.weight"):
+        optimizer.step()
+
+
+def test_a_parameter_that_is_pruned() -> None:
+    """It is no parameter any more, as the error says."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    entrenar_py.observe(model, optimizer, every=1)
+    optimizer.step()
+    prune.l1_unstructured(model, "weight", amount=1)  # type: ignore[no-untyped-call]
+    with pytest.raises(UsageError, match="parameter weight was removed from the model"):
+        optimizer.step()
 
 
 def test_another_object_in_its_place() -> None:

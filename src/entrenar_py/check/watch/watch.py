@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ class Parameters:
 
         Raises UsageError if one was removed.
         """
-        current = [slot[key] for slot, key in self._slots]
+        current = [slot.get(key) for slot, key in self._slots]
         for name, parameter in zip(self.names, current, strict=True):
             if parameter is None:
                 raise UsageError(
@@ -179,6 +179,27 @@ def _transport(device: torch.device) -> torch.device:
 
 _LOG = logging.getLogger("entrenar_py")
 _LIVE = 3  # marks in a row that the tensor should have moved
+# A float32 weight w moves if its step is larger than this times |w|. The rates at the end of a
+# schedule may be too small for that, and a gradient that has nearly vanished.
+_HALF_ULP = 2.0**-24
+# Parts of the names of optimizers whose steps don't grow with the gradient, but which are smaller
+# than the rate where its sign changes.
+_NORMALISING, _MARGIN = ("ada", "rmsprop", "lion", "lamb", "muon"), 16
+
+
+class _Idle(NamedTuple):
+    """A tensor that did not move between two watched steps, and its place in the rows."""
+
+    row: int
+    gradient: Tensor
+    weights: Tensor
+    rate: Any  # a number, a tensor, or None for a parameter that is in no group
+
+
+def _largest(kinds: Sequence[list[Tensor]], device: torch.device) -> Tensor:
+    """Return the largest absolute value of each tensor, float32 on `device`, in order."""
+    norms = [torch._foreach_norm(some, float("inf")) for some in kinds]
+    return torch.cat([torch.stack(norm).float().to(device) for norm in norms])
 
 
 class Watch:
@@ -309,29 +330,50 @@ class Watch:
             return
         groups = self._optimizer.param_groups
         rates = {p: group.get("lr") for group in groups for p in group["params"]}
-        gradients_of: dict[object, dict[int, Tensor]] = {}  # device and dtype -> row -> gradient
+        of_kind: dict[object, list[_Idle]] = {}
         for row in idle:
             parameter = parameters[row]
             if not parameter.requires_grad or parameter.grad is None:
                 continue
-            gradient = local(parameter.grad).detach()
-            if not gradient.numel():
-                continue
-            # A parameter in no group has no rate, and is expected to move. A rate on a device is
-            # not read, since the host would have to wait for it.
-            rate = rates.get(parameter)
-            if not isinstance(rate, int | float) or rate > 0:
-                gradients_of.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
-        if gradients_of:
+            gradient, weights = local(parameter.grad).detach(), local(parameter).detach()
+            if gradient.is_sparse:
+                gradient = gradient._values()
+            if gradient.numel():
+                kind = (gradient.device, gradient.dtype, weights.dtype)
+                one = _Idle(row, gradient, weights, rates.get(parameter))
+                of_kind.setdefault(kind, []).append(one)
+        if of_kind:
+            tensors = [*chain.from_iterable(of_kind.values())]
             # One launch per dtype, not per tensor, since hundreds of tensors may be idle.
-            norms = [
-                torch._foreach_norm([*gradients.values()], float("inf"))
-                for gradients in gradients_of.values()
-            ]
-            largest = torch.cat([torch.stack(norm).float().to(rows.device) for norm in norms])
-            live = ((largest > 0) & largest.isfinite()).to(rows)
-            places = self._places_of(tuple(chain.from_iterable(gradients_of.values())), rows.device)
-            rows[:, _LIVE].index_put_((places,), live)
+            kinds = of_kind.values()
+            gradients = _largest([[one.gradient for one in some] for some in kinds], rows.device)
+            weights = _largest([[one.weights for one in some] for some in kinds], rows.device)
+            live = (gradients > 0) & gradients.isfinite()
+            live &= self._steps_of(tensors, gradients) > _HALF_ULP * weights
+            places = self._places_of(tuple(one.row for one in tensors), rows.device)
+            rows[:, _LIVE].index_put_((places,), live.to(rows))
+
+    def _steps_of(self, tensors: Sequence[_Idle], gradients: Tensor) -> Tensor:
+        """Return how far the optimizer moves a weight of each tensor at least, about.
+
+        A parameter in no group has no rate, and is expected to move.
+        """
+        numbers = [1.0 if isinstance(one.rate, Tensor) else one.rate for one in tensors]
+        steps = torch.tensor([float("inf") if one is None else float(one) for one in numbers])
+        if gradients.is_cuda:
+            steps = steps.pin_memory().to(gradients.device, non_blocking=True)
+        if any(isinstance(one.rate, Tensor) for one in tensors):
+            # A rate on a GPU is not read, since the host would have to wait for it.
+            steps = torch.stack(
+                [
+                    one.rate.detach().reshape(()).to(step) if isinstance(one.rate, Tensor) else step
+                    for one, step in zip(tensors, steps, strict=True)
+                ]
+            )
+        kinds = " ".join(base.__name__.lower() for base in type(self._optimizer).__mro__)
+        if any(name in kinds for name in _NORMALISING):
+            return steps / _MARGIN
+        return steps * gradients
 
     def _places_of(self, wanted: tuple[int, ...], device: torch.device) -> Tensor:
         if wanted != self._asked:
