@@ -34,7 +34,7 @@ def recorded(settings: Settings | None = None) -> tuple[list[Border], list[str],
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     recorder.begin_pass(0, 0)
     loss = net(torch.ones(2, 3)).square().mean()
-    recorder.loss(float(loss.detach()))
+    recorder.loss(float(loss.detach()), 1.0)
     loss.backward()
     recorder.before_step(0, [optimizer])
     optimizer.step()

@@ -137,6 +137,7 @@ class Borders:
         # and the names under which they did.
         self._known: dict[int, tuple[Tensor, int, list[Border]]] = {}
         self._rows: dict[str, int] = {}
+        self._loss_scale = 1.0  # of the current backward pass; it is a power of two
         self._hooked: set[int] = set()
         self._before: dict[str, Tensor] = {}
         self.operations = Operations(self._operation, self._module, settings.operations)
@@ -173,8 +174,12 @@ class Borders:
         self.operations.enter(step)
 
     @_quiet
-    def loss(self, value: float | None) -> None:
-        """Record the value at which a backward pass begins."""
+    def loss(self, value: float | None, scale: float) -> None:
+        """Record the value at which a backward pass begins. A scaler has multiplied it by `scale`.
+
+        The gradients of the pass are recorded without the scale, too.
+        """
+        self._loss_scale = scale
         if value is not None and self._step >= 0:
             rows = max(self._rows.values(), default=1)
             self._write_numbers(border_file.LOSS, "loss", np.array([value]), rows, "float32")
@@ -345,7 +350,13 @@ class Borders:
             where = _common(users) if users else caller
             if value is None:
                 value = self._value(
-                    kind, border.name, gradient, where=where, fan_in=first.fan_in, **place
+                    kind,
+                    border.name,
+                    gradient,
+                    where=where,
+                    fan_in=first.fan_in,
+                    divisor=self._loss_scale,
+                    **place,
                 )
             else:
                 self._border(kind, border.name, value, where=where, **place)
@@ -362,14 +373,20 @@ class Borders:
             fan_in=rows,
             where=owner,
             phase="backward",
+            divisor=self._loss_scale,
         )
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def _value(self, kind: str, name: str, tensor: Tensor, **place: Any) -> Border:
-        """Write the border of a tensor of any shape and dtype, on any device."""
+    def _value(
+        self, kind: str, name: str, tensor: Tensor, *, divisor: float = 1.0, **place: Any
+    ) -> Border:
+        """Write the border of a tensor over `divisor`, of any shape and dtype, on any device."""
         plain = tensors.local(tensor)
         known, numbers, norm = self._numbers(plain)
+        if divisor != 1.0 and numbers is not None:
+            numbers, norm = numbers / divisor, norm / divisor
+            known = blake3(numbers.tobytes()).hexdigest(_DIGEST_BYTES)
         scale = place.pop("scale", norm)
         border = self._new(
             kind,

@@ -44,10 +44,14 @@ Terms = tuple[tuple[float, ...], ...]  # the type of `trace.Shard.terms`
 
 
 class Begun(NamedTuple):
-    """The value of the loss at which a backward pass begins (None if unknown), and its terms."""
+    """The value of the loss at which a backward pass begins (None if unknown), and its terms.
+
+    A `GradScaler` has multiplied the loss by `scale`; the value is without it.
+    """
 
     value: float | None = None
     terms: Terms = ()
+    scale: float = 1.0
 
 
 class Losses:
@@ -77,7 +81,7 @@ class Losses:
             return Begun(None, terms)
         if self._scale:
             value = value / self._scale if math.isfinite(value) else self._last
-        return Begun(value, terms)
+        return Begun(value, terms, self._scale or 1.0)
 
 
 def value_of(tensors: Any) -> float | None:

@@ -90,7 +90,7 @@ class MicroBatches:
         """Record the value and the terms at which a backward pass begins."""
         self._begun = begun
         if self.borders is not None:
-            self.borders.loss(begun.value)
+            self.borders.loss(begun.value, begun.scale)
 
     def backward_ended(self) -> None:
         """Called when the backward pass is over."""

@@ -182,8 +182,8 @@ _LIVE = 3  # marks in a row that the tensor should have moved
 # A float32 weight w moves if its step is larger than this times |w|. The rates at the end of a
 # schedule may be too small for that, and a gradient that has nearly vanished.
 _HALF_ULP = 2.0**-24
-# Parts of the names of optimizers whose steps don't grow with the gradient, but which are smaller
-# than the rate where its sign changes.
+# Parts of the names of optimizers that divide a gradient by its size. Their steps are smaller than
+# the rate where its sign changes.
 _NORMALISING, _MARGIN = ("ada", "rmsprop", "lion", "lamb", "muon"), 16
 
 
@@ -340,17 +340,17 @@ class Watch:
                 gradient = gradient._values()
             if gradient.numel():
                 kind = (gradient.device, gradient.dtype, weights.dtype)
-                one = _Idle(row, gradient, weights, rates.get(parameter))
-                of_kind.setdefault(kind, []).append(one)
+                seen = _Idle(row, gradient, weights, rates.get(parameter))
+                of_kind.setdefault(kind, []).append(seen)
         if of_kind:
             tensors = [*chain.from_iterable(of_kind.values())]
             # One launch per dtype, not per tensor, since hundreds of tensors may be idle.
             kinds = of_kind.values()
-            gradients = _largest([[one.gradient for one in some] for some in kinds], rows.device)
-            weights = _largest([[one.weights for one in some] for some in kinds], rows.device)
+            gradients = _largest([[seen.gradient for seen in some] for some in kinds], rows.device)
+            weights = _largest([[seen.weights for seen in some] for some in kinds], rows.device)
             live = (gradients > 0) & gradients.isfinite()
             live &= self._steps_of(tensors, gradients) > _HALF_ULP * weights
-            places = self._places_of(tuple(one.row for one in tensors), rows.device)
+            places = self._places_of(tuple(seen.row for seen in tensors), rows.device)
             rows[:, _LIVE].index_put_((places,), live.to(rows))
 
     def _steps_of(self, tensors: Sequence[_Idle], gradients: Tensor) -> Tensor:
@@ -358,16 +358,17 @@ class Watch:
 
         A parameter in no group has no rate, and is expected to move.
         """
-        numbers = [1.0 if isinstance(one.rate, Tensor) else one.rate for one in tensors]
-        steps = torch.tensor([float("inf") if one is None else float(one) for one in numbers])
+        rates = [seen.rate for seen in tensors]
+        numbers = [1.0 if isinstance(rate, Tensor) else rate for rate in rates]
+        steps = torch.tensor([float("inf") if each is None else float(each) for each in numbers])
         if gradients.is_cuda:
             steps = steps.pin_memory().to(gradients.device, non_blocking=True)
-        if any(isinstance(one.rate, Tensor) for one in tensors):
+        if any(isinstance(rate, Tensor) for rate in rates):
             # A rate on a GPU is not read, since the host would have to wait for it.
             steps = torch.stack(
                 [
-                    one.rate.detach().reshape(()).to(step) if isinstance(one.rate, Tensor) else step
-                    for one, step in zip(tensors, steps, strict=True)
+                    rate.detach().reshape(()).to(step) if isinstance(rate, Tensor) else step
+                    for rate, step in zip(rates, steps, strict=True)
                 ]
             )
         kinds = " ".join(base.__name__.lower() for base in type(self._optimizer).__mro__)
