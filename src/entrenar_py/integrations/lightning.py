@@ -33,11 +33,14 @@ class ObserveCallback(Callback):
             if trainer.training:  # not the loaders of the earlier sanity check
                 del strategy.process_dataloader  # restores the method of the class
                 optimizers = trainer.optimizers
+                # By hand, Lightning counts the step of each optimizer.
+                counted = 1 if pl_module.automatic_optimization else len(optimizers)
+                is_replaced = trainer.reload_dataloaders_every_n_epochs > 0
                 self.observation = observe(
                     pl_module,
                     optimizers[0] if len(optimizers) == 1 else optimizers,
-                    sampler=processed,
-                    step=trainer.global_step,
+                    sampler=None if is_replaced else processed,
+                    step=trainer.global_step // counted,
                     **self._options,
                 )
             return processed

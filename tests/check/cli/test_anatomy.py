@@ -42,7 +42,18 @@ def test_a_step_is_shown_in_every_form(
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("print(1)", "no step was seen: no process"), ("raise SystemExit(3)", "exit code 3")],
+    [
+        ("print(1)", "no step was seen: no process"),
+        ("raise SystemExit(3)", "exit code 3"),
+        (
+            "import torch\n"
+            "weight = torch.nn.Parameter(torch.ones(2))\n"
+            "adam = torch.optim.Adam([weight])\n"
+            "weight.register_post_accumulate_grad_hook(lambda _: adam.step())\n"
+            "weight.sum().backward()\n",
+            "no step was seen: its optimizers step within backward passes",
+        ),
+    ],
 )
 def test_a_command_without_steps_is_no_anatomy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str

@@ -29,6 +29,16 @@ def test_it_becomes_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path(settings.contract or "").name == "training-integrity-v1.yaml"
 
 
+def test_variables_before_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell allows them there, and so does every other command that gets one."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(os, "execve", lambda *given: calls.append(given))
+    cli.main(["watch", "--", "SEED=1", sys.executable, "train.py"])
+    ((program, words, _),) = calls
+    assert Path(program).name == "env"
+    assert words == ["env", "SEED=1", sys.executable, "train.py"]
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

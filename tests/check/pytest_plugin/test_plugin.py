@@ -138,6 +138,7 @@ def test_a_wrong_mark_fails(run: type[Run], mark: str, message: str) -> None:
     found = run(f"@pytest.mark.contract{mark}\ndef test_it(): pass")
     found.result.assert_outcomes(failed=1)
     assert message in found.text
+    assert "During handling of the above exception" not in found.text
 
 
 def test_a_contract_is_a_test_per_clause(run: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,10 @@ _WITH_ONE_PEER = ("send", "recv", "isend", "irecv")
 _GATHERING = ("all_gather", "all_gather_into_tensor")
 _MEAN = 1e-6  # relative error of the product of float divisors
 _DDP = "DistributedDataParallel"
+_WITHIN_A_PASS = (
+    "its optimizers step within backward passes, in hooks of gradients: the anatomy shows only "
+    "steps after a pass; entrenar-check --auto judges such trainers, too"
+)
 
 
 class Recorder:
@@ -521,6 +525,8 @@ class Recorder:
             has_closure = len(arguments) > 1 or named.get("closure") is not None
             watching = self._step(optimizer, has_closure)
             next(watching, None)
+        elif not (self._stepping or self._counts):
+            notes.write_problem(Path(os.environ[FOLDER]), _WITHIN_A_PASS, notes.UNSEEN)
         self._stepping.append((optimizer, watching))
 
     @guarded
