@@ -61,10 +61,13 @@ def _set_preload_of_all(context: BaseContext, names: list[str]) -> None:
 
     A process has one fork server, which loads what its first crew says. If that trains a
     checkpoint, each rank of a later crew would import a second's worth of modules itself. And
-    each process that trains a checkpoint would import its model.
+    each process that trains a checkpoint would import its model. If no variant was planted before
+    the first crew, each rank of the kill matrix would import the catalogue, which takes as long as
+    the training.
     """
     more = without_gpu(CHECKPOINT_MODULES) if "peft" in names else ()
-    _set_preload(context, list(dict.fromkeys([*names, *preload.of_ranks(), *more])))
+    every = [*names, *preload.of_ranks(), preload.MUTANTS, *more]
+    _set_preload(context, list(dict.fromkeys(every)))
 
 
 ForkServerContext.set_forkserver_preload = _set_preload_of_all  # type: ignore[assignment, method-assign]

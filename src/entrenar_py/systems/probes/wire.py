@@ -127,8 +127,11 @@ def run(scenario: Scenario) -> trace.Trace:
     recorder = Recorder(scenario)
     rng = random.Random(scenario.seed)
     for message, payload in _letters():
+        encoded = b"".join(Encoder(KEY).encode(message, payload))
+        sent = _digest(message, payload)
         for most in (1, 7, 2**16) if len(payload) < 2**12 else (2**16, 2**21):
-            recorder.emit(_carried(message, payload, most, rng))
+            pieces = _pieces(encoded, most, rng)
+            recorder.emit(_carried(message, len(payload), pieces, sent))
     for case, data in _damaged(rng):
         recorder.emit(_refused(case, data))
     for original, gradients in letters(ODD_FLOATS):
@@ -161,14 +164,14 @@ def _letters() -> Iterator[tuple[Message, bytes]]:
         "tuple[int, ...]": (0, 2**62),
         "tuple[str, ...]": ("é\n", ""),
     }
+    sizes = (CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 5)
+    large = [(ODD_FLOATS * (size // len(ODD_FLOATS) + 1))[:size] for size in sizes]
     for kind in messages.MESSAGES.values():
         message = kind(**{field.name: values[str(field.type)] for field in fields(kind)})
         yield message, b""
         if message.carries:
             yield message, ODD_FLOATS
-            for num_bytes in (CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 5):
-                repeats = num_bytes // len(ODD_FLOATS) + 1
-                yield message, (ODD_FLOATS * repeats)[:num_bytes]
+            yield from ((message, payload) for payload in large)
 
 
 def _pieces(data: bytes, most: int, rng: random.Random) -> list[bytes]:
@@ -178,14 +181,13 @@ def _pieces(data: bytes, most: int, rng: random.Random) -> list[bytes]:
     return [data[start:end] for start, end in pairwise(ends)]
 
 
-def _carried(message: Message, payload: bytes, most: int, rng: random.Random) -> trace.Carried:
-    pieces = _pieces(b"".join(Encoder(KEY).encode(message, payload)), most, rng)
-    got, _, allocated_bytes = _read(pieces, len(payload))
+def _carried(message: Message, payload_bytes: int, pieces: list[bytes], sent: str) -> trace.Carried:
+    got, _, allocated_bytes = _read(pieces, payload_bytes)
     return trace.Carried(
         message=type(message).__name__,
-        payload_bytes=len(payload),
+        payload_bytes=payload_bytes,
         pieces=len(pieces),
-        sent=_digest(message, payload),
+        sent=sent,
         got=_digest(got[0].message, got[0].payload) if got else None,
         allocated_bytes=allocated_bytes,
     )

@@ -321,6 +321,7 @@ class Shape:
     _parts: dict[tuple[Cut, bool], nn.Module] = field(default_factory=dict)
     _works: dict[str, Finetuning] = field(default_factory=dict)
     _rehearsed: dict[tuple[Any, ...], Rehearsal] = field(default_factory=dict)
+    _counts: dict[Cut, Counts] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -367,6 +368,11 @@ class Shape:
 
     def counts(self, cut: Cut = WHOLE) -> Counts:
         """Return the sizes of a part of the model."""
+        if cut not in self._counts:
+            self._counts[cut] = self._count(cut)
+        return self._counts[cut]
+
+    def _count(self, cut: Cut) -> Counts:
         part = self._part(cut)
         blocks = [self._bytes(block) for block in _stack(part)]
         elsewhere = _elsewhere(part, cut)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,53 @@ def undisturbed(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return trained
 
 
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """A case as one process trains it: its steps, and the output that was written from them."""
+
+    steps: list[trace.Update]
+    prepared: Prepared
+    output: Path
+    logits: Tensor
+    scores: evaluation.Scores | None
+
+
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, int], Alone]:
+    """Return a function of a case and `fill_up` (`Case.alone`): the run that ranks are compared to.
+
+    Strategies with the same case share it.
+    """
+    made: dict[tuple[str, int], Alone] = {}
+
+    def alone(case: Case, fill_up: int) -> Alone:
+        key = repr(replace(case, folder=Path())), fill_up
+        if key not in made:
+            made[key] = _alone(replace(case, folder=tmp_path_factory.mktemp("alone")), fill_up)
+        return made[key]
+
+    return alone
+
+
+def _alone(case: Case, fill_up: int) -> Alone:
+    steps, tensors = case.alone(fill_up=fill_up)
+    prepared = preparation.prepare(settings_file.load(case.folder / "alone.yaml"))
+    output = outputs.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
+    scores = None
+    if prepared.validation is not None:
+        module = model.trained(prepared.settings, output, prepared.pad_token)
+        scores = evaluation.scores(
+            module, prepared.validation, settings=prepared.settings, pad_token=prepared.pad_token
+        )
+    return Alone(
+        steps=steps,
+        prepared=prepared,
+        output=output,
+        logits=runs.logits(case, output),
+        scores=scores,
+    )
+
+
 def run(case: Case, strategy: str) -> Path:
     """Train the case by two ranks; return the output."""
     codes, told = ranks.torchrun(case.write("out", strategy), 2)
@@ -281,44 +328,38 @@ def test_stages_keep_quantised_weights_and_norms(case: Case) -> None:
     indirect=["case"],
 )
 def test_two_ranks_train_as_one_process_does(
-    case: Case, strategy: str, undisturbed: Callable[[str], Path]
+    case: Case,
+    strategy: str,
+    undisturbed: Callable[[str], Path],
+    trained_alone: Callable[[Case, int], Alone],
 ) -> None:
     if strategy == "pipeline_parallel":  # whose stages drop by streams of their own
         case = replace(case, lora={})
     output = undisturbed(strategy) if case.lora == DROPOUT else run(case, strategy)
-    steps, tensors = case.alone(fill_up=2 if strategy == "sequence_parallel" else 1)
-    found = runs.steps(output)
+    alone = trained_alone(case, 2 if strategy == "sequence_parallel" else 1)
+    found, steps = runs.steps(output), alone.steps
     assert [one.loss for one in found] == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
     norms = [one.grad_norm for one in steps]
     assert [one.grad_norm for one in found] == pytest.approx(norms, rel=5 * TOLERANCE)
     assert [one.learning_rate for one in found] == [one.learning_rate for one in steps]
     assert (steps[-1].loss or 0.0) < (steps[0].loss or 0.0)
-    settings = settings_file.load(case.folder / "alone.yaml")
-    prepared = preparation.prepare(settings)
-    alone = outputs.write(prepared, prepared.workload(), tensors, model_digest="0" * 32)
     if strategy == "ddp_canonical":  # with the bits of a worker
         assert [(one.loss, one.grad_norm) for one in found] == [
             (one.loss, one.grad_norm) for one in steps
         ]
-        assert runs.digest(output) == runs.digest(alone)
-    torch.testing.assert_close(
-        runs.logits(case, output), runs.logits(case, alone), rtol=1e-3, atol=1e-3
-    )
+        assert runs.digest(output) == runs.digest(alone.output)
+    torch.testing.assert_close(runs.logits(case, output), alone.logits, rtol=1e-3, atol=1e-3)
     told_of = runs.noted(output, "step")[-1]
     assert told_of["backends"] == {"0": "cpu", "1": "cpu"}
     assert told_of["memory_bytes"] > 2**27, "of both ranks"
-    if prepared.validation is not None:
-        require_scored(runs.noted(output, "evaluation"), prepared, alone)
+    assert (alone.scores is None) == (alone.prepared.validation is None)
+    if alone.scores is not None:
+        require_scored(runs.noted(output, "evaluation"), alone.scores)
 
 
-def require_scored(scored: list[dict[str, Any]], prepared: Prepared, alone: Path) -> None:
+def require_scored(scored: list[dict[str, Any]], due: evaluation.Scores) -> None:
     """Require scores after step 2 and at the end, these as of what one process wrote."""
-    assert prepared.validation is not None
     assert [one["step"] for one in scored] == [2, 4]
-    module = model.trained(prepared.settings, alone, prepared.pad_token)
-    due = evaluation.scores(
-        module, prepared.validation, settings=prepared.settings, pad_token=prepared.pad_token
-    )
     assert scored[-1]["loss"] == pytest.approx(due.loss, rel=1e-3)
     assert scored[0]["loss"] != scored[-1]["loss"]
     assert scored[-1]["weight"] == due.weight
@@ -380,13 +421,15 @@ def test_pieces_have_the_bits_of_whole_models(case: Case) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_canonical", "tensor_parallel"])
 @pytest.mark.parametrize("case", [{"method": "full"}], indirect=True)
-def test_large_tensors_are_not_one_vector(case: Case, strategy: str) -> None:
+def test_large_tensors_are_not_one_vector(
+    case: Case, strategy: str, trained_alone: Callable[[Case, int], Alone]
+) -> None:
     """They are reduced by buckets, or one by one, and a run that died goes on with its bits."""
     case = replace(case, more={"checkpoint_every": 2})
     config = case.write("out", strategy)
     codes, told = ranks.torchrun(config, 2, by_buckets=True, copies_before=3)
     assert codes == [exit_codes.DONE] * 2, told
-    steps, _ = case.alone()
+    steps = trained_alone(case, 1).steps
     found = runs.steps(case.folder / "out")
     assert [one.loss for one in found] == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
     broken = case.write("broken", strategy)
