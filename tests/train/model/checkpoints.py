@@ -56,6 +56,30 @@ def mistral() -> Any:
     return _config("Mistral", sliding_window=8)
 
 
+def qwen3_moe() -> Any:
+    """Of experts that peft adapts as tensors, and a router that it adapts as one."""
+    return _config(
+        "Qwen3Moe", head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    )
+
+
+def llama4() -> Any:
+    """Of a router that is a linear layer and returns two tensors."""
+    return _config("Llama4Text", head_dim=8, intermediate_size_mlp=48, num_local_experts=4)
+
+
+def phimoe() -> Any:
+    """Of a router that is a linear layer and returns three tensors."""
+    return _config("Phimoe", num_local_experts=4)
+
+
+def codegen() -> Any:
+    """Of a configuration without a padding token, as is RWKV's."""
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    return transformers.CodeGenConfig(**sizes)
+
+
 def gpt2() -> Any:
     """Of learned positions."""
     transformers: Any = pytest.importorskip("transformers")

@@ -329,7 +329,7 @@ ADAPTERS = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modul
         ({"peft_type": "PROMPT_TUNING"}, 'peft_type="PROMPT_TUNING"'),
         ({"peft_type": "XLORA", "adapters": {"0": "owner/adapters"}}, 'peft_type="XLORA"'),
         ({"auto_mapping": {"parent_library": "evil"}}, "auto_mapping="),
-        ({"init_lora_weights": "pissa"}, 'init_lora_weights="pissa"'),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights="pissa", and only true is accepted'),
         ({}, "no adapter_model.safetensors there"),
     ],
 )
@@ -342,6 +342,16 @@ def test_adapters_that_no_run_of_ours_wrote(
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(UsageError, match=told):
         model_folder.require_adapters(tmp_path)
+
+
+def test_adapters_of_experts_have_ranks_of_their_own(tmp_path: Path) -> None:
+    """peft writes these keys for the experts of some models, and loads nothing because of them."""
+    pytest.importorskip("peft")
+    ranks = {r".*\.gate_up_proj": 4}
+    keys = {"rank_pattern": ranks, "alpha_pattern": ranks, "target_parameters": ["gate_up_proj"]}
+    change(tmp_path / "adapter_config.json", **{**ADAPTERS, **keys})
+    (tmp_path / "adapter_model.safetensors").touch()
+    model_folder.require_adapters(tmp_path)
 
 
 def test_libraries_are_loaded_without_a_compiler() -> None:

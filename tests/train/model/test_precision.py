@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from entrenar_py.compute import nf4 as stored
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.arithmetic import reduction
-from entrenar_py.train.model import model, precision, stock, workload
+from entrenar_py.train.model import model, model_folder, precision, stock, workload
 from entrenar_py.train.model.settings import Classes, Data, Lora, Settings
 from tests import extras
 from tests.train.model import nf4
@@ -93,6 +93,19 @@ def test_rows_of_broken_blocks_stay_as_they_are(small: Path, tmp_path: Path) -> 
     config = qwen(intermediate_size=96)
     module = model.load(settings(small, tmp_path, config, target="q_proj", task="text"), 0)
     assert names(module) == ALL_OF_A_BLOCK - {"down_proj"}
+
+
+def test_experts_that_stay_as_they_are_are_told(small: Path, tmp_path: Path) -> None:
+    """Nothing is told of norms, which are never quantised."""
+    sizes: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512}
+    sizes |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    mixture = transformers.MixtralConfig(**sizes, num_local_experts=4)
+    for number, (config, told) in enumerate([(qwen(), []), (mixture, ["75%"])]):
+        model_folder.notes()
+        chosen = settings(small, tmp_path / str(number), config, target="q_proj", task="text")
+        model.load(chosen, 0)
+        notes = [note for note in model_folder.notes() if "method: qlora" in note]
+        assert [note.split()[2] for note in notes] == told
 
 
 @given(

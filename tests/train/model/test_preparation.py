@@ -104,6 +104,14 @@ def test_other_weights_or_rows_are_another_run(settings: Settings) -> None:
     assert {key for key in before if after[key] != before[key]} == {"model", "rows"}
 
 
+def test_a_missing_folder_of_adapters_is_told_before_anything_is_read(settings: Settings) -> None:
+    start = settings.output / "away"
+    chosen = replace(settings, lora=replace(settings.lora, start_from=start))
+    settings.data.train.unlink()
+    with pytest.raises(UsageError, match=rf"lora\.start_from={start}: no such folder"):
+        preparation.prepare(chosen)
+
+
 def test_a_template_with_a_clock_is_told_one_day_in_a_run(settings: Settings) -> None:
     """The day of the run's ledger, or that of the configuration, which `--resume` then names."""
     rows = settings.data.train

@@ -160,6 +160,87 @@ def test_stock_libraries_read_what_is_exported(kind: str, checkpoint: Path) -> N
     agree(chosen, module, trained)
 
 
+def of(config: Any, small: Path, folder: Path, **lora: Any) -> Settings:
+    """Return settings that train adapters of a small model with `config`."""
+    whole = checkpoints.settings(small, folder, config)
+    return replace(whole, method="lora", lora=Lora(rank=2, **lora))
+
+
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.filterwarnings("error:.*_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", *EXPERTS), EXPERTS])
+def test_adapters_of_experts_are_read_back(
+    targets: tuple[str, ...], small: Path, tmp_path: Path
+) -> None:
+    """By stock peft, by later commands, and by a run that begins with them.
+
+    Both matrices that one tensor has together get the rank that each had as a layer.
+    """
+    chosen = of(checkpoints.qwen3_moe(), small, tmp_path / "model", targets=targets)
+    module, trained = exported(chosen)
+    agree(chosen, module, trained)
+    assert trained_shape(trained, "mlp.experts.base_layer.lora_A") == (4 * 2 * 2, 32)
+    assert trained_shape(trained, "mlp.experts.lora_A") == (4 * 2, 16)
+    lora = replace(chosen.lora, start_from=chosen.output)
+    for again in (
+        model.trained(chosen, chosen.output, 0),
+        model.load(replace(chosen, lora=lora), 0),
+    ):
+        read = dict(again.named_parameters())
+        for name, array in trained.items():
+            assert torch.equal(read[name], torch.from_numpy(array)), name
+    pattern = {r".*\.gate_up_proj": 1}
+    change(chosen.output / "adapter_config.json", alpha_pattern=pattern)
+    with pytest.raises(UsageError, match=r"lora\.start_from=.*: its adapters have alpha_pattern: "):
+        model.load(replace(chosen, lora=lora), 0)
+
+
+def trained_shape(trained: Mapping[str, Any], part: str) -> tuple[int, ...]:
+    return next(tuple(one.shape) for name, one in trained.items() if f"0.{part}." in name)
+
+
+def test_what_peft_has_not_for_experts(small: Path, tmp_path: Path) -> None:
+    """The message names the setting that has to change."""
+    chosen = of(checkpoints.qwen3_moe(), small, tmp_path)
+    refused: list[tuple[dict[str, Any], str]] = [
+        (
+            {"dropout": 0.05},
+            r"lora\.dropout=0\.05: peft adapts down_proj, gate\.weight, gate_up_pr",
+        ),
+        ({"dora": True}, r"lora\.dora=True: peft adapts down_proj"),
+        ({"targets": ("w1",)}, r"lora\.targets='w1': .* it has q_proj, .*, up_proj, down_proj"),
+        ({"targets": ("up_proj",)}, r"lora\.targets=up_proj: .* also targeting gate_proj"),
+    ]
+    for changes, told in refused:
+        with pytest.raises(UsageError, match=told):
+            model.load(replace(chosen, lora=replace(chosen.lora, **changes)), 0)
+    lora = replace(chosen.lora, dropout=0.05, targets=("q_proj",))
+    model.load(replace(chosen, lora=lora), 0)
+
+
+@pytest.mark.parametrize("kind", ["llama4", "phimoe"])
+def test_routers_that_return_several_tensors_get_no_adapters(
+    kind: str, small: Path, tmp_path: Path
+) -> None:
+    chosen = of(getattr(checkpoints, kind)(), small, tmp_path / "model")
+    module, trained = exported(chosen)
+    agree(chosen, module, trained)
+    assert not any("router" in name for name in trained)
+    lora = replace(chosen.lora, targets=("q_proj", "router"))
+    with pytest.raises(
+        UsageError, match=r"lora\.targets='router': .* model\.layers\.0\..*\.router"
+    ):
+        model.load(replace(chosen, lora=lora), 0)
+
+
+def test_a_configuration_without_a_padding_token(small: Path, tmp_path: Path) -> None:
+    chosen = of(checkpoints.codegen(), small, tmp_path / "model")
+    module, trained = exported(chosen)
+    agree(chosen, module, trained)
+
+
 @pytest.mark.parametrize("task", ["classify", "text"])
 def test_by_default_the_layers_of_pefts_all_linear_are_adapted(task: str, checkpoint: Path) -> None:
     """All that peft adapts, and nothing else; the head is not among them."""

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from entrenar_py.compute.nf4 import BLOCK
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model import blocks, masks, model_folder, objectives, precision, stock
 from entrenar_py.train.model.precision import in_evaluation
@@ -28,6 +29,7 @@ from entrenar_py.train.model.settings import CUDNN, Settings
 
 _MARKERS = ("▁",)  # marks the start of a word; even tokenizers without files have it
 _SHOWN = 12  # layers in a message
+_UNPACKED = 0.1  # share of weights that method: qlora leaves as they are without a note
 # a part of the logits' norm: rounding changes less, and a later token that is seen changes more
 _ROUNDED = 1e-4
 
@@ -318,6 +320,13 @@ def _base(
         with model_folder.reading(settings.model, "model"), torch.device("meta"):
             empty = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
         options |= precision.quantised_loading(empty, precision.of_products(settings))
+        if (share := precision.unpacked_share(empty)) > _UNPACKED:
+            model_folder.note(
+                f"method: qlora: {share:.0%} of the weights in the model's blocks stay in "
+                f"{settings.precision}: only linear layers with rows of a multiple of "
+                f"{BLOCK} weights are quantised, and not experts that are kept in one "
+                "tensor; `entrenar plan` counts their memory"
+            )
     with model_folder.reading(settings.model, "model"), quantising:
         module, loading = kind.from_pretrained(
             settings.model,

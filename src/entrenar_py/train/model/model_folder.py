@@ -33,13 +33,15 @@ RUN = "run.json"  # in a run's output folder: its settings, for later commands
 DIGESTS = "digests"  # a key in RUN: the digests of the run's model and tokenizer
 # Values of these keys name installed code, such as `sdpa`, or `owner/name` of a hub.
 _CODE = ("attn_implementation", "experts_implementation")
-# Keys of adapter_config.json that `entrenar` sets. All others have peft's default; another value
-# may import a module (`megatron_core`), load another model, or read the adapters from a file.
+# Keys of adapter_config.json that `entrenar` sets, or peft for its adapters of experts. All others
+# have peft's default; another value may import a module (`megatron_core`), load another model, or
+# read the adapters from a file.
 _OWN = frozenset(
     {
-        *("base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"),
-        *("lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "peft_version", "r"),
-        *("target_modules", "task_type", "use_dora", "use_rslora"),
+        *("alpha_pattern", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out"),
+        *("inference_mode", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type"),
+        *("peft_version", "r", "rank_pattern", "target_modules", "target_parameters", "task_type"),
+        *("use_dora", "use_rslora"),
     }
 )
 
@@ -88,25 +90,36 @@ def require_tokenizer(folder: Path) -> None:
             _refuse(folder, TOKENIZER, key, value, "leave it out, and copy that file there")
 
 
-def require_adapters(folder: Path) -> None:
+def require_adapters(folder: Path, owner: str | None = None) -> None:
     """Raise UsageError unless `folder` has adapters of the kind that `entrenar` writes.
 
-    They must be of type LORA, with peft's default for each key that `entrenar` does not set.
+    They must be of type LORA, with peft's default for each key that `entrenar` does not set. The
+    message begins with `owner`, by default the folder.
     """
     import peft
 
-    config = record(folder / ADAPTERS, str(folder))
+    owner = owner or str(folder)
+    if not folder.is_dir():
+        raise UsageError(f"{owner}: no such folder; give the output folder of a run with adapters")
+    config = record(folder / ADAPTERS, owner)
     usual = peft.LoraConfig().to_dict()
     if (kind := config.get("peft_type")) != "LORA":
-        _refuse(folder, ADAPTERS, "peft_type", kind, "give the output of a run, which has LORA")
+        _refuse_adapters(owner, "peft_type", kind, "LORA")
     for key, value in config.items():
         if key in usual and key not in _OWN and value and value != usual[key]:
-            advice = "give the output as the run wrote it, where that key has peft's default"
-            _refuse(folder, ADAPTERS, key, value, advice)
+            _refuse_adapters(owner, key, value, usual[key])
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise UsageError(
-            f"{folder}: no {ADAPTER_WEIGHTS} there; give the output folder as the run wrote it"
+            f"{owner}: no {ADAPTER_WEIGHTS} there; give the output folder as the run wrote it"
         )
+
+
+def _refuse_adapters(owner: str, key: str, value: object, usual: object) -> None:
+    raise UsageError(
+        f"{owner}: {ADAPTERS} has {key}={_shown(value)}, and only {_shown(usual)} is accepted, as "
+        "every run writes it: other values may let peft change the weights below the adapters, or "
+        "import or read something outside this folder; give the output as a run wrote it"
+    )
 
 
 def adapters_digest(folder: Path) -> str:
@@ -132,11 +145,14 @@ def require_base(adapters: Path, model: Path, digest: str) -> None:
 
 
 def _refuse(folder: Path, name: str, key: str, value: object, advice: str) -> None:
-    shown = escaping.shortened(json.dumps(value, ensure_ascii=False))
     raise UsageError(
-        f"{folder}: {name} has {key}={shown}, which makes a library fetch, import "
+        f"{folder}: {name} has {key}={_shown(value)}, which makes a library fetch, import "
         f"or read something outside this folder; {advice}"
     )
+
+
+def _shown(value: object) -> str:
+    return escaping.shortened(json.dumps(value, ensure_ascii=False))
 
 
 def _nested(found: object) -> Iterator[tuple[str, Any]]:

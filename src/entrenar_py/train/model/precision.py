@@ -230,6 +230,19 @@ def packed(empty: nn.Module) -> set[str]:
     return {name for name, row in _linear(empty).items() if name in blocks and row % BLOCK == 0}
 
 
+def unpacked_share(empty: nn.Module) -> float:
+    """Return the share of the weights within blocks that are not quantised."""
+    within = set(_within_blocks(empty))
+    quantised = {f"{name}.weight" for name in packed(empty)}
+    sizes = {
+        name: weight.numel()
+        for name, weight in empty.named_parameters()
+        if name.rpartition(".")[0] in within
+    }
+    kept = sum(size for name, size in sizes.items() if name not in quantised)
+    return kept / sum(sizes.values())
+
+
 def _linear(empty: nn.Module) -> dict[str, int]:
     return {name: _row(layer) for name, layer in empty.named_modules() if _row(layer)}
 

@@ -142,6 +142,8 @@ def prepare(
     """
     if needs_weights:
         model_folder.require_checkpoint(settings.model)
+        if (start := settings.lora.start_from) is not None and settings.adapts:
+            model_folder.require_adapters(start, f"lora.start_from={start}")
     tokenizer, kept = model.tokenizer(settings), cache_folder or cache()
     settings = dated(settings, tokenizer, day)
     data = settings.data

@@ -42,8 +42,12 @@ def adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
     if whole := saved if is_all else lora.modules_to_save:
         ends = "|".join(map(re.escape, whole))
         aside = "|".join(filter(None, (aside, rf"(.*\.)?({ends})(\..*)?")))
-    if not is_all:
-        _require_targets(lora.targets, module, new, aside)
+    several = _of_several_outputs(module)
+    if is_all:
+        aside = "|".join(filter(None, (aside, *map(re.escape, several)))) or None
+    else:
+        _require_targets(lora.targets, module, new, aside, several)
+    _require_no_experts(settings, module)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=cast("Any", lora.alpha),  # peft's type says int, but a float works, too
@@ -100,13 +104,16 @@ def start(settings: Settings, module: Any) -> None:
     from peft.utils import save_and_load
 
     where = f"lora.start_from={folder}"
-    model_folder.require_adapters(folder)
+    model_folder.require_adapters(folder, where)
     with model_folder.reading(folder, "adapters"):
         theirs = cast("Any", peft.PeftConfig.from_pretrained(str(folder)))
         values = save_and_load.load_peft_weights(str(folder), device="cpu")
     for key, name in _KINDS.items():
         if (found := getattr(theirs, name)) != (due := getattr(settings.lora, key)):
             raise UsageError(f"{where}: its adapters have {key}: {found}, and lora.{key} is {due}")
+    alphas = theirs.alpha_pattern or {}  # of experts
+    if alphas != (due := module.peft_config["default"].alpha_pattern):
+        raise UsageError(f"{where}: its adapters have alpha_pattern: {alphas}, this run's {due}")
     due = peft.get_peft_model_state_dict(module, save_embedding_layers=False)
     for name in sorted(due.keys() | values.keys()):
         shapes = [tuple(one[name].shape) if name in one else "none" for one in (values, due)]
@@ -159,9 +166,16 @@ def _saved(names: Sequence[str], module: nn.Module, new: Sequence[str]) -> list[
 
 
 def _require_targets(
-    targets: Sequence[str], module: nn.Module, new: Sequence[str], aside: str | None
+    targets: Sequence[str],
+    module: nn.Module,
+    new: Sequence[str],
+    aside: str | None,
+    several: Sequence[str],
 ) -> None:
-    """Raise UsageError unless each target is a layer of the checkpoint outside of `aside`."""
+    """Raise UsageError unless each target is a layer of the checkpoint outside of `aside`.
+
+    Raises it for the layers `several`, too, which have several outputs.
+    """
     outside = re.compile(aside or "")
     named = [name for name, layer in module.named_modules() if _is_matrix(layer)]
     named = [name for name in named if not outside.fullmatch(name)]
@@ -171,12 +185,75 @@ def _require_targets(
                 f"lora.targets={target!r}: the checkpoint lacks that layer, so all of it is "
                 "trained; leave it out of the targets"
             )
+        if routers := [name for name in several if f".{name}".endswith(f".{target}")]:
+            raise UsageError(
+                f"lora.targets={target!r}: peft can't adapt {routers[0]}, which returns several "
+                "tensors; leave it out of the targets"
+            )
+        if _experts_of(module, target):
+            continue
         if not any(name == target or name.endswith(f".{target}") for name in named):
-            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in named))
+            experts = [name for name in _expert_names(module) if _experts_of(module, name)]
+            ends = list(dict.fromkeys([*(name.rpartition(".")[2] for name in named), *experts]))
             raise UsageError(
                 f"lora.targets={target!r}: the model has no layer of that name with a matrix of "
                 f"weights; it has {', '.join(ends[:_LAYERS_SHOWN])}"
             )
+
+
+def _require_no_experts(settings: Settings, module: nn.Module) -> None:
+    """Raise UsageError for kinds of adapters that peft doesn't have for experts, if any get one."""
+    lora = settings.lora
+    options = {"dropout": lora.dropout, "dora": lora.dora}
+    names = [*_expert_names(module)] if lora.targets == (ALL_LINEAR,) else lora.targets
+    experts = sorted({one for name in names for one in _experts_of(module, name)})
+    for key, value in options.items():
+        if value and experts:
+            raise UsageError(
+                f"lora.{key}={value}: peft adapts {', '.join(experts)} of this model's experts "
+                f"as tensors, which excludes lora.{key}; leave it out, or choose lora.targets "
+                "without experts, such as q_proj and v_proj"
+            )
+
+
+def _expert_names(module: Any) -> Mapping[str, str]:
+    """Return the tensors that peft adapts in place of layers that had these names.
+
+    transformers 5 keeps the matrices of all experts in one tensor, and some routers' apart from a
+    layer. Adapters still name the layers of older releases.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(module.config.model_type)
+    names: Mapping[str, str] = conversion._MOE_TARGET_MODULE_MAPPING.get(kind, {})
+    return names
+
+
+def _experts_of(module: nn.Module, target: str) -> set[str]:
+    """Return the tensor that peft adapts for `target` in place of a layer, if `module` has it."""
+    tensor = _expert_names(module).get(target.rpartition(".")[2])
+    has_it = tensor and any(name.endswith(f".{tensor}") for name, _ in module.named_parameters())
+    return {tensor} if tensor and has_it else set()
+
+
+def _of_several_outputs(module: nn.Module) -> list[str]:
+    """Return the linear layers that return more than their product, as some routers do."""
+    return [name for name, layer in module.named_modules() if _has_several_outputs(layer)]
+
+
+def _has_several_outputs(layer: nn.Module) -> bool:
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+        return False
+    if not layer.weight.is_floating_point():  # in NF4
+        return False
+    tensors = {name: one.to("meta") for name, one in layer.named_parameters(recurse=False)}
+    row = torch.empty(1, layer.in_features, dtype=layer.weight.dtype, device="meta")
+    try:
+        with torch.no_grad():
+            output = torch.func.functional_call(layer, tensors, (row,))
+    except Exception:  # noqa: BLE001  (a model's code, which may want other rows: peft decides)
+        return False
+    return not isinstance(output, Tensor)
 
 
 def _within(parts: Sequence[str]) -> str | None:
@@ -206,6 +283,8 @@ def has_target(module: nn.Module, target: str) -> bool:
             isinstance(layer, nn.Linear | Conv1D) and layer is not head and name not in HEADS
             for name, layer in module.named_modules()
         )
+    if target.rpartition(".")[2] in _expert_names(module):
+        return bool(_experts_of(module, target))
     return any(
         (name == target or name.endswith(f".{target}")) and _is_matrix(layer)
         for name, layer in module.named_modules()
@@ -214,10 +293,14 @@ def has_target(module: nn.Module, target: str) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress peft's warnings about later releases of transformers, and about its own repairs."""
+    """Suppress peft's warnings about later releases of transformers, and about its own repairs.
+
+    For the ranks of experts' adapters, it looks among layers, and they are tensors.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
         yield
 
 
@@ -278,6 +361,8 @@ def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder
     saved = cast("Any", module)  # a model of peft or transformers
     for config in getattr(saved, "peft_config", {}).values():
         config.target_modules = sorted(config.target_modules)  # a set has no order
+        if config.target_parameters:
+            config.target_parameters = sorted(config.target_parameters)
         config.base_model_name_or_path = str(Path(config.base_model_name_or_path).absolute())
     # peft would also write the frozen weights under an adapter on a head or an embedding. A
     # coordinator of stages doesn't have them.
@@ -335,7 +420,7 @@ def require_padding(settings: Settings, module: nn.Module, pad_token: int) -> No
     `module` has the settings of config.json. Adapters are exported without a configuration, so
     stock peft uses the checkpoint's. Encoders don't look for the token, and pass.
     """
-    noted = cast("Any", module).config.get_text_config().pad_token_id
+    noted = getattr(cast("Any", module).config.get_text_config(), "pad_token_id", None)
     if settings.task != "classify" or not settings.adapts or noted == pad_token:
         return
     tokens, mask = _rows(module, pad_token)

@@ -116,8 +116,20 @@ def rehearse(
 @contextlib.contextmanager
 def answered(kind: str) -> Iterator[None]:
     """Let code compute with meta tensors as it would on a device of the given `kind`."""
-    with META, _Answers(kind):
-        yield
+    autocast = torch.autocast
+
+    def imitated(device_type: str, dtype: Any = None, enabled: bool = True, **rest: Any) -> Any:
+        if device_type == META.type and not enabled:
+            return precision.as_given(META)
+        return autocast(device_type, dtype, enabled, **rest)
+
+    # torch has no autocast for meta tensors, and peft turns it off around products for experts.
+    torch.autocast = imitated  # type: ignore[assignment, misc]
+    try:
+        with META, _Answers(kind):
+            yield
+    finally:
+        torch.autocast = autocast  # type: ignore[misc]
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
