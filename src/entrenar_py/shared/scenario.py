@@ -54,6 +54,8 @@ def backends_in_words(kinds: Iterable[str]) -> str:
     return ", ".join([*kinds, *indexed])
 
 
+# Trainers that give the same bits with any number of workers, so that it may change on resuming.
+ANY_SIZE = ("parameter_server", "ddp_canonical", "fsdp_canonical")
 OBSERVED = "command"  # the system that stands for a user's script with `observe`
 # Workloads made from a user's files or script. A scenario alone isn't enough to run them.
 OF_USERS = ("finetune", "own")
@@ -205,6 +207,11 @@ class TrainingPlan:
         """Return 32 hex digits that identify this plan."""
         text = json.dumps(self.to_dict(), sort_keys=True)
         return str(_blake3(text.encode()).hexdigest(16))
+
+    @property
+    def run_digest(self) -> str:
+        """32 hex digits that identify the run: they stay if it is resumed with more workers."""
+        return self.with_(world_size=1).digest if self.trainer in ANY_SIZE else self.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)

@@ -194,6 +194,19 @@ def test_a_production_run_is_described_by_its_plan(tmp_path: Path) -> None:
     assert trace.load(tmp_path / "l").scenario == SCENARIO
 
 
+def test_a_run_goes_on_with_more_workers_where_they_change_no_bit(tmp_path: Path) -> None:
+    """Its ledger is continued; that of another trainer is not."""
+    plan = TrainingPlan.from_dict(SCENARIO.to_dict())
+    more = plan.with_(world_size=4)
+    assert more.run_digest == plan.run_digest != plan.with_(seed=1).run_digest
+    writer.reopen(written(tmp_path / "l"), replace(HEAD, plan=more))[0].close()
+    ddp = plan.with_(trainer="ddp")
+    assert ddp.run_digest == ddp.digest
+    writer.create(tmp_path / "m", replace(HEAD, plan=ddp)).close()
+    with pytest.raises(TraceError, match="with world_size=2, but this run has world_size=4"):
+        writer.reopen(tmp_path / "m", replace(HEAD, plan=ddp.with_(world_size=4)))
+
+
 def test_a_ledger_of_an_earlier_release_is_gone_on_with(tmp_path: Path) -> None:
     """It begins with a scenario, and is refused if that had more than a plan."""
     plan = TrainingPlan.from_dict(SCENARIO.to_dict())

@@ -256,6 +256,19 @@ def test_the_checkpoint_of_an_earlier_release() -> None:
         checkpoint.require_own(Path("c"), {"scenario": {**noted, "mutant": "m"}}, plan)
 
 
+def test_the_number_of_workers_may_change_where_it_changes_no_bit() -> None:
+    """Not with torch's own collectives, and not in a scenario."""
+    for key, name in (("trainer", "ddp"), ("trainer", "mesh"), ("system", "parameter_server")):
+        plan = {key: name, "world_size": 2}
+        with pytest.raises(CheckpointError, match="with world_size=1, but this run has"):
+            checkpoint.require_own(Path("c"), {"plan": {**plan, "world_size": 1}}, plan)
+    for name in ("parameter_server", "ddp_canonical", "fsdp_canonical"):
+        plan = {"trainer": name, "world_size": 2, "seed": 1}
+        checkpoint.require_own(Path("c"), {"plan": {**plan, "world_size": 1}}, plan)
+        with pytest.raises(CheckpointError, match="with seed=2"):
+            checkpoint.require_own(Path("c"), {"plan": {**plan, "seed": 2}}, plan)
+
+
 NUM_FLOATS = 2**20
 NUM_KILLS = 12
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 from entrenar_py import entrenar as cli
+from entrenar_py.train.distill.prompts import Answer, Failed, Prompt
 from entrenar_py.train.distill.teacher import Generation
+from entrenar_py.train.finetune import settings_file
+from entrenar_py.train.model.conversations import Conversation
 from entrenar_py.train.service import exit_codes
 from tests.train.distill.configured import chats, config, said, written
 
@@ -78,6 +82,45 @@ def test_greedy_answers_are_those_of_transformers(teacher: Path, tmp_path: Path)
         assert record["content"] == expected
         wanted = ("whole" if expected.strip() else "refused") if is_ended else "truncated"
         assert record["outcome"] == wanted
+
+
+OPENED = "{{ messages[0].content }}\n{% if add_generation_prompt %}<think>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "result"),
+    [
+        (None, "ls<|end|>", Answer("whole", "ls")),
+        (None, "ls<|start|>rm<|end|>", Failed("the answer has <|start|>, which the teacher's")),
+        (None, "ls<|start|>rm", Answer("truncated", "ls<|start|>rm")),
+        (OPENED, "hm\n</think>\nls<|end|>", Answer("whole", "<think>\nhm\n</think>\nls")),
+        (OPENED, "<|end|>", Answer("refused", "")),
+    ],
+)
+def test_an_answer_keeps_what_a_template_reads(
+    template: str | None,
+    answer: str,
+    result: Answer | Failed,
+    teacher: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thought that the prompt opened is there, and no special token lacks its brackets."""
+    settings = settings_file.load(made(tmp_path, teacher))
+    assert settings.distill is not None
+    assert settings.distill.text is not None
+    generation = Generation(settings, settings.distill, settings.distill.text, "cpu")
+    if template is not None:
+        generation._tokenizer.chat_template = template
+    tokens = generation._tokenizer(answer, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(Generation, "_generated", lambda *_: tokens)
+    asked = Conversation(messages=[{"role": "user", "content": "a"}], tools=None, learned=())
+    ((_, found),) = generation.answers([Prompt("x:1", asked)], threading.Event())
+    if isinstance(result, Failed):
+        assert isinstance(found, Failed)
+        assert found.reason.startswith(result.reason)
+    else:
+        assert found == result
 
 
 def test_sampling_follows_from_the_seed(

@@ -21,7 +21,7 @@ from entrenar_py.shared.errors import RowsError, SystemFailure, UsageError
 from entrenar_py.shared.untrusted import escaping
 from entrenar_py.train.finetune import outputs, settings_file
 from entrenar_py.train.finetune.outputs import Sampling
-from entrenar_py.train.model import model_folder, preparation, samples, stock
+from entrenar_py.train.model import decoding, model_folder, preparation, samples, stock
 from entrenar_py.train.model.settings import Lora
 from entrenar_py.train.service import exit_codes
 from tests.train.finetune import runs
@@ -199,6 +199,32 @@ def test_prompts_that_are_skipped_are_named(
     assert told[-1] == f"  {path}:2: text='': use a text that is not empty"
 
 
+def test_rows_that_cannot_be_answered_are_found_before_the_first_answer(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those that are too long for the model, or that its chat template refuses."""
+    output = outputs.load(texts, trusts=False)
+    limit = model_folder.longest(output.module)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"text": "ls " * n}) + "\n" for n in (1, 9999)), "utf-8")
+    with pytest.raises(RowsError, match=r"1 of 2 rows can't be used") as raised:
+        next(outputs.answers(output, path, FEW))
+    told = rf":2: has \d+ tokens and --new-tokens 4: the model takes {limit} tokens in all"
+    assert re.search(told, str(raised.value))
+    assert "--prompt of" not in str(raised.value)
+    skipping = replace(output.settings, data=replace(output.settings.data, on_error="skip"))
+    assert len(list(outputs.answers(replace(output, settings=skipping), path, FEW))) == 1
+    assert re.search(told, capsys.readouterr().err)
+
+    output.tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    chats = replace(output, settings=replace(skipping, task="instruct"))
+    path.write_text(json.dumps({"messages": LIST}), "utf-8")
+    assert list(outputs.answers(chats, path, FEW)) == []
+    assert "prompts.jsonl:1: the chat template refuses it: no system" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--prompt: the chat template refuses it: no system"):
+        list(outputs.answer(chats, "ls", FEW))
+
+
 LIST = [{"role": "user", "content": "ls"}]
 SIDES = {side: [*LIST, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
 FEW = Sampling(new_tokens=4)
@@ -262,11 +288,11 @@ def test_an_answer_ends_with_either_end_token_and_nothing_else_of_the_checkpoint
     config.eos_token_id = None
     answers = list[list[int]]()
 
-    def decode(new: torch.Tensor, **_: Any) -> str:
-        answers.append(new.tolist())
-        return ""
+    def whole(new: list[int], *_: Any) -> list[int]:
+        answers.append(new)
+        return new
 
-    monkeypatch.setattr(tokenizer, "decode", decode)
+    monkeypatch.setattr(decoding, "whole", whole)
 
     def answer() -> list[int]:
         list(outputs.answer(output, "ls", Sampling(new_tokens=8)))

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from entrenar_py import entrenar as cli
+from entrenar_py import trace
+from entrenar_py.shared.trace import ledger
 from entrenar_py.train.finetune import staffing
 from entrenar_py.train.service import exit_codes, measures
 from tests.train.finetune import runs
@@ -156,7 +158,9 @@ def _kill_a_worker(output: Path, over: threading.Event) -> None:
             return
 
 
+@pytest.mark.parametrize("more", [False, True], ids=["as before", "more workers"])
 def test_a_coordinator_that_is_killed(
+    more: bool,
     options: tuple[str, ...],
     alone: bytes,
     small: Path,
@@ -164,8 +168,11 @@ def test_a_coordinator_that_is_killed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`--resume` goes on from the last checkpoint, also where there are other cores by then."""
-    named = None if "cpu" in options else 2
+    """`--resume` goes on from the last checkpoint, also where there are other cores by then.
+
+    Or with another number of workers, if the configuration says so.
+    """
+    named = 1 if more else None if "cpu" in options else 2
     config = runs.configured(tmp_path, small, workers=named, **LONG)
     monkeypatch.setattr(staffing, "num_cores", lambda: 16)
     process = Process(["finetune", config, *options])
@@ -173,10 +180,17 @@ def test_a_coordinator_that_is_killed(
         process.until("checkpoint before step")
     finally:
         process.kill()
+    if more:
+        runs.configured(tmp_path, small, workers=2, **LONG)
     assert cli.main(["finetune", str(config), *options, "--resume"]) == exit_codes.DONE
     first = int(capsys.readouterr().out.partition("from step ")[2].partition(" ")[0])
     assert 0 < first < 5 * EPOCHS
     assert runs.adapters(tmp_path / "out") == alone
+    if more:
+        ranks = {
+            shard.rank for shard in ledger.load(tmp_path / "out" / "ledger.jsonl").of(trace.Shard)
+        }
+        assert 1 in ranks
 
 
 def test_a_halt_at_a_spike(

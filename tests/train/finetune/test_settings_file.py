@@ -204,8 +204,8 @@ workers: yes
         ),
         (
             SMALL + "strategy: fsdp\nmethod: qlora\n",
-            "5:11: error: strategy: fsdp with method: qlora: quantised weights can't be cut; use "
-            "ddp or ddp_canonical or pipeline_parallel",
+            "5:11: error: method: qlora with strategy: fsdp: quantised weights can't be cut; use "
+            "ddp, ddp_canonical, pipeline_parallel, layer_pipeline, or none",
         ),
         (
             SMALL + "strategy: fsdp_canonical\nelastic: true\n",
@@ -225,7 +225,7 @@ workers: yes
         (
             SMALL + "strategy: sequence_parallel\ncompile: true\n",
             "6:10: error: compile: true with strategy: sequence_parallel: its blocks are not "
-            "compiled; use ddp, ddp_canonical, tensor_parallel, or leave compile out",
+            "compiled; use ddp, ddp_canonical, tensor_parallel, or none",
         ),
         (
             SMALL + "compile: often\n",
@@ -276,7 +276,7 @@ workers: yes
         (
             SMALL + "strategy: fsdp\nlora: {modules_to_save: [norm]}\n",
             "6:25: error: modules_to_save with strategy: fsdp: a rank or stage needs them whole; "
-            "use ddp or ddp_canonical, or none",
+            "use ddp, ddp_canonical, or none",
         ),
         (
             SMALL + "keep: {best: true}\n",

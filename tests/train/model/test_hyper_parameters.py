@@ -274,3 +274,22 @@ def test_some_row_teaches_to_end_an_answer(
     assert [one.message.partition(",")[0] for one in found] == [
         "no row teaches to end an answer by <|pad|>"
     ] * is_told
+
+
+@pytest.mark.parametrize(
+    ("most", "told"),
+    [(62, None), (63, None), (64, "use epochs: 2"), (200, "use epochs: 4 to reach max_steps")],
+)
+def test_more_steps_than_the_epochs_have(most: int, told: str | None) -> None:
+    """TRL's `max_steps` goes on beyond the epochs."""
+    remarks = judged("C-HP-010", training(max_steps=most))
+    assert [one.key for one in remarks] == ([] if told is None else ["training.max_steps"])
+    assert all(told is not None and told in one.message for one in remarks)
+
+
+def test_a_date_that_no_template_asks_for() -> None:
+    dated = replace(USUAL, data=replace(USUAL.data, date="2026-11-28"))
+    assert judged("C-HP-010", dated) == []
+    (remark,) = judged("C-HP-010", dated, rows=replace(MANY, have_date=False))
+    assert remark.key == "data.date"
+    assert judged("C-HP-010", rows=replace(MANY, have_date=False)) == []

@@ -136,6 +136,52 @@ def test_prompts_with_other_tokens_alone_are_counted_and_told_once(
     assert capsys.readouterr().err.count("in 1 pair, the prompt alone has different tokens") == 1
 
 
+SIDES = {"chosen": "ls -la", "rejected": "rm -rf /"}
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"instruction": "do this", "input": "list"}, ["do this\n\nlist"]),
+        ({"question": "list", "system": "be brief", "id": 7}, ["be brief", "list"]),
+        ({"query": "again", "history": [["list", "ls"]]}, ["list", "ls", "again"]),
+        ({"question": "list", "messages": [*ASKED, *GOOD], "source": "web"}, ["list"]),
+    ],
+)
+def test_texts_after_a_question_are_answers_in_a_chat(
+    row: dict[str, Any], asked: list[str]
+) -> None:
+    """The question is read as for `instruct`, and the answers' common beginning is no prompt."""
+    pair = pairs.read({**row, **SIDES})
+    assert isinstance(pair, pairs.Chats)
+    assert [message["content"] for message in pair.prompt] == asked
+    assert (pair.chosen, pair.rejected) == (GOOD, BAD)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Be brief.\nQ: list", "system": "Be  brief.", "question": "list", "score": 1.5},
+        {"prompt": "list", "system": "", "tools": "[]", "history": [], "context": None},
+        {"prompt": "list", "messages": [*ASKED, *GOOD], "model": "m"},
+        {"prompt": "ls", "source": "web", "id": "x"},
+        {"prompt": ""},
+    ],
+)
+def test_texts_stay_texts_beside_other_fields(row: dict[str, Any]) -> None:
+    """Such as a part of the prompt that is also a field of its own."""
+    pair = pairs.read({**row, **SIDES})
+    assert isinstance(pair, pairs.Texts)
+    assert (pair.prompt, pair.is_given) == (row["prompt"], True)
+
+
+def test_a_question_in_what_both_sides_begin_with_is_there_once() -> None:
+    pair = pairs.read({"question": "list", "chosen": "Q: list A: ls", "rejected": "Q: list A: rm"})
+    assert isinstance(pair, pairs.Texts)
+    assert (pair.prompt, pair.chosen) == ("Q: list A:", " ls")
+
+
+LONG = "List all files that are in this folder."
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "do", "chosen": "ls"}, "has no field 'rejected'; it has prompt, chosen"),
     ({"prompt": "do", "rejected": "rm"}, "has no field 'chosen'"),
@@ -162,6 +208,15 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
         "has chat_template_kwargs={'thinks': 0}, but templates get no arguments",
     ),
     ({"prompt": "do", "chosen": "ls", "rejected": "rm " * 90}, "tokens; data.max_tokens allows 64"),
+    ({"system": "be brief", "input": "list", **SIDES}, "has input and system, which would be no"),
+    ({"prompt": "list", "system": "be brief", **SIDES}, "has system, which would be no part"),
+    ({"prompt": "list", "history": [["a", "b"]], **SIDES}, "has history, which would be no part"),
+    ({"prompt": "list", "tools": [{"name": "ls"}], **SIDES}, "has tools, which would be no part"),
+    ({"messages": ASKED, **SIDES}, "has messages, which would be no part of the prompt"),
+    (
+        {"prompt": LONG, "chosen": f"{LONG} ls", "rejected": f"{LONG} rm"},
+        "chosen and rejected begin with the prompt, which would be there twice",
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.train.model.settings import Data, Settings, Training
+from entrenar_py.train.model.settings import Data, Distillation, Lora, Settings, Training
 from entrenar_py.train.plan import devices, plan, text
 from entrenar_py.train.plan.plan import Option, Run
 from entrenar_py.train.plan.shape import Cut, Shape
@@ -145,10 +145,42 @@ def test_pairs_need_the_whole_model(folder: Path) -> None:
     run, options = planned(settings(folder, TINY, task="preference"), "2 x gpu:4GB")
     able = {name for name, option in options.items() if not option.problem}
     assert able == {"star", "mesh", "ddp", "ddp_canonical", "fsdp", "fsdp_canonical"}
-    assert options["tensor_parallel"].problem.startswith("pairs and their reference need")
+    assert options["tensor_parallel"].problem.startswith("with task: preference, both sides")
     texts, _ = planned(settings(folder, TINY), "2 x gpu:4GB")
     pairs, single = (plan.option(one, "star").workers[0].memory for one in (run, texts))
     assert pairs.activations > 1.5 * single.activations
+
+
+@pytest.mark.parametrize(
+    ("changes", "able"),
+    [
+        ({"lora": Lora(modules_to_save=("model.norm",))}, {"ddp", "ddp_canonical"}),
+        ({"lora": Lora(dora=True)}, {"ddp", "ddp_canonical", "pipeline_parallel"}),
+        (
+            {"distill": Distillation(logits=Path("soft"))},
+            {"ddp", "ddp_canonical", "fsdp", "fsdp_canonical"},
+        ),
+        ({"compile": True}, {"ddp", "ddp_canonical", "tensor_parallel"}),
+        (
+            {"training": Training(batch_size=6, num_shards=6)},
+            {"ddp", "fsdp", "tensor_parallel", "sequence_parallel", "pipeline_parallel"},
+        ),
+    ],
+    ids=["modules_to_save", "dora", "distill", "compile", "shards"],
+)
+def test_no_strategy_is_advised_that_the_configuration_reader_refuses(
+    changes: dict[str, Any], able: set[str], folder: Path
+) -> None:
+    _, options = planned(settings(folder, TINY, **changes), "2 x gpu:4GB")
+    assert {name for name, one in options.items() if not one.problem} == {"star", "mesh", *able}
+
+
+def test_remedies_are_none_that_the_configuration_reader_refuses(folder: Path) -> None:
+    found = settings(folder, TINY, lora=Lora(modules_to_save=("model.norm",)), compile=True)
+    run, _ = planned(found, "cpu:4GB")
+    names = [name for name, _ in plan._steps(run)]
+    assert names
+    assert not {"recompute: blocks", "precision: bfloat16"} & set(names)
 
 
 def test_quantised_weights_are_cut_by_no_strategy(folder: Path) -> None:
@@ -157,7 +189,7 @@ def test_quantised_weights_are_cut_by_no_strategy(folder: Path) -> None:
     _, options = planned(found, "2 x gpu:4GB")
     able = {name for name, option in options.items() if not option.problem}
     assert able == {"star", "mesh", "ddp", "ddp_canonical", "pipeline_parallel"}
-    assert options["fsdp"].problem.startswith("quantised weights can't be cut")
+    assert options["fsdp"].problem.startswith("with method: qlora, quantised weights can't")
 
 
 def test_weights_that_fit_no_device_alone_are_shared(folder: Path) -> None:

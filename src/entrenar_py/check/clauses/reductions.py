@@ -383,7 +383,8 @@ def _nodes(trace: Trace, step: int) -> list[int] | None:
     shards_of: dict[int, set[int]] = {rank: set() for rank in range(trace.scenario.world_size)}
     for event in trace.of(Shard):
         if event.step == step:
-            shards_of[event.rank].add(event.shard)
+            # A resumed run may have more ranks than its ledger's first line says.
+            shards_of.setdefault(event.rank, set()).add(event.shard)
     num_shards = trace.scenario.num_shards
     if sorted(shard for shards in shards_of.values() for shard in shards) != list(
         range(num_shards)

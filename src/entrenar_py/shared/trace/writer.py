@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py.shared.errors import TraceError, UsageError
-from entrenar_py.shared.scenario import Scenario, TrainingPlan, plan_record
+from entrenar_py.shared.scenario import ANY_SIZE, Scenario, TrainingPlan, plan_record
 from entrenar_py.shared.trace import ledger, records
 from entrenar_py.shared.trace.events import End, Event, Membership, Start, Update
 from entrenar_py.shared.trace.ledger import Head
@@ -262,8 +262,9 @@ def _require_same(theirs: TrainingPlan, ours: TrainingPlan, path: Path) -> None:
     wrote, writes = theirs.to_dict(), ours.to_dict()
     if not isinstance(ours, Scenario):
         wrote = dict(plan_record(wrote))
+    free = "world_size" if writes.get("trainer") in ANY_SIZE else None
     for name in {**writes, **wrote}:
-        if wrote.get(name) != writes.get(name):
+        if name != free and wrote.get(name) != writes.get(name):
             raise TraceError(
                 f"ledger {path}: it was written by a run with {name}={wrote.get(name)!r}, but "
                 f"this run has {name}={writes.get(name)!r}; continue with the configuration of "

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
 from entrenar_py.shared.errors import CheckpointError
-from entrenar_py.shared.scenario import plan_record
+from entrenar_py.shared.scenario import ANY_SIZE, plan_record
 from entrenar_py.shared.untrusted import files, json_text
 from entrenar_py.train.arithmetic import optimizer, sharding
 from entrenar_py.train.arithmetic.tensors import Array, TensorSpec
@@ -222,15 +222,17 @@ def bytes_max(expected: Arrays) -> int:
 def require_own(path: Path, progress: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the checkpoint at `path` belongs to a plan different from `plan`.
 
-    Earlier releases stored a scenario. The message names the first difference, which may be an
+    Earlier releases stored a scenario. Only a trainer with the same bits for any number of workers
+    may have had a different number. The message names the first difference, which may be an
     option of the plan.
     """
     noted = progress.get("plan")
     if noted is None:
         noted = plan_record(progress.get("scenario"))
     theirs, ours = _fields(noted if isinstance(noted, Mapping) else {}), _fields(plan)
+    free = ("world_size",) if plan.get("trainer") in ANY_SIZE else ()
     for name in (*ours, *theirs):
-        if theirs.get(name) != ours.get(name):
+        if name != free and theirs.get(name) != ours.get(name):
             raise CheckpointError(
                 f"checkpoint {path}: it was saved by a run with {name[-1]}={theirs.get(name)!r}, "
                 f"but this run has {name[-1]}={ours.get(name)!r}; continue with the setting of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ from entrenar_py.train.distill.prompts import (
 from entrenar_py.train.distill.shards import Places, Rows, joined
 from entrenar_py.train.model import (
     blocks,
+    decoding,
     model,
     model_folder,
     objectives,
@@ -48,6 +50,9 @@ from entrenar_py.train.model.settings import Completions, Distillation, Lora, Se
 LENGTHS = 8  # rows are padded to a multiple of this
 _BLOCK = 128  # columns
 _LOGITS_MAX = 2**28  # computed at a time on a GPU: 512 MiB in bfloat16
+_THOUGHT = ("<think>", "</think>")  # which templates find in a content
+_OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
+_LAST_TOKENS = 16  # of a prompt, which have the thought that it opens
 _STORED = {"float16": torch.float16, "float32": torch.float32}
 
 
@@ -448,10 +453,24 @@ class Generation:
         answer = self._generated(prompt, tokens, most, stopping)
         if stopping.is_set():
             return None
-        if answer[-1] not in stock.ends(module, self._tokenizer):
-            return Answer(TRUNCATED, self._decoded(prompt, tokens, answer))
-        content = self._decoded(prompt, tokens, answer[:-1])
-        return Answer(WHOLE if content.strip() else REFUSED, content)
+        ends = stock.ends(module, self._tokenizer)
+        new = decoding.whole(answer, self._tokenizer, ends)
+        is_text = isinstance(prompt.asked, str)
+        content = decoding.text(new, self._tokenizer, after=tokens if is_text else ())
+        if answer[-1] not in ends:
+            return Answer(TRUNCATED, content)
+        if not content.strip():
+            return Answer(REFUSED, content)
+        if is_text:
+            return Answer(WHOLE, content)
+        names = [one for one in decoding.special(new, self._tokenizer) if one not in _THOUGHT]
+        if names:
+            return Failed(
+                f"the answer has {' and '.join(names)}, which the teacher's chat template reads as "
+                "calls, thoughts or turns, and no content can have; use an endpoint, which reads "
+                "them, too"
+            )
+        return Answer(WHOLE, self._opened(tokens) + content)
 
     @torch.inference_mode()
     def _generated(
@@ -481,15 +500,10 @@ class Generation:
         told = f"{self._settings.seed} {prompt.digest}".encode()
         return int.from_bytes(blake3(told).digest(8)) >> 1
 
-    def _decoded(self, prompt: Prompt, tokens: list[int], new: list[int]) -> str:
-        decode = self._tokenizer.decode
-        answer = str(decode(new, skip_special_tokens=True))
-        if not isinstance(prompt.asked, str):
-            return answer
-        # Some tokenizers drop a space at the beginning of a text.
-        whole = str(decode([*tokens, *new], skip_special_tokens=True))
-        before = str(decode(tokens, skip_special_tokens=True))
-        return whole.removeprefix(before) if whole.startswith(before) else answer
+    def _opened(self, tokens: list[int]) -> str:
+        """Return the beginning of an answer with which the template ends a prompt of `tokens`."""
+        found = _OPEN_THOUGHT.search(str(self._tokenizer.decode(tokens[-_LAST_TOKENS:])))
+        return "" if found is None else found[0]
 
     def _loaded(self) -> Any:
         if self._module is None:

@@ -165,7 +165,11 @@ ROWS = (
         llama_factory=("num_train_epochs",),
         ours="training.epochs",
     ),
-    _same("max_steps", ours="training.max_steps", note="ends a run before training.epochs do"),
+    _same(
+        "max_steps",
+        ours="training.max_steps",
+        note="ends a run before training.epochs do, never after",
+    ),
     Row(
         axolotl=("micro_batch_size",),
         trl=_BATCH,

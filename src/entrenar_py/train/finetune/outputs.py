@@ -25,6 +25,7 @@ from entrenar_py.train.distill import prompts
 from entrenar_py.train.distill.answers import LEAST_TEMPERATURE
 from entrenar_py.train.finetune import NEW_TOKENS, foresight, package, settings_file
 from entrenar_py.train.model import (
+    decoding,
     evaluation,
     model,
     model_folder,
@@ -38,7 +39,7 @@ from entrenar_py.train.model.chat_template import ChatEncoder
 from entrenar_py.train.model.conversations import BadConversationError, Conversation
 from entrenar_py.train.model.evaluation import Scores
 from entrenar_py.train.model.preparation import Prepared
-from entrenar_py.train.model.rows import BadRow
+from entrenar_py.train.model.rows import BadRow, Row
 from entrenar_py.train.model.settings import CHATS, Settings
 from entrenar_py.train.model.workload import Tuned
 
@@ -164,7 +165,7 @@ def _fill(
 
 @dataclass(frozen=True)
 class Kept:
-    """Facts about adapters that a run kept: its plan's digest, their step, and their loss.
+    """Facts about adapters that a run kept: the run's digest, their step, and their loss.
 
     `rows` is the digest of the validation rows of that loss; None if an older release wrote it.
     """
@@ -386,7 +387,11 @@ def answer(output: Output, prompt: str, sampling: Sampling) -> Iterator[str]:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UsageError("--prompt is not UTF-8; give a text in UTF-8") from error
-    reply = _answer(output, prompt, sampling)
+    try:
+        tokens = _tokens(output, prompt, sampling)
+    except BadConversationError as error:
+        raise UsageError(f"--prompt: {error}") from error
+    reply = _answer(output, tokens, sampling)
     if isinstance(reply, str):
         yield reply
     else:
@@ -397,13 +402,10 @@ def answers(output: Output, path: Path, sampling: Sampling) -> Iterator[str]:
     """Yield a line of JSON for each row at `path`: its place, and its answer or classes.
 
     The answer that ends a conversation is replaced by the model's. Raises RowsError for rows that
-    can't be used, unless the run's `data.on_error` skips them, which is warned of, and UsageError
-    for one that can't be answered.
+    can't be used or answered, unless the run's `data.on_error` skips them, which is warned of. All
+    of them are found before the first answer.
     """
-    questions = [
-        row if isinstance(row, BadRow) else prompts.of_row(row, output.settings)
-        for row in rows.read(path)
-    ]
+    questions = [_question(output, row, sampling) for row in rows.read(path)]
     bad = [question for question in questions if isinstance(question, BadRow)]
     num_good = len(questions) - len(bad)
     samples.require_usable(output.settings.data, f"--prompts {path}", bad, num_good)
@@ -414,38 +416,59 @@ def answers(output: Output, path: Path, sampling: Sampling) -> Iterator[str]:
     for question in questions:
         if isinstance(question, BadRow):
             continue
-        try:
-            reply = _answer(output, question.asked, sampling)
-        except UsageError as error:
-            raise UsageError(f"{question.place}: {error}") from error
+        place, tokens = question
+        reply = _answer(output, tokens, sampling)
         key = "answer" if isinstance(reply, str) else "classes"
-        yield json.dumps({"place": question.place, key: reply})
+        yield json.dumps({"place": place, key: reply})
 
 
-def _answer(
-    output: Output, prompt: Conversation | str, sampling: Sampling
-) -> str | dict[str, float]:
-    """Return a text, or the probability of each class, the most likely one first."""
+def _question(
+    output: Output, row: Row | BadRow, sampling: Sampling
+) -> tuple[str, list[int]] | BadRow:
+    """Return the place and the tokens of a row's prompt, or why it can't be answered."""
+    prompt = row if isinstance(row, BadRow) else prompts.of_row(row, output.settings)
+    if isinstance(prompt, BadRow):
+        return prompt
+    try:
+        return prompt.place, _tokens(output, prompt.asked, sampling)
+    except BadConversationError as problem:
+        return BadRow(prompt.place, escaping.shortened(escaping.exact(problem)))
+
+
+def _tokens(output: Output, prompt: Conversation | str, sampling: Sampling) -> list[int]:
+    """Return the tokens of a prompt. Raises BadConversationError if it can't be answered."""
     settings, tokenizer = output.settings, output.tokenizer
-    is_chat = getattr(tokenizer, "chat_template", None) is not None
-    if isinstance(prompt, str) and settings.task in CHATS and is_chat:
+    if isinstance(prompt, str) and _chats(output):
         turn = {"role": "user", "content": prompt}
         prompt = Conversation(messages=[turn], tools=None, learned=())
-    if isinstance(prompt, str) and settings.task == "classify" and settings.data.truncates:
-        question = samples.first_tokens(tokenizer, prompt, settings.data.max_tokens)
-    elif isinstance(prompt, str) and settings.task == "classify":
-        question = samples.tokens_of(tokenizer, prompt)
-    elif isinstance(prompt, str):
-        question = samples.open_tokens(tokenizer, prompt)
-    elif is_chat:
-        question = _asked(tokenizer, prompt, settings.data.date)
-    else:
-        raise UsageError(
+    if isinstance(prompt, Conversation) and not _chats(output):
+        raise BadConversationError(
             f"has messages, but the tokenizer of {output.folder} has no chat template; give a text"
         )
+    if isinstance(prompt, Conversation):
+        tokens = ChatEncoder(tokenizer, settings.data.date).prompt(prompt)
+    elif settings.task == "classify" and settings.data.truncates:
+        tokens = samples.first_tokens(tokenizer, prompt, settings.data.max_tokens)
+    elif settings.task == "classify":
+        tokens = samples.tokens_of(tokenizer, prompt)
+    else:
+        tokens = samples.open_tokens(tokenizer, prompt)
+    model_folder.require_tokens(output.module, tokens, folder=settings.model)
+    _require_room(output, tokens, sampling.new_tokens)
+    return tokens
+
+
+def _chats(output: Output) -> bool:
+    """Return whether prompts are asked in the chat template."""
+    has_template = getattr(output.tokenizer, "chat_template", None) is not None
+    return output.settings.task in CHATS and has_template
+
+
+def _answer(output: Output, prompt: Sequence[int], sampling: Sampling) -> str | dict[str, float]:
+    """Return a text, or the probability of each class, the most likely one first."""
+    settings, tokenizer = output.settings, output.tokenizer
     module = cast("Any", output.module)
-    _require_room(output, question, sampling.new_tokens)
-    tokens = torch.tensor([question])
+    tokens = torch.tensor([prompt])
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     products = precision.of_products(settings)
     with (
@@ -469,31 +492,19 @@ def _answer(
                 pad_token_id=model.padding(tokenizer),
                 **drawing,
             )
-    text: str = tokenizer.decode(generated[0, len(question) :], skip_special_tokens=True)
-    return text
-
-
-def _asked(tokenizer: Any, prompt: Conversation, day: str | None) -> list[int]:
-    """Return the tokens of a question in the chat template.
-
-    Raises UsageError if the template refuses the conversation.
-    """
-    try:
-        return ChatEncoder(tokenizer, day).prompt(prompt)
-    except BadConversationError as error:
-        raise UsageError(f"--prompt: {error}") from error
+    new = generated[0, len(prompt) :].tolist()
+    new = decoding.whole(new, tokenizer, stock.ends(module, tokenizer))
+    return decoding.text(new, tokenizer, after=() if _chats(output) else prompt)
 
 
 def _require_room(output: Output, tokens: Sequence[int], new_tokens: int) -> None:
-    """Raise UsageError unless the model has embeddings and positions for prompt and answer."""
-    model_folder.require_tokens(output.module, tokens, folder=output.settings.model)
+    """Raise BadConversationError unless the model has positions for prompt and answer."""
     limit = model_folder.longest(output.module)
     due = len(tokens) + (new_tokens if output.settings.task != "classify" else 0)
     if limit is not None and due > limit:
         answer = "" if due == len(tokens) else f" and --new-tokens {new_tokens}"
-        raise UsageError(
-            f"--prompt of {len(tokens)} tokens{answer}: the model takes {limit} tokens in all; use "
-            "fewer"
+        raise BadConversationError(
+            f"has {len(tokens)} tokens{answer}: the model takes {limit} tokens in all; use fewer"
         )
 
 

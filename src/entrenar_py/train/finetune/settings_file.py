@@ -27,17 +27,14 @@ from entrenar_py.shared.config.problems import Position, Problems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.finetune import foreign_keys
 from entrenar_py.train.model.settings import (
-    BY_SHARDS,
     CANONICAL,
-    COMPILABLE,
     CUDNN,
     LAYER_PIPELINE,
-    WHOLE_LAYERS,
-    WHOLE_MODELS,
     Keep,
     Key,
     Settings,
     StagePlan,
+    limits_of,
     spelled,
 )
 
@@ -488,7 +485,12 @@ class _Conflicts:
             )
         self._of_preference()
         self._of_distillation()
-        self._of_adapters()
+        if settings.lora.modules_to_save and settings.precision != "float32":
+            self._error(
+                f"modules_to_save with precision: {settings.precision}: they are trained in "
+                "float32, and stock peft would compute with fewer bits; use precision: float32",
+                *("lora", "modules_to_save"),
+            )
         self._of_strategy()
         is_pipeline = settings.strategy == LAYER_PIPELINE
         if settings.num_workers > training.num_shards and not is_pipeline:
@@ -537,12 +539,6 @@ class _Conflicts:
                 "adapters; merge them (entrenar merge), and give the merged model as model",
                 *("lora", "start_from"),
             )
-        if settings.strategy not in (None, *BY_SHARDS):
-            self._error(
-                f"task: preference with strategy: {settings.strategy}: both sides of a pair, and "
-                f"the reference, need the whole model; use {', '.join(BY_SHARDS)}, or none",
-                "strategy",
-            )
 
     def _of_distillation(self) -> None:
         """Report settings that exclude distillation."""
@@ -561,34 +557,6 @@ class _Conflicts:
                 "task: instruct or text",
                 "distill",
             )
-        if settings.strategy not in (None, *BY_SHARDS):
-            self._error(
-                f"distill with strategy: {settings.strategy}: a student's loss needs the whole "
-                f"model's logits on one device; use {', '.join(BY_SHARDS)}, or none",
-                "strategy",
-            )
-
-    def _of_adapters(self) -> None:
-        """Report adapters that the strategy or the method can't train."""
-        strategy, lora = self._settings.strategy, self._settings.lora
-        if lora.modules_to_save and strategy not in (None, *WHOLE_MODELS):
-            self._error(
-                f"modules_to_save with strategy: {strategy}: a rank or stage needs them whole; use "
-                f"{' or '.join(WHOLE_MODELS)}, or none",
-                *("lora", "modules_to_save"),
-            )
-        if lora.modules_to_save and self._settings.precision != "float32":
-            self._error(
-                f"modules_to_save with precision: {self._settings.precision}: they are trained in "
-                "float32, and stock peft would compute with fewer bits; use precision: float32",
-                *("lora", "modules_to_save"),
-            )
-        if lora.dora and strategy not in (None, *WHOLE_LAYERS):
-            self._error(
-                f"dora: true with strategy: {strategy}: the norms need a layer's whole weights; "
-                f"use {', '.join(WHOLE_LAYERS)}, or none",
-                *("lora", "dora"),
-            )
 
     def _of_strategy(self) -> None:
         """Report keys that the strategy does not read, and settings that it can't handle."""
@@ -605,6 +573,9 @@ class _Conflicts:
             )
         if strategy is None:
             return
+        for limit in limits_of(self._settings, strategy):
+            told = f"{limit.setting} with strategy: {strategy}: {limit.advice}, or none"
+            self._error(told, *limit.keys)
         if strategy == LAYER_PIPELINE:
             for at, message in of_pipeline(self._settings, self._root):
                 self._problems.error(at, message)
@@ -614,18 +585,6 @@ class _Conflicts:
                 f"strategy: {strategy} does not read workers; leave it out, and give torchrun "
                 "--nproc_per_node",
                 "workers",
-            )
-        if self._settings.compile is True and strategy not in COMPILABLE:
-            self._error(
-                f"compile: true with strategy: {strategy}: its blocks are not compiled; use "
-                f"{', '.join(COMPILABLE)}, or leave compile out",
-                "compile",
-            )
-        if self._settings.method == "qlora" and strategy not in WHOLE_LAYERS:
-            self._error(
-                f"strategy: {strategy} with method: qlora: quantised weights can't be cut; use "
-                f"{' or '.join(WHOLE_LAYERS)}",
-                "strategy",
             )
         if strategy in CANONICAL and num_shards & (num_shards - 1):
             self._error(

@@ -198,7 +198,9 @@ class _Keeper:
         rows = prepared.validation
         self._rows = None if rows is None else rows.digest
         best = outputs.Kept.of(self._output / BEST)
-        is_own = best is not None and best.run == plan.digest and best.rows in (None, self._rows)
+        # Earlier releases noted the digest of the whole plan.
+        self._runs = (plan.run_digest, plan.digest)
+        is_own = best is not None and best.run in self._runs and best.rows in (None, self._rows)
         self._least = best.loss if best is not None and is_own else math.inf
 
     def keep(self, step: int, loss: float, tensors: Mapping[str, Array]) -> None:
@@ -210,7 +212,7 @@ class _Keeper:
         if chosen.last:
             self._write(self._output / f"step-{step}", step, loss, tensors)
             kept = [(outputs.Kept.of(path), path) for path in self._output.glob("step-*")]
-            own = [(one.step, path) for one, path in kept if one and one.run == self._plan.digest]
+            own = [(one.step, path) for one, path in kept if one and one.run in self._runs]
             for _, path in sorted(own)[: -chosen.last]:
                 shutil.rmtree(path, ignore_errors=True)
         if chosen.best and loss < self._least:
@@ -218,7 +220,7 @@ class _Keeper:
             self._least = loss
 
     def _write(self, folder: Path, step: int, loss: float, tensors: Mapping[str, Array]) -> None:
-        kept = outputs.Kept(self._plan.digest, step, loss, self._rows)
+        kept = outputs.Kept(self._plan.run_digest, step, loss, self._rows)
         digest = preparation.model_digest(self._plan)
         outputs.keep(folder, self._prepared, self._module, tensors, kept, model_digest=digest)
 

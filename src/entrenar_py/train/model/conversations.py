@@ -125,6 +125,19 @@ def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
     return Conversation(messages=[*before, *messages], tools=tools(fields), learned=())
 
 
+def before(fields: Mapping[str, Any], answer: str) -> list[Message]:
+    """Return the messages before the text in the field `answer`, from the forms of pairs.
+
+    They are empty if the row has no question. The row's system message is not among them.
+    """
+    questions = (prompt for prompt, _ in _PAIRS if prompt != "prompt" and fields.get(prompt))
+    prompt = next(questions, None)
+    if prompt is None:
+        return []
+    *turns, _ = _of_pair(fields, prompt, answer)
+    return [message(prompt, number, one)[0] for number, one in enumerate(turns, 1)]
+
+
 def _answered(fields: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     """Return the row; if it is a prompt without an answer, with an empty answer."""
     has = [name for name, value in fields.items() if value is not None]

@@ -1,4 +1,4 @@
-"""Rules C-HP-001 to 009: hyper-parameters that rarely do what was meant.
+"""Rules C-HP-001 to 010: hyper-parameters that rarely do what was meant.
 
 Each rule checks the settings, and facts about model and rows. It reports what is unusual, and what
 to use instead. `docs/hyper-parameters.md` has the reason and the source of each limit.
@@ -16,9 +16,9 @@ import numpy as np
 
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.wording import counted
-from entrenar_py.train.model import model_folder
+from entrenar_py.train.model import model_folder, rendering
 from entrenar_py.train.model.preparation import Prepared
-from entrenar_py.train.model.settings import Settings
+from entrenar_py.train.model.settings import CHATS, Settings
 
 # The highest learning rates of adapters, by the model's number of parameters. For full fine-tuning
 # they are a tenth. QLoRA's paper uses 2e-4 for models up to 13 billion parameters, and 1e-4 for
@@ -64,7 +64,8 @@ class Rows:
 
     `lengths` has the number of tokens of each row, including the `num_skipped` rows that are too
     long. `class_counts` has the number of rows of each class. `unlearned_ends` is None if some row
-    has an end token as a target; otherwise it has the end tokens.
+    has an end token as a target; otherwise it has the end tokens. `have_date` says whether the chat
+    template writes the day.
     """
 
     lengths: tuple[int, ...]
@@ -72,6 +73,7 @@ class Rows:
     class_counts: tuple[int, ...]
     num_samples: int
     unlearned_ends: tuple[str, ...] | None = None
+    have_date: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ def rows_of(prepared: Prepared) -> Rows:
         class_counts=counts,
         num_samples=len(train),
         unlearned_ends=_unlearned_ends(prepared),
+        have_date=prepared.settings.task in CHATS and rendering.has_clock(prepared.tokenizer),
     )
 
 
@@ -314,6 +317,26 @@ def _ending(facts: Facts) -> Iterator[Remark]:
     )
 
 
+def _unused(facts: Facts) -> Iterator[Remark]:
+    """C-HP-010: the end of the run and the day of its conversations are read."""
+    training, steps = facts.settings.training, facts.num_steps
+    if facts.rows is None or steps is None:
+        return
+    if training.max_steps is not None and training.max_steps > steps:
+        each = -(-facts.rows.num_samples // training.batch_size)
+        yield Remark(
+            "training.max_steps",
+            f"max_steps={training.max_steps} with epochs={training.epochs}: the run ends after "
+            f"{counted(steps, 'step')}, the end of its epochs; use epochs: "
+            f"{-(-training.max_steps // each)} to reach max_steps, or leave it out",
+        )
+    if facts.settings.data.date is not None and not facts.rows.have_date:
+        yield Remark(
+            "data.date",
+            f"date={facts.settings.data.date}: no chat template asks for it here; leave it out",
+        )
+
+
 RULES: dict[str, Callable[[Facts], Iterator[Remark]]] = {
     "C-HP-001": _rate,
     "C-HP-002": _batch,
@@ -324,6 +347,7 @@ RULES: dict[str, Callable[[Facts], Iterator[Remark]]] = {
     "C-HP-007": _decay,
     "C-HP-008": _imbalance,
     "C-HP-009": _ending,
+    "C-HP-010": _unused,
 }
 
 

@@ -1,7 +1,8 @@
 """Reads pairs of a chosen and a rejected answer, and finds where their completions begin.
 
 A row has `prompt`, `chosen` and `rejected`, as in TRL: all texts, or all lists of messages. Without
-a prompt, or with a text next to lists of messages, the prompt is what both sides begin with. Both
+a prompt, or with a text next to lists of messages, the prompt is what both sides begin with. Two
+texts after an instruction or a question, as `task: instruct` reads it, are answers in a chat. Both
 sides are tokenised as a whole, together with the prompt. A side's completion begins at the first
 token in which it differs from the prompt; of the two places, the earlier one counts for both sides.
 So both sides have the same prompt, token by token, even if a token contains both the end of the
@@ -18,6 +19,12 @@ from entrenar_py.train.model import conversations
 from entrenar_py.train.model.conversations import BadConversationError, Message
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+# Fields with a part of the prompt in other formats of rows.
+_PARTS = (
+    *("instruction", "question", "query", "input", "context", "system", "system_prompt"),
+    *("history", "messages", "conversations"),
+)
+_REPEATED_MIN = 20  # characters: an answer may begin with a shorter prompt, such as "Hello"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,7 @@ def read(fields: Mapping[str, Any]) -> Texts | Chats:
             )
     chosen, rejected, prompt = fields[CHOSEN], fields[REJECTED], fields.get(PROMPT)
     if isinstance(chosen, str) and isinstance(rejected, str):
-        return _of_texts(prompt, chosen, rejected)
+        return _of_texts(fields, prompt, chosen, rejected)
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _of_chats(fields, prompt, chosen, rejected)
     raise BadConversationError(
@@ -87,7 +94,37 @@ def read(fields: Mapping[str, Any]) -> Texts | Chats:
     )
 
 
-def _of_texts(prompt: object, chosen: str, rejected: str) -> Texts:
+def _of_texts(
+    fields: Mapping[str, Any], prompt: object, chosen: str, rejected: str
+) -> Texts | Chats:
+    pair = _plain(prompt, chosen, rejected)
+    left_out = _left_out(fields, pair.prompt)
+    if conversations.tools(fields) is not None:
+        left_out.append("tools")
+    if not left_out:
+        if pair.is_given:
+            _require_once(pair.prompt, chosen, rejected)
+        return pair
+    before = conversations.before(fields, CHOSEN) if prompt is None else []
+    if before:
+        sides = {
+            name: [{"role": "assistant", "content": text}]
+            for name, text in ((CHOSEN, chosen), (REJECTED, rejected))
+        }
+        chats = _of_chats({**fields, **sides}, before, sides[CHOSEN], sides[REJECTED])
+        said = "\n".join(message["content"] for message in chats.prompt)
+        left_out = _left_out(fields, said)
+        if not left_out:
+            _require_once(before[-1]["content"], chosen, rejected)
+            return chats
+    names = " and ".join(left_out)
+    raise BadConversationError(
+        f"has {names}, which would be no part of the prompt; use {PROMPT}, {CHOSEN} and {REJECTED} "
+        f"as lists of messages that contain it, without a field {names}"
+    )
+
+
+def _plain(prompt: object, chosen: str, rejected: str) -> Texts:
     is_given = prompt is not None
     if prompt is None:
         place = _differ_at(chosen, rejected)
@@ -101,6 +138,37 @@ def _of_texts(prompt: object, chosen: str, rejected: str) -> Texts:
         if not text.strip():
             raise BadConversationError(f"{name}={text!r}: use a text that is not empty")
     return Texts(prompt=prompt, chosen=chosen, rejected=rejected, is_given=is_given)
+
+
+def _left_out(fields: Mapping[str, Any], prompt: str) -> list[str]:
+    """Return the names of fields with a part of a prompt that `prompt` lacks."""
+    return [name for name in _PARTS if not _is_in(fields.get(name), _words(prompt))]
+
+
+def _is_in(value: Any, prompt: str) -> bool:
+    """Return whether `prompt` contains all texts in `value`, which may be messages."""
+    if isinstance(value, Mapping):
+        if value.get("role", value.get("from")) in ("assistant", "gpt"):
+            return True  # it may be the chosen answer
+        value = value.get("content", value.get("value"))
+    if isinstance(value, list):
+        return all(_is_in(one, prompt) for one in value)
+    return not isinstance(value, str) or _words(value) in prompt
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _require_once(prompt: str, chosen: str, rejected: str) -> None:
+    """Raise BadConversationError if both sides repeat the prompt, which would be there twice."""
+    start = prompt.strip()
+    both = all(side.lstrip().startswith(start) for side in (chosen, rejected))
+    if len(start) >= _REPEATED_MIN and both:
+        raise BadConversationError(
+            f"{CHOSEN} and {REJECTED} begin with the prompt, which would be there twice; leave it "
+            f"out of both, or leave out {PROMPT}"
+        )
 
 
 def _of_chats(

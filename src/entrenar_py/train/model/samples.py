@@ -303,7 +303,7 @@ def _hint(label: str, num_labels: int) -> str:
 
 
 # of the file, and of what is learned from a row; files of other versions are created again
-VERSION = 8
+VERSION = 9
 _SHOWN = 20  # bad rows in a message
 
 

@@ -5,8 +5,8 @@ and to write the commented configuration and the JSON schema of the docs. So eac
 in one place; a separate table of keys could contradict the records.
 
 Limits apply to one value. Combinations that exclude each other are in `settings_file`, which knows
-the lines of a file. Requirements that depend on a model or on rows are checked where these are
-read.
+the lines of a file; settings that exclude a strategy are in LIMITS, which plans read, too.
+Requirements that depend on a model or on rows are checked where these are read.
 
 A record is plain data, and imports neither torch nor transformers, so that a mistake is reported at
 once.
@@ -14,6 +14,7 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -538,3 +539,70 @@ class Settings:
     def adapts(self) -> bool:
         """True if adapters are trained and the model's own weights are frozen."""
         return self.method != "full"
+
+
+class Limit(NamedTuple):
+    """A setting with which only some strategies run, and why; `keys` lead to it in a file."""
+
+    setting: str
+    keys: tuple[str, ...]
+    is_given: Callable[[Settings], bool]
+    strategies: tuple[str, ...]
+    reason: str
+
+    @property
+    def advice(self) -> str:
+        """The reason, and the strategies to use."""
+        return f"{self.reason}; use {', '.join(self.strategies)}"
+
+
+LIMITS = (
+    Limit(
+        "task: preference",
+        ("strategy",),
+        lambda settings: settings.task == "preference",
+        BY_SHARDS,
+        "both sides of a pair, and the reference, need the whole model",
+    ),
+    Limit(
+        "distill",
+        ("strategy",),
+        lambda settings: settings.distill is not None,
+        BY_SHARDS,
+        "a student's loss needs the whole model's logits on one device",
+    ),
+    Limit(
+        "modules_to_save",
+        ("lora", "modules_to_save"),
+        lambda settings: bool(settings.lora.modules_to_save),
+        WHOLE_MODELS,
+        "a rank or stage needs them whole",
+    ),
+    Limit(
+        "dora: true",
+        ("lora", "dora"),
+        lambda settings: settings.lora.dora,
+        WHOLE_LAYERS,
+        "the norms need a layer's whole weights",
+    ),
+    Limit(
+        "method: qlora",
+        ("strategy",),
+        lambda settings: settings.method == "qlora",
+        (*WHOLE_LAYERS, LAYER_PIPELINE),
+        "quantised weights can't be cut",
+    ),
+    Limit(
+        "compile: true",
+        ("compile",),
+        # A layer pipeline doesn't read the key at all.
+        lambda settings: settings.compile is True and settings.strategy != LAYER_PIPELINE,
+        COMPILABLE,
+        "its blocks are not compiled",
+    ),
+)
+
+
+def limits_of(settings: Settings, strategy: str) -> list[Limit]:
+    """Return the settings with which `strategy` can't run."""
+    return [one for one in LIMITS if strategy not in one.strategies and one.is_given(settings)]

@@ -20,7 +20,7 @@ from typing import Any
 from entrenar_py.shared import scenario, wording
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model import precision
-from entrenar_py.train.model.settings import BY_SHARDS, WHOLE_LAYERS, Settings
+from entrenar_py.train.model.settings import BY_SHARDS, CANONICAL, Settings, limits_of
 from entrenar_py.train.plan import costs, devices
 from entrenar_py.train.plan.costs import NOTHING, Batch, Load, Memory, Traffic
 from entrenar_py.train.plan.devices import Device, seconds, size
@@ -240,10 +240,10 @@ def _problem(run: Run, strategy: str) -> str:
         return "its devices must be of one kind"
     if run.devices[0].kind == "wgpu":
         return "torch's collectives don't support wgpu"
-    if run.settings.method == "qlora" and strategy not in WHOLE_LAYERS:
-        return f"quantised weights can't be cut: use {' or '.join(WHOLE_LAYERS)}"
-    if run.settings.task == "preference" and strategy not in _ALONE:
-        return f"pairs and their reference need the whole model: use {' or '.join(BY_SHARDS)}"
+    if limits := limits_of(run.settings, strategy):
+        return f"with {limits[0].setting}, {limits[0].advice}"
+    if strategy in CANONICAL and shards & (shards - 1):
+        return f"{shards} shards are no even tree: use training.num_shards: 1, 2, 4, 8 ..."
     if strategy == "ddp_canonical" and size & (size - 1) and not run.settings.elastic:
         return f"{size} ranks can't share a tree evenly: 2, 4, 8 ... can"
     if strategy in ("tensor_parallel", "sequence_parallel"):
@@ -427,7 +427,7 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
 
 def _steps(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
     settings = run.settings
-    if not run.recompute:
+    if not run.recompute and settings.compile is not True:
         yield "recompute: blocks", lambda one: _with(one, recompute="blocks")
     if run.rows > 1:
         most = settings.training.batch_size
@@ -443,7 +443,7 @@ def _steps(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
             f"data.max_tokens: {half}",
             lambda one: replace(_with(one, data=data), longest=half),
         )
-    if settings.precision == "float32":
+    if settings.precision == "float32" and not settings.lora.modules_to_save:
         yield "precision: bfloat16", lambda one: _with(one, precision="bfloat16")
     if settings.method == "full":
         yield "method: lora", lambda one: _with(one, method="lora")
