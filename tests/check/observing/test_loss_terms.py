@@ -106,9 +106,8 @@ def test_a_scale_is_taken_out_of_a_loss_and_its_terms() -> None:
     loss = outputs().mean()
     for root in (scaler.scale(loss) / 4, scaler.scale(loss / 4)):
         losses.scaled(8.0, loss)
-        assert losses.begun(root, is_plain=True) == (
-            float(loss.detach() / 4),
-            ((30.0, 1 / 120, 4.0, 30.0),),
+        assert losses.begun(root, is_plain=True) == Begun(
+            float(loss.detach() / 4), ((30.0, 1 / 120, 4.0, 30.0),), 8.0
         )
     half = torch.tensor(60000.0, dtype=torch.float16, requires_grad=True).clone()
     losses.scaled(8.0, half)
@@ -124,7 +123,7 @@ def test_a_loss_that_another_scaler_scaled_is_unknown() -> None:
 def test_a_given_gradient_and_a_graph_that_is_gone_have_no_terms() -> None:
     """What nobody can know is not guessed."""
     loss = (outputs() * outputs()).mean() * torch.tensor(2.0)
-    assert Losses().begun(loss, is_plain=False) == (float(loss.detach()), ())
+    assert Losses().begun(loss, is_plain=False) == Begun(float(loss.detach()))
     assert begun(torch.tensor(1.0, requires_grad=True)).terms == ()
     other = F.cross_entropy(outputs(), LABELS)
     other.backward()  # type: ignore[no-untyped-call]

@@ -240,7 +240,7 @@ def unpacked_share(empty: nn.Module) -> float:
         if name.rpartition(".")[0] in within
     }
     kept = sum(size for name, size in sizes.items() if name not in quantised)
-    return kept / sum(sizes.values())
+    return kept / max(1, sum(sizes.values()))
 
 
 def _linear(empty: nn.Module) -> dict[str, int]:
