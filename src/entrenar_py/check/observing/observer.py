@@ -369,8 +369,7 @@ class Observer(Observation):
         self._step.before_backward()
         if micro_batches.done:
             self._step.look_uphill(self._gradients.left)
-        passed = {name for shard in micro_batches.done for name in shard.gradient}
-        if not micro_batches.done or self._subject.has_gradients(passed):
+        if not micro_batches.done or self._subject.has_gradients():
             return
         if self._gradients.was_reduced and micro_batches.forget_repeated():
             self._step.sources.forget_passes()
