@@ -209,6 +209,21 @@ def test_weights_that_are_kept_in_bounds_after_a_step(folder: Path) -> None:
     assert [[*one.edited] for one in made] == [[], ["weight"]]
 
 
+def test_a_pass_with_weights_that_are_put_in_for_it(folder: Path) -> None:
+    """An evaluation with other weights than the last step left is recorded as one."""
+    model, optimizer, obs = begun()
+    steps(model, optimizer, 1)
+    for other in (0.0, 1.0):
+        kept = model.weight.detach().clone()
+        model.weight.data += other
+        with torch.no_grad():
+            model(torch.ones(1, 1))
+        model.weight.data.copy_(kept)
+        steps(model, optimizer, 1)
+    obs.close()
+    assert [shard.swapped for shard in of(Shard, folder)] == [False, False, True]
+
+
 def test_a_wrapper_that_steps_as_a_whole(folder: Path) -> None:
     """It may put weights back within its step, before its inside moves them."""
     model = nn.Linear(1, 1)

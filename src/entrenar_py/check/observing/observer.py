@@ -328,6 +328,9 @@ class Observer(Observation):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
             if not torch.is_grad_enabled():
                 self._language.aside(model)
+                if self._subject.values and not self._micro_batches.is_swapped:
+                    edited = self._step.edited_weights(self._subject.trained)
+                    self._micro_batches.is_swapped = bool(edited)
                 if not model.training:
                     self._micro_batches.evaluated()
             return
