@@ -248,9 +248,9 @@ class Observer(Observation):
         """Whether weights of the last step were not yet written back when the step was recorded."""
         return self._late is not None
 
-    def note_limit(self) -> None:
-        """Record that the harness, not the script, ends the run here."""
-        self._recording.note_limit()
+    def note_limit(self, where: str = "") -> None:
+        """Record that the harness, not the script, ends the run: `where`, or after its steps."""
+        self._recording.note_limit(where)
 
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
         """Called when the gradients of `parameters` are about to be clipped by their norm."""
