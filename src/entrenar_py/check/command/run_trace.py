@@ -585,7 +585,7 @@ def of(
     scenario, traits = _scenario(ranks, common, settings, like, unclipped=unclipped)
     saved = notes.saved(folder)
     if says_how:
-        saved = replace(saved, loads_late=False)
+        saved = replace(saved, loads_late=False, resumes=True)
     is_cut = any(rank.is_limited for rank in ranks)
     traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
     how = ending(ranks, events, settings, ended, problems, like, command)
