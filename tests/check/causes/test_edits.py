@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,12 @@ from tests.traces import broken
 Edit = Callable[[Averaged, int], Vectors | None]
 
 
-def judged(*ranks: Averaged) -> Tally:
-    """Return what is found of a run."""
+def judged(*ranks: Averaged, swapped: Sequence[int] = (), **traits: Any) -> Tally:
+    """Return what is found of a run with evaluations of other weights before steps `swapped`."""
+    trace = traces.was(trained(*ranks), starts="" if len(ranks) > 1 else "one", **traits)
     tally = Tally("F-TI-008")
-    edits.judge(tally, traces.was(trained(*ranks), starts="" if len(ranks) > 1 else "one"))
+    shards = [traces.shard(step, swapped=True) for step in swapped]
+    edits.judge(tally, traces.also(trace, *shards))
     return tally
 
 
@@ -45,16 +47,31 @@ ERRORS = {
 @pytest.mark.parametrize("words", ERRORS)
 def test_an_error_that_explains_all_edits_is_named(words: str) -> None:
     """With the step, the rank and a tensor."""
-    found = broken(judged(Averaged(edit=ERRORS[words])))
+    found = broken(judged(Averaged(edit=ERRORS[words]), swapped=(2, 5)))
     assert (found.step, found.rank, found.tensor) == (2, 0, "a")
     assert f"before step 2 a, b {words}" in found.message
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_weights_that_no_evaluation_has_used(words: str) -> None:
+    """They may be meant to stay: a script goes back after a spike, or on from the average."""
+    tally = judged(Averaged(edit=ERRORS[words]), swapped=(2,))
+    assert tally.broken is None
+    assert "which is right" in tally.missing[0]
+
+
+def test_an_average_that_is_put_in_to_be_saved() -> None:
+    """A save before each edit shows what it was for; earlier weights may be loaded after a save."""
+    average, earlier = [judged(Averaged(edit=e), saved_after=(2, 5)) for e in ERRORS.values()]
+    assert "became the average ema" in broken(average).message
+    assert earlier.broken is None
 
 
 @pytest.mark.parametrize("evaluated", [(1, 2, 5), (2, 5), (1, 2)])
 def test_best_weights_that_are_loaded_again(evaluated: tuple[int, ...]) -> None:
     """After some evaluations, but not after all, that may be meant; at other times it isn't."""
     trace = traces.was(trained(Averaged(edit=at(2, lambda r: r.history[1]))), starts="one")
-    shards = [traces.shard(step, evaluated=step in evaluated) for step in range(6)]
+    shards = [traces.shard(n, evaluated=n in evaluated, swapped=True) for n in range(6)]
     tally = Tally("F-TI-008")
     edits.judge(tally, traces.also(trace, *shards))
     if evaluated == (1, 2, 5):

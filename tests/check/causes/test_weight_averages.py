@@ -248,6 +248,16 @@ def test_what_rests_or_trains_is_left_alone(trace: Trace, compared: int) -> None
     assert (tally.broken, tally.missing, tally.compared) == (None, [], compared)
 
 
+@pytest.mark.parametrize("own", [{}, {"norm/weight": values(1.0)}])
+def test_a_module_that_only_normalises(own: Tensors) -> None:
+    """A running normaliser of inputs trains nothing, and its statistics may move."""
+    means = [{"norm/running_mean": values(mean), **own} for mean in (0.0, 1.0, 2.0)]
+    start = Start(step=0, rank=0, weights={"a": values(0.0)}, extra=means[0])
+    updates = [traces.update(n, loss=None, extra=extra) for n, extra in enumerate(means[1:])]
+    tally = judged(averaged_traces.trace_of([start, *updates], 1))
+    assert (tally.broken, tally.missing) == (None, [])
+
+
 def test_a_copy_of_the_model_may_be_renewed_later() -> None:
     """A target network is not wrong if it was only not renewed yet."""
     tally = judged(run([1, 1, 1], [0, 0.5, 0.7], name="teacher/a"))

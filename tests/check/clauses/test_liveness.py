@@ -45,6 +45,14 @@ def test_a_weight_that_never_moves() -> None:
     assert found.got == values(1).digest
 
 
+def test_steps_that_a_scaler_skips() -> None:
+    """They show nothing of a weight; a step with a pass's gradient would have moved it."""
+    still = moving([1, 1, 1, 1])
+    own = replace(still, scenario=still.scenario.with_(workload="own"))
+    assert "none of 3 steps changed any weight" in left_open("liveness", own)
+    falsified("liveness", traces.also(own, *passes()))
+
+
 @pytest.mark.parametrize(("names", "is_told"), [(("e",), True), (("e", "w"), False), ((), False)])
 def test_a_weight_that_is_in_no_group(names: tuple[str, ...], is_told: bool) -> None:
     """That no optimizer has it is the cause, if it is known what they have."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.check.causes import copies
-from entrenar_py.check.clauses import CHECKS
+from entrenar_py.check.clauses import CHECKS, knobs
 from entrenar_py.check.evidence.needs import ALONE, CONTROLLED, ORACLE, Runs
 from entrenar_py.check.harness import companions
 from entrenar_py.shared.faults import Fault
@@ -241,6 +241,16 @@ def test_batch_normalisation_is_another_run_on_one_worker() -> None:
     reason = left_open("parity", *told)
     assert "each rank's own samples" in reason
     assert "use SyncBatchNorm" in reason
+
+
+@pytest.mark.parametrize("traits", [{"batch_norm": True}, {}])
+def test_a_command_on_one_worker_has_the_same_batches_again(traits: dict[str, Any]) -> None:
+    """Nothing is divided differently: neither batch normalisation nor dropout keeps them apart."""
+    alone = SUBJECT.with_(world_size=1, dropout=0.0 if traits else 0.3)
+    run, again = (traces.was(of_a_script(traces.run(alone)), **traits) for _ in range(2))
+    many = [replace(r, scenario=r.scenario.with_(accumulation=2)) for r in (run, again)]
+    assert knobs.same_masks(*many)
+    assert not knobs.same_masks(run, many[0])
 
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])

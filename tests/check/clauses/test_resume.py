@@ -263,6 +263,20 @@ def test_weights_that_are_loaded_for_a_test_at_the_end_are_no_resume() -> None:
     assert absent([straight]) == ""
 
 
+def test_a_script_that_reads_none_of_its_files_has_no_resume() -> None:
+    """It loads other files, or only in an evaluation: no state of its optimizer is restored."""
+    straight = traces.observed(saves="weights", saved_after=(2,), loads="other", starts="one")
+    straight = traces.altered(straight, Update, {}, optimizer={"w/exp_avg": values(1.0)})
+    alone = replace(straight, scenario=straight.scenario.with_(world_size=1, optimizer="adamw"))
+    again = (*alone.events[:-1], *alone.of(Start), alone.events[-1])
+    anew = replace(alone, scenario=alone.scenario.with_(stops=(3,)), events=again)
+    assert "it read none of them, and started over" in CHECKS["resume"].absent([alone, anew])
+    assert "one worker" in CHECKS["optimizer_state"].absent([alone, anew])
+    told = traces.was(anew, loads="")
+    assert CHECKS["resume"].absent([alone, told]) == ""
+    assert CHECKS["optimizer_state"].absent([alone, told]) == ""
+
+
 # --- commands -------------------------------------------------------------------------------------
 
 OF_A_COMMAND = scenario(system="command", workload="own", world_size=1, num_steps=4)

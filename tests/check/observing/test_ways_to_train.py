@@ -209,6 +209,21 @@ def test_weights_that_are_kept_in_bounds_after_a_step(folder: Path) -> None:
     assert [[*one.edited] for one in made] == [[], ["weight"]]
 
 
+def test_a_pass_with_weights_that_are_put_in_for_it(folder: Path) -> None:
+    """An evaluation with other weights than the last step left is recorded as one."""
+    model, optimizer, obs = begun()
+    steps(model, optimizer, 1)
+    for other in (0.0, 1.0):
+        kept = model.weight.detach().clone()
+        model.weight.data += other
+        with torch.no_grad():
+            model(torch.ones(1, 1))
+        model.weight.data.copy_(kept)
+        steps(model, optimizer, 1)
+    obs.close()
+    assert [shard.swapped for shard in of(Shard, folder)] == [False, False, True]
+
+
 def test_a_wrapper_that_steps_as_a_whole(folder: Path) -> None:
     """It may put weights back within its step, before its inside moves them."""
     model = nn.Linear(1, 1)
@@ -244,6 +259,29 @@ def test_what_is_unfrozen_later(folder: Path) -> None:
     (start,) = of(Start, folder)
     assert (start.trainable, start.frozen) == (("2.weight", "2.bias"), ("0.weight", "0.bias"))
     assert [next(iter(one.gradient)) for one in of(Update, folder)] == ["2.weight", "1.weight"]
+
+
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_networks_that_are_frozen_in_turns(folder: Path, from_the_start: bool) -> None:
+    """A GAN freezes one network while the other trains: passes of both are recorded."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    obs = entrenar_py.observe(model, optimizers)
+    if not from_the_start:
+        model(torch.ones(1, 1))
+    for _ in range(2):
+        for part, other, optimizer in zip(model, reversed(model), optimizers, strict=False):
+            part.requires_grad_(True)
+            other.requires_grad_(False)
+            backward(model[1] if part is model[1] else nn.Sequential(*model))
+            optimizer.step()
+            optimizer.zero_grad()
+    obs.close()
+    first, second = ("0.weight", "0.bias"), ("1.weight", "1.bias")
+    assert [tuple(shard.gradient) for shard in of(Shard, folder)] == [first, second] * 2
+    assert [tuple(one.gradient) for one in of(Update, folder)] == [first + second] * 2
+    (start,) = of(Start, folder)
+    assert (start.trainable, start.frozen) == (first if from_the_start else first + second, ())
 
 
 def test_rates_of_groups(folder: Path) -> None:

@@ -24,7 +24,15 @@ from entrenar_py.check import evidence
 from entrenar_py.check.causes import weight_averages
 from entrenar_py.check.causes.explanations import Explanation
 from entrenar_py.check.evidence import precision
-from entrenar_py.shared.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
+from entrenar_py.shared.trace import (
+    Declared,
+    Shard,
+    Start,
+    TensorRecord,
+    Tensors,
+    Trace,
+    Update,
+)
 from entrenar_py.shared.verdict import Tally
 from entrenar_py.shared.wording import counted, listed, named
 
@@ -102,11 +110,8 @@ def judge(tally: Tally, trace: Trace) -> None:
     if benign := _explained(edits, _BENIGN):
         tally.note(f"{changes}, first step {steps[0]}: {benign}")
     elif harm := _explained(_with_averages(edits, trace), _HARMFUL):
-        if _may_start_over(edits, trace) and harm == _explained(edits, (_of_an_earlier_step,)):
-            tally.miss(
-                f"before step {steps[0]} {names} {harm}; or the script loads its best weights "
-                "again after an evaluation that was worse, which is right"
-            )
+        if intent := _intended(edits, trace, harm):
+            tally.miss(f"before step {steps[0]} {names} {harm}; or {intent}, which is right")
         else:
             _tell_harm(tally, trace, edits, harm)
     elif trace.scenario.world_size == 1 and trace.traits.starts != "one":
@@ -374,6 +379,20 @@ def _of_an_earlier_step(edit: Edit) -> str:
                 "weights were swapped for an evaluation and not swapped back"
             )
     return ""
+
+
+def _intended(edits: Sequence[Edit], trace: Trace, harm: str) -> str:
+    """Return what a script may have meant by the edits that `harm` explains; "" if nothing."""
+    steps = {edit.update.step for edit in edits}
+    swapped = {shard.step for shard in trace.of(Shard) if shard.swapped}
+    if harm == _explained(edits, (_of_rank_0,)):
+        return ""
+    if harm == _explained(edits, (_of_an_earlier_step,)):
+        if _may_start_over(edits, trace):
+            return "the script loads its best weights again after an evaluation that was worse"
+        return "" if steps <= swapped else "the script goes back to these weights and trains on"
+    used = swapped.union(trace.traits.saved_after)
+    return "" if steps <= used else "the script trains on from the average"
 
 
 def _may_start_over(edits: Sequence[Edit], trace: Trace) -> bool:

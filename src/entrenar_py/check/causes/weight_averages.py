@@ -304,7 +304,11 @@ def compare_modules(tally: Tally, trace: Trace) -> None:
             parts = {name.partition("/")[2]: name for name in moved if name.startswith(f"{label}/")}
             statistics = [name for part, name in parts.items() if _is_statistic(part)]
             parameters = {part: name for part, name in parts.items() if not _is_statistic(part)}
-            if not statistics or any(moved[name] for name in parameters.values()):
+            # A module that only normalises (a whitener) has nothing that could train: no
+            # parameters, or only those of normalisations.
+            normalised = {part.rpartition(".")[0] for part in parts if _is_statistic(part)}
+            learns = any(part.rpartition(".")[0] not in normalised for part in parameters)
+            if not learns or not statistics or any(moved[name] for name in parameters.values()):
                 continue
             message = (
                 f"running statistics of {label} moved, and none of its parameters did: {_EVAL}"

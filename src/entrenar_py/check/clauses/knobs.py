@@ -220,13 +220,16 @@ def same_masks(model: Trace, trace: Trace) -> bool:
     masks, unless its trait `masks` is `shard_apart`. For other trainers the draws of the first
     shards are compared, if they were recorded. Micro-batches count as different masks, since they
     draw in a different order. So does batch normalisation by each rank's own samples, since one
-    worker normalises differently.
+    worker normalises differently. Neither matters if both runs are on one worker, which has the
+    same micro-batches in both.
     """
-    if trace.traits.batch_norm:
+    divided = {(run.scenario.world_size, run.scenario.accumulation) for run in (model, trace)}
+    is_alike = len(divided) == 1 and trace.scenario.world_size == 1
+    if trace.traits.batch_norm and not is_alike:
         return False
     if not trace.scenario.dropout:
         return True
-    if trace.scenario.accumulation > 1:
+    if trace.scenario.accumulation > 1 and not is_alike:
         return False
     mine, theirs = ({s.draws for s in run.of(Shard)[:1]} for run in (trace, model))
     known = trace.scenario.workload != "own" or None not in mine

@@ -300,6 +300,11 @@ def _may_rest(
     it never `moved` and all its gradients were zero, or if values were not recorded. For updates
     without a recorded gradient, the shard's gradient in `local` is used.
     """
+    skipped = evidence.skipped_without_gradients(trace) - local.keys()
+    if skipped and (few := evidence.too_few_left(trace, least=STEPS_TO_MOVE)):
+        tally.miss(few)
+        return True
+    rest = [update for update in rest if update.step not in skipped]
     weight = start.weights[name].elements()
     some_gradient, num_known = False, 0
     if tally.observed and trace.scenario.world_size == 1 and _is_taken_away(name, rest, local):

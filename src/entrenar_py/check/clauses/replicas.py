@@ -21,7 +21,7 @@ from entrenar_py.check.causes import (
 )
 from entrenar_py.check.causes.run_comparison import Compared
 from entrenar_py.check.causes.state import PARTS, Comparison
-from entrenar_py.check.clauses import plans
+from entrenar_py.check.clauses import plans, resume
 from entrenar_py.check.clauses.check import Check
 from entrenar_py.check.contract import Invariant
 from entrenar_py.check.evidence import closeness, facts, missing, rounds
@@ -381,8 +381,8 @@ def _absent_state(traces: Sequence[Trace]) -> str:
 
 
 def _undivided(traces: Sequence[Trace]) -> str:
-    is_resumed = any(trace.scenario.stops for trace in traces)
-    return "" if is_resumed else evidence.started_alone(traces)
+    may_resume = any(trace.scenario.stops for trace in traces) and not resume.absent(traces)
+    return "" if may_resume else evidence.started_alone(traces)
 
 
 def _is_in_one_place(trace: Trace) -> bool:

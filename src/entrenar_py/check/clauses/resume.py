@@ -103,25 +103,29 @@ def _no_straight_run(tally: Tally, trace: Trace, runs: Traces) -> str:
     return f"{reason}record one with stops=() in its scenario, and all else equal{near}"
 
 
-def _absent(traces: Sequence[Trace]) -> str:
+_NO_RESUME = {
+    "late": "the script loads its weights only once it has trained, and it started over when it "
+    "was restarted with its checkpoint",
+    "other": "the script saves its weights, and when it was started again with these files it "
+    "read none of them, and started over",
+}
+
+
+def absent(traces: Sequence[Trace]) -> str:
     """Return why the script has nothing to resume from, as far as its runs show; otherwise ""."""
     saves = {trace.traits.saves for trace in traces}
     stopped = [trace for trace in traces if trace.scenario.stops]
-    if stopped and {trace.traits.loads for trace in traces} == {"late"}:
-        if not all(map(began_anew, stopped)):
-            return ""
-        return (
-            "the script loads its weights only once it has trained, and it started "
-            "over when it was restarted with its checkpoint: no run continues from a "
-            "checkpoint"
-        )
+    loads = {trace.traits.loads for trace in traces}
+    if stopped and len(loads) == 1 and (why := _NO_RESUME.get(*loads)):
+        is_anew = all(map(began_anew, stopped))
+        return f"{why}: no run continues from a checkpoint" if is_anew else ""
     unreached = next((trace.traits.unreached for trace in traces if trace.traits.unreached), "")
     if stopped or "" in saves:
         return ""
     if saves == {"nothing"} and not unreached:
         steps = counted(max(trace.scenario.num_steps for trace in traces), "step")
         return f"the script writes no checkpoint: no rank saved its weights in {steps}"
-    if {trace.traits.loads for trace in traces} != {"nothing"}:
+    if loads != {"nothing"}:
         return ""
     what = "saves its weights" if "weights" in saves else f"may save its weights ({unreached})"
     return f"the script {what}, but no line of it loads any: no run continues from them"
@@ -544,6 +548,6 @@ ROWS = (
         needs=(RESUMED,),
         witnesses=(REPEATED,),
         takes_turned=True,
-        absent=_absent,
+        absent=absent,
     ),
 )

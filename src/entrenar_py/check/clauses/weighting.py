@@ -72,7 +72,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     is_told = tally.observed and bool(tally.missing)
     if shared and not is_told and not (gradients and all(gradients)):
         advice = facts.values_of("Update.gradient in both runs").advice(observed=tally.observed)
-        reason = (not gradients and parity.missing_model(tally, runs)) or advice
+        few = next(filter(None, (evidence.too_few_left(t, least=2) for t in runs.own)), "")
+        reason = (not gradients and parity.missing_model(tally, runs)) or few or advice
         tally.miss(f"the gradient's weighting is unknown: {reason}")
     _left_in_alone(tally, runs)
     reason = "no loss with its weight was recorded"

@@ -585,7 +585,7 @@ def of(
     scenario, traits = _scenario(ranks, common, settings, like, unclipped=unclipped)
     saved = notes.saved(folder)
     if says_how:
-        saved = replace(saved, loads_late=False)
+        saved = replace(saved, loads_late=False, resumes=True)
     is_cut = any(rank.is_limited for rank in ranks)
     traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
     how = ending(ranks, events, settings, ended, problems, like, command)
@@ -601,8 +601,10 @@ def of(
         killed = {**recorded.environment, "killed": f"{left} that it left running"}
         recorded = replace(recorded, environment=killed)
     if is_cut:
-        ended_by = {"ended": "by entrenar-check after its steps (--auto, no {steps} or {epochs})"}
-        recorded = replace(recorded, environment={**recorded.environment, **ended_by})
+        where = next((rank.limited_where for rank in ranks if rank.limited_where), "")
+        where = where or "after its steps (--auto, no {steps} or {epochs})"
+        ended_by = {**recorded.environment, "ended": f"by entrenar-check {where}"}
+        recorded = replace(recorded, environment=ended_by)
     if settings.option:
         recorded = replace(
             recorded, environment={**recorded.environment, "resumed_by": settings.option}

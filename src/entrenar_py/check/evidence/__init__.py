@@ -45,7 +45,7 @@ from entrenar_py.shared.trace import (
     record_tensor,
 )
 from entrenar_py.shared.verdict import Tally
-from entrenar_py.shared.wording import named
+from entrenar_py.shared.wording import counted, named
 
 Values = NDArray[Any]
 
@@ -405,6 +405,19 @@ def skipped_without_gradients(trace: Trace) -> set[int]:
         for step in skipped(trace)
         if not any(update.gradient for update in by_step[step].values())
     }
+
+
+def too_few_left(trace: Trace, *, least: int) -> str:
+    """Return the reason why fewer than `least` steps changed anything; "" if more did."""
+    steps = updates(trace).keys()
+    left = len(steps - skipped_without_gradients(trace))
+    if not steps or left >= least:
+        return ""
+    return (
+        f"{left or 'none'} of {counted(len(steps), 'step')} changed any weight, and the others "
+        "applied no gradient, as if a GradScaler had skipped them because its scale was too "
+        "large: run longer (--steps), or begin with a smaller scale"
+    )
 
 
 def skip_words(steps: Iterable[int]) -> str:

@@ -37,6 +37,7 @@ _LOADS = re.compile(  # calls that load a file; load_state_dict may copy one mod
     r"\b(torch|pickle|joblib|np|numpy|dcp|checkpoint)\.load\b|\bload_(checkpoint|model|file)\b"
     r"|\bload_state\(|\bload_from_checkpoint|\bfromfile\(|resume|restore|ckpt_path"
 )
+_RESUMES = re.compile(r"(resum|restor|restart|ckpt_path)", re.IGNORECASE)
 # These may write a file, too. If a script has none of them, a function that it defines saves
 # something only in lines that `_SAVES` matches.
 _WRITES = re.compile(r"\bopen\(|\.write|h5py|create_dataset|subprocess|\.put\w*\(|upload")
@@ -111,6 +112,7 @@ def watch(weights: Iterable[Tensor], num_made: Callable[[], int]) -> None:
         unreached=script_text.first(_SAVES, own, _own_functions(own)),
         library=script_text.first(_SAVES, libraries),
         loads=bool(script_text.first(_LOADS, own)),
+        resumes=bool(script_text.first(_RESUMES, own)),
         option=_option(own),
         restarts=os.environ.get(_MAX_RESTARTS) != "0",
     )

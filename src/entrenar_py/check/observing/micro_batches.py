@@ -60,7 +60,9 @@ class MicroBatches:
         self.has_backward_losses = False  # whether a recorded loss is a value from `backward`
         # Whether the last forward pass with gradients was in evaluation mode.
         self._is_evaluating = False
-        self._has_evaluated = False  # whether a pass trained nothing since the last micro-batch
+        # Since the last micro-batch: whether a pass trained nothing, and whether one was made with
+        # weights that are not those of the last step.
+        self._has_evaluated = self.is_swapped = False
         self._num_written = 0
         self._draws: str | None = None
         self._is_in_forward = False
@@ -152,10 +154,11 @@ class MicroBatches:
                 made=drawn.num_made > 0,
                 evaluating=self._is_evaluating,
                 evaluated=self._has_evaluated,
+                swapped=self.is_swapped,
                 terms=self._begun.terms,
             )
         )
-        self._draws, self._given, self._has_evaluated = None, [], False
+        self._draws, self._given, self._has_evaluated, self.is_swapped = None, [], False, False
 
     def within_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
         """Add the gradient of a nested pass to the micro-batch that was completed last."""

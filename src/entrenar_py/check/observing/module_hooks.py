@@ -390,6 +390,10 @@ class BackwardHooks:
     def set(self) -> None:
         """Hook the parameters that the model has now; remove the hooks of earlier ones."""
         self.remove()
+        with tensors.requiring_gradients(self._subject.trained.values()):
+            self._set()
+
+    def _set(self) -> None:
         # These hooks come before the recording hooks, so planted values are recorded.
         self._handles = self._faults.hooks()
         if self._subject.is_fully_sharded:

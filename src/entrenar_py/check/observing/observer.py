@@ -248,9 +248,9 @@ class Observer(Observation):
         """Whether weights of the last step were not yet written back when the step was recorded."""
         return self._late is not None
 
-    def note_limit(self) -> None:
-        """Record that the harness, not the script, ends the run here."""
-        self._recording.note_limit()
+    def note_limit(self, where: str = "") -> None:
+        """Record that the harness, not the script, ends the run: `where`, or after its steps."""
+        self._recording.note_limit(where)
 
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
         """Called when the gradients of `parameters` are about to be clipped by their norm."""
@@ -328,6 +328,9 @@ class Observer(Observation):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
             if not torch.is_grad_enabled():
                 self._language.aside(model)
+                if self._subject.values and not self._micro_batches.is_swapped:
+                    edited = self._step.edited_weights(self._subject.trained)
+                    self._micro_batches.is_swapped = bool(edited)
                 if not model.training:
                     self._micro_batches.evaluated()
             return
@@ -369,8 +372,7 @@ class Observer(Observation):
         self._step.before_backward()
         if micro_batches.done:
             self._step.look_uphill(self._gradients.left)
-        passed = {name for shard in micro_batches.done for name in shard.gradient}
-        if not micro_batches.done or self._subject.has_gradients(passed):
+        if not micro_batches.done or self._subject.has_gradients():
             return
         if self._gradients.was_reduced and micro_batches.forget_repeated():
             self._step.sources.forget_passes()

@@ -93,9 +93,9 @@ class Recording:
         """Write facts about the data that became known after the header was written."""
         self._file.note("data", **facts)
 
-    def note_limit(self) -> None:
-        """Write that the harness ends the run after this step."""
-        self._file.note("limit")
+    def note_limit(self, where: str) -> None:
+        """Write that the harness ends the run after this step; `where` is "" for the last one."""
+        self._file.note("limit", **({"where": where} if where else {}))
 
     def remove(self) -> None:
         """Close the files and remove them."""

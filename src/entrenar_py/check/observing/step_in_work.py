@@ -498,7 +498,8 @@ class StepInWork:
             for name, record in now.items()
             if name in self._weights and self._weights[name].digest != record.digest
         }
-        wanted = weights if edited and self._subject.pieces else {n: weights[n] for n in edited}
+        is_whole = edited and self._subject.pieces
+        wanted = {n: w for n, w in weights.items() if is_whole or n in edited}
         return dict(self._subject.record(wanted)) if wanted else {}
 
 

@@ -125,8 +125,9 @@ def _synchronised(model: nn.Module) -> set[str]:
 class Subject:
     """A model without wrappers, and its optimizers.
 
-    - `parameters`: name -> parameter; `trained` has the trainable ones among these. A wrapper or a
-      script may replace parameters during training; `look_up` updates both.
+    - `parameters`: name -> parameter; `trained` has the trainable ones among these, and those that
+      an optimizer steps and that were trainable before: the networks of a GAN are frozen in turns.
+      A wrapper or a script may replace parameters during training; `look_up` updates both.
     - `buffers`: the buffers of the model, and which of them depend on this rank's samples.
     - `layout`: the arrangement of the ranks; None if it is unknown.
     - `pieces`: name -> piece, for each recorded tensor that this rank has only in part.
@@ -147,6 +148,7 @@ class Subject:
         self.buffers = Buffers(self.model)
         self.parameters: dict[str, Tensor] = {}
         self.trained: dict[str, Tensor] = {}
+        self._names: dict[Tensor, list[str]] = {}
         self.pieces: dict[str, Piece] = {}
         self._told: dict[str, Any] = {}
         self._sketches = Sketches()
@@ -159,14 +161,15 @@ class Subject:
     def look_up(self) -> bool:
         """Look up the parameters by name.
 
-        Return whether they, or which are trainable, have changed.
+        Return whether they, or which are trained, have changed.
 
         While whole parameters temporarily replace sharded ones, the known pieces are kept.
         """
         parts = flat_parameters.parts_of(self.model)
         current: dict[str, Tensor] = dict(flat_parameters.not_flat(self.model))
         current |= {name: part.owner for name, part in parts.items()}
-        trained = {name: p for name, p in current.items() if p.requires_grad}
+        kept = self._stepped_before() if self._has_same(current) else set[str]()
+        trained = {name: p for name, p in current.items() if p.requires_grad or name in kept}
         if self.parameters and not self._are_others(current, trained):
             return False
         self.parameters = current
@@ -174,7 +177,7 @@ class Subject:
         self.trained = trained
         self._copies = tensors.stepped_copies(trained, self._groups())
         self._parts = parts
-        self._names: dict[Tensor, list[str]] = {}
+        self._names = {}
         for held in (current, self._copies):
             for name, p in held.items():
                 self._names.setdefault(p, []).append(name)
@@ -188,15 +191,22 @@ class Subject:
         return True
 
     def _are_others(self, current: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> bool:
-        same = current.keys() == self.parameters.keys() and all(
-            current[name] is before for name, before in self.parameters.items()
-        )
-        if same:
+        if self._has_same(current):
             return trained.keys() != self.trained.keys()
         return not any(
             isinstance(before, DTensor) and not isinstance(current.get(name), DTensor)
             for name, before in self.parameters.items()
         )
+
+    def _has_same(self, current: Mapping[str, Tensor]) -> bool:
+        return current.keys() == self.parameters.keys() and all(
+            current[name] is before for name, before in self.parameters.items()
+        )
+
+    def _stepped_before(self) -> set[str]:
+        """Return the names of the parameters that were trained and that an optimizer steps."""
+        stepped = {name for p in self._stepped() for name in self.names_of(p)}
+        return stepped & self.trained.keys()
 
     def start(self, step: int, progress: Mapping[str, int]) -> trace.Start:
         """Return the record of this rank's state before `step`."""
@@ -205,8 +215,8 @@ class Subject:
         return trace.Start(
             step=step,
             rank=self.rank,
-            trainable=tuple(self.trained),
-            frozen=tuple(name for name in self.parameters if name not in self.trained),
+            trainable=tuple(name for name, p in self.parameters.items() if p.requires_grad),
+            frozen=tuple(name for name, p in self.parameters.items() if not p.requires_grad),
             decayed=tuple(name for name, p in self.parameters.items() if p in decayed),
             resumed=step > 0,
             progress=progress,
@@ -346,17 +356,15 @@ class Subject:
         own = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
         return self.gradients() | own
 
-    def has_gradients(self, also: Collection[str] = ()) -> bool:
-        """Return whether any parameter has a gradient that is not all zeros.
+    def has_gradients(self) -> bool:
+        """Return whether any trained parameter has a gradient that is not all zeros.
 
-        Those called `also` count if they are frozen now, too: the networks of a GAN take turns.
         Always True with DeepSpeed's optimizer, because this has no gradients before the last pass
         of a step, and the script clears none.
         """
-        frozen = (p.grad for name, p in self.parameters.items() if name in also)
         return self.zero is not None or any(
             gradient is not None and tensors.local(gradient).any()
-            for gradient in (*self.gradients().values(), *frozen)
+            for gradient in self.gradients().values()
         )
 
     def stepped_by(self, index: int, *, alone: bool) -> list[str]:

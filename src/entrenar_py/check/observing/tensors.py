@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -120,6 +121,19 @@ _WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)
 _WHOLE_MAX = 2**63
 _EIGHT_BITS = {kind for name, kind in vars(torch).items() if name.startswith("float8_")}
 VALUES_MAX = 2**16  # a model with more elements is recorded as sketches instead of values
+
+
+@contextmanager
+def requiring_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let all of `tensors` require gradients for a while: torch hooks no frozen tensor."""
+    frozen = [tensor for tensor in tensors if not tensor.requires_grad]
+    for tensor in frozen:
+        tensor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)
 
 
 def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:

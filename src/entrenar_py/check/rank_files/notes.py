@@ -97,6 +97,7 @@ class Saved:
     - `library`: such a line of the library that trains; or "".
     - `loads`: whether a line of the script may load the weights.
     - `loads_late`: whether all such lines run only after the script has trained.
+    - `resumes`: whether a line of the script has a word for resuming.
     - `option`: an option of the script that seems to resume it, such as `--resume PATH`, or "".
     - `read_back`: the first line that loaded a file with the weights of a step, in a process that
       trained afterwards, or "".
@@ -112,6 +113,7 @@ class Saved:
     library: str = ""
     loads: bool = True
     loads_late: bool = False
+    resumes: bool = True
     option: str = ""
     read_back: str = ""
     read_only: str = ""
@@ -130,11 +132,18 @@ class Saved:
             "saved_after": self.after,
             "saved_behind": self.behind,
             "unreached": "" if saves else self.unreached or (self.library if is_cut else ""),
-            "loads": ("late" if self.loads_late else "") if self.loads else "nothing",
+            "loads": self._loads(),
             "resume_option": self.option,
             "read_back": self.read_back,
             "restarts": "" if self.restarts else "nothing",
         }
+
+    def _loads(self) -> str:
+        if not self.loads:
+            return "nothing"
+        if self.loads_late:
+            return "late"
+        return "" if self.resumes or self.option or self.read_back else "other"
 
 
 def write_save(folder: Path, **said: Any) -> None:
@@ -162,6 +171,7 @@ def saved(folder: Path) -> Saved:
         library=_said("library", begun),
         loads=any(note.get("loads") for note in begun),
         loads_late=bool(stepped) and all(note["loads_late"] for note in stepped),
+        resumes=any(note.get("resumes", True) for note in begun),
         option=_said("option", begun),
         read_back=_read(by_process, trains=True),
         read_only=_read(by_process, trains=False),

@@ -251,7 +251,8 @@ class RankTrace:
     - `replaces`: whether the script says that it draws with replacement.
     - `cut`: the epochs that the script ended before its loader had yielded all batches.
     - `epochs`: whether the script reports epochs with its samples; None if a loader shows them.
-    - `is_limited`: whether the harness, not the script, ended the rank after its last step.
+    - `is_limited`: whether the harness, not the script, ended the rank after its last step, and
+      `limited_where`, if this is not the last step that was asked for.
     """
 
     life: int
@@ -273,6 +274,7 @@ class RankTrace:
     cut: frozenset[int] = frozenset()
     epochs: bool | None = None
     is_limited: bool = False
+    limited_where: str = ""
 
     @property
     def rank(self) -> int:
@@ -421,7 +423,9 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
         cut=rank.cut | _epochs(record.get("cut", [])),
     ),
     "compressed": _with_compression,
-    "limit": lambda rank, _: replace(rank, is_limited=True),
+    "limit": lambda rank, record: replace(
+        rank, is_limited=True, limited_where=str(record.get("where", ""))
+    ),
     "data": lambda rank, record: replace(
         rank, header=require_header({**rank.header, **_of_the_data(record)}, "data")
     ),

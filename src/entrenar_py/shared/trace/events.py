@@ -76,6 +76,8 @@ class Shard(Event):
     - `evaluating`: whether the model was in evaluation mode, with dropout off.
     - `evaluated`: whether a forward pass without gradient was made in evaluation mode since the
       rank's previous micro-batch.
+    - `swapped`: whether a forward pass without gradient since then was made with other weights than
+      the rank's last step left.
     - `terms`: the sums and means that make up the value on which `backward` was called, as the
       autograd graph shows them. Each has its number of elements (0: unknown), the factor of each
       element, and the numbers that it was divided by, in order.
@@ -97,6 +99,7 @@ class Shard(Event):
     slope: float | None = None
     evaluating: bool = False
     evaluated: bool = False
+    swapped: bool = False
     terms: tuple[tuple[float, ...], ...] = ()
 
 

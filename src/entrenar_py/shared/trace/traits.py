@@ -35,7 +35,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "loss_over": ("", "batch", "micro-batch"),
     "arranged": ("known", "guessed"),
     "saves": ("", "nothing", "weights"),
-    "loads": ("", "nothing", "late"),
+    "loads": ("", "nothing", "late", "other"),
     "restarts": ("", "nothing"),
     "starts": ("", "one"),
 }
@@ -94,7 +94,8 @@ class Traits:
       that saves them.
     - `unreached`: the line that would have saved a checkpoint, but was not reached.
     - `loads`: `nothing` if no line of the script loads a file that it may have saved; `late` if all
-      such lines run only after training.
+      such lines run only after training; `other` if no process that trained read such a file, and
+      the script has no word for resuming: its lines load other files, or on other occasions.
     - `resume_option`: the script's first option with a name that suggests resuming (`--resume
       PATH`), or such a setting (`--start=resume`, or an environment variable, `START=resume`).
     - `read_back`: the line that loaded a saved file before training.

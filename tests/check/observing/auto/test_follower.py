@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,30 @@ def test_an_optimizer_of_copies_is_the_outer_one(folder: Path) -> None:
     assert follower._recorder.optimizers == (inner,)
     follower.step_begins(outer)
     assert recorded(follower, folder).outer == {"rule": "nesterov", "lr": 0.7, "momentum": 0.9}
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_second_optimizer_begins_a_new_phase(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    """The steps before it are the record; a script that creates one in each step has none."""
+    follower, model = Follower(Settings()), torch.nn.Linear(3, 2)
+    monkeypatch.setattr(follower._ending, "leave", sys.exit)
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    follower.built(first)
+    for _ in range(num_steps):
+        follower.forward(model, (torch.ones(4, 3),))
+        model(torch.ones(4, 3)).sum().backward()
+        first.step()
+    if num_steps > 1:
+        with pytest.raises(SystemExit):
+            follower.step_begins(second)
+    else:
+        follower.step_begins(second)
+    record = recording.recorded(folder)
+    where = "before step 2, where a new optimizer (SGD) begins to step the model"
+    assert (record.is_limited, record.limited_where) == ((num_steps > 1), where * (num_steps > 1))
+    assert ("in step 1 a new optimizer (SGD) steps" in record.problem) == (num_steps == 1)
 
 
 @pytest.mark.parametrize("is_copy", [False, True])

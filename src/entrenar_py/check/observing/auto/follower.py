@@ -497,7 +497,15 @@ class Follower:
         known = self._recorder.optimizers
         family = (*known, *_inside(known))
         if not any(one is each for one in (optimizer, *_inside([optimizer])) for each in family):
-            self._recorder.stranger_steps(optimizer)
+            self._end(self._recorder.stranger_steps(optimizer))
+
+    def _end(self, where: str) -> None:
+        """End the run before this step if `where` is given: what follows is not observed."""
+        if where and not self._ending.is_due and self._recorder is not None:
+            self._recorder.note_limit(where)
+            self._recorder.close()
+            self._ending.is_due = True
+            self._leave_if_due()
 
     def _begin_late(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin to observe in a step with gradients that the script set, without a backward pass.

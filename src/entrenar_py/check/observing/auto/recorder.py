@@ -49,6 +49,7 @@ class Recorder(Observer):
             seen=self._seen,
             facts={"auto": True, "replicas": surroundings.are_replicas(model)},
         )
+        self._first_step = self.num_steps
         self._random.since(drawn_since)
         if called is not None:
             for own in self._entrances.of(called):
@@ -120,24 +121,31 @@ class Recorder(Observer):
             if own is optimizer:
                 self._before_step(index)
 
-    def stranger_steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def stranger_steps(self, optimizer: torch.optim.Optimizer) -> str:
         """Handle a step of an optimizer that isn't observed.
 
+        Return where the record ends because of that, "" if it goes on.
+
         If it steps copies of the model's parameters, it may be the outer optimizer of ranks that
-        step alone, and its rule is recorded. Raises UsageError if it steps parameters that are
-        observed.
+        step alone, and its rule is recorded. If it steps parameters that are observed, a new phase
+        of the training begins, and the steps before it are the record. Raises UsageError if these
+        are less than two: a script may create its optimizer again in each step.
         """
         stepped = tensors.stepped_by(optimizer)
         if not stepped.isdisjoint(self._subject.parameters.values()):
-            raise UsageError(
-                f"in step {self.num_steps} a new optimizer ({type(optimizer).__name__}) "
-                "steps the model instead of the observed one: give the new one to "
-                "observe(model, optimizer)"
-            )
+            name, number = type(optimizer).__name__, self.num_steps
+            if number - self._first_step < 2:
+                raise UsageError(
+                    f"in step {number} a new optimizer ({name}) steps the model instead of the "
+                    "first one: keep one optimizer, or write observe(model, optimizer) into the "
+                    "script for the one that is to be checked"
+                )
+            return f"before step {number}, where a new optimizer ({name}) begins to step the model"
         shapes = Counter(tuple(tensor.shape) for tensor in stepped)
         if stepped and shapes <= Counter(tuple(t.shape) for t in self._subject.trained.values()):
             outer = OuterOptimizer(optimizer=optimizer, weights={}, inner_steps=None)
             self._recording.synchronised(outer.rule())
+        return ""
 
     def step_ended(self) -> None:
         """Record that an optimizer has stepped, and write new facts about the script."""
