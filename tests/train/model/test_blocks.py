@@ -39,6 +39,12 @@ def test_the_plan_names_every_layer_of_every_block() -> None:
     assert not plan.problem
 
 
+def test_a_decoder_that_the_prefix_does_not_name() -> None:
+    """The head of Llama 4's text model names its decoder otherwise than it keeps it."""
+    module: Any = model("Llama4Text", head_dim=8, intermediate_size_mlp=48, num_local_experts=2)
+    assert blocks.decoder_of(module) is module.model
+
+
 def test_tables_of_tokens_stay_whole() -> None:
     """Some releases of transformers add a rule for tables that are tied to the head."""
     module: Any = model("Qwen3", head_dim=8)

@@ -159,8 +159,10 @@ def decoder_of(module: nn.Module) -> nn.Module:
     """Return the model without peft's wrapper and without the head."""
     base = cast("Any", module)
     base = base.get_base_model() if hasattr(base, "peft_config") else base
-    found: nn.Module = base.base_model
-    return found
+    decoder: nn.Module = base.base_model
+    if decoder is base and hasattr(base, "model"):  # Llama 4's prefix names a part that it lacks
+        return cast("nn.Module", base.model)
+    return decoder
 
 
 def base_of(layer: nn.Module) -> nn.Module:
