@@ -458,7 +458,7 @@ def train(
             loss = loss_of(change, trained(x.clone()), y)
             if change != "not divided by micro-batches":
                 loss = loss / parts
-            recorder.loss(float(loss.detach()))
+            recorder.loss(float(loss.detach()), 1.0)
             loss.backward()
         if change != "gradients not cleared":
             _step(change, step, trained, optimizer, recorder)
