@@ -36,6 +36,7 @@ from tests.train.elastic.runs import (
     digest,
     in_one_process,
     model,
+    prepare,
     run,
     wait_for_newcomers,
 )
@@ -141,7 +142,7 @@ def train(
                 raw = b"".join(one.float().cpu().numpy().tobytes() for one in gradients)
                 found = hashlib.sha256(raw).hexdigest()[:16]
                 report(f"got {trainer.generation.number} {step} {trainer.shard} {found}")
-        nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
+        prepare(layers)
         if trainer.commit() and records:
             report(f"committed {step}")
             passes(step, "committed", trainer.generation.number)

@@ -89,7 +89,10 @@ def device() -> torch.device:
 
 
 def model() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """Return a model with dropout and weights of two dtypes, its optimizer and its schedule."""
+    """Return a model, its optimizer and its schedule.
+
+    The model has dropout, weights of two dtypes, and a buffer with gaps in memory.
+    """
     torch.manual_seed(0)
     if ON_GPUS:
         torch.cuda.set_device(device())
@@ -99,9 +102,12 @@ def model() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
             super().__init__()
             self.first, self.dropout = nn.Linear(5, 37), nn.Dropout(0.1)
             self.second = nn.Linear(37, 3, dtype=torch.bfloat16)
+            self.turn: Tensor
+            self.register_buffer("turn", torch.randn(5, 8)[:, :5].t())
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.second(self.dropout(self.first(x).tanh()).bfloat16())
+            hidden = self.first(x @ self.turn).tanh()
+            out: Tensor = self.second(self.dropout(hidden).bfloat16())
             return out
 
     layers = Mixed().to(device())
@@ -114,6 +120,15 @@ def batches(step: int) -> Tensor:
     """Return the micro-batches of a step, [MICRO_BATCHES, samples, features]."""
     draws = torch.Generator().manual_seed(step)
     return torch.randn(MICRO_BATCHES, 4, 5, generator=draws).to(device())
+
+
+def prepare(layers: nn.Module) -> None:
+    """Clip the gradients, if all are there, and add noise, which is the same on all ranks."""
+    gradients = [one.grad for one in layers.parameters() if one.grad is not None]
+    if len(gradients) == len([*layers.parameters()]):
+        nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
+        for gradient in gradients:
+            gradient.add_(torch.randn_like(gradient), alpha=1e-3)
 
 
 def digest(layers: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> str:
@@ -191,7 +206,7 @@ def train(
             loss = layers(batch).float().square().mean()
             loss.backward()
             time.sleep(PAUSE_S)
-        nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
+        prepare(layers)
         began = time.perf_counter()
         if trainer.commit():
             report(f"committed {step} {trainer.rank} {trainer.world_size}")
@@ -219,6 +234,12 @@ def in_one_process(num_steps: int = STEPS) -> str:
     return os.read(reading, 99).decode()
 
 
+def seed(step: int, shard: int) -> None:
+    """Seed torch's generators as the trainer does."""
+    drawn = hashlib.sha256(f"0,{step},{shard}".encode()).digest()
+    torch.manual_seed(int.from_bytes(drawn[:8], "big") >> 1)
+
+
 def _in_this_process(num_steps: int) -> str:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -226,8 +247,7 @@ def _in_this_process(num_steps: int) -> str:
     for step in range(num_steps):
         gradients = []
         for shard, batch in enumerate(batches(step)):
-            seed = hashlib.sha256(f"0,{step},{shard}".encode()).digest()
-            torch.manual_seed(int.from_bytes(seed[:8], "big") >> 1)
+            seed(step, shard)
             loss = layers(batch).float().square().mean()
             gradients.append(torch.autograd.grad(loss, [*layers.parameters()]))
         while len(gradients) > 1:
@@ -237,7 +257,8 @@ def _in_this_process(num_steps: int) -> str:
             ]
         for parameter, total in zip(layers.parameters(), gradients[0], strict=True):
             parameter.grad = total / MICRO_BATCHES
-        nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
+        seed(step, -2)
+        prepare(layers)
         optimizer.step()
         schedule.step()
     return digest(layers, optimizer, schedule)

@@ -17,7 +17,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 import entrenar_py
 from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.train.elastic.launcher import seat_of_launcher
-from tests.train.elastic.runs import MOMENTS, STEPS, in_a_process
+from entrenar_py.train.elastic.trainer import _with_extra_state
+from entrenar_py.train.elastic.transfer import load
+from tests.train.elastic.runs import MOMENTS, STEPS, in_a_process, seed
 
 Outcome = dict[str, Any]
 RANKS = {f"undisturbed {count}": count for count in (1, 2, 3, 4)}
@@ -346,6 +348,134 @@ def test_a_micro_batch_that_changes_a_buffer(
     else:
         with pytest.raises(UsageError, match=f"micro-batch 0 changed buffer {buffer}: "):
             next(batches)
+
+
+class Averaged(nn.Module):
+    """A layer with a running average, which it changes without a new version."""
+
+    def __init__(self, *, by_kernel: bool) -> None:
+        super().__init__()
+        self._by_kernel = by_kernel
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._by_kernel:
+            return nn.functional.batch_norm(x, self.mean, torch.ones(3), training=True)
+        self.mean.data.lerp_(x.detach().mean(0), 0.5)
+        return x - self.mean
+
+
+class Following(nn.Module):
+    """A layer with a frozen copy that follows it, as the key encoder of MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.key.data = 0.9 * self.key.data + 0.1 * x.detach().mean(0)
+        return x - self.key
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"),
+    [
+        (Averaged(by_kernel=False), "buffer 0.mean"),
+        (Averaged(by_kernel=True), "buffer 0.mean"),
+        (Following(), "frozen parameter 0.key"),
+    ],
+)
+def test_a_change_without_a_version(layers: nn.Module, layer: nn.Module, what: str) -> None:
+    """It is seen in the first micro-batch."""
+    model = nn.Sequential(layer, layers)
+    trainer = trainer_of(model)
+    next(trainer.steps(1))
+    batches = trainer.fold([torch.rand(2, 3)] * 2)
+    model(next(batches)).sum().backward()
+    with pytest.raises(UsageError, match=f"micro-batch 0 changed {what}: "):
+        next(batches)
+
+
+def test_an_optimizer_of_other_parameters(layers: nn.Module) -> None:
+    """Nobody would reduce their gradients, or drop them."""
+    temperature = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([*layers.parameters(), temperature], lr=0.1)
+    with pytest.raises(UsageError, match=r"parameter 2 of the optimizer, \(2,\), is not the model"):
+        entrenar_py.elastic(layers, optimizer, micro_batches=2)
+    temperature.requires_grad = False
+    entrenar_py.elastic(layers, optimizer, micro_batches=2)
+    with pytest.raises(UsageError, match="optimizer is a list: give one object with step"):
+        entrenar_py.elastic(layers, [optimizer], micro_batches=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_gradient_that_is_changed_inside_of_the_loop(layers: nn.Module, in_place: bool) -> None:
+    """The last micro-batch's is in a bucket already: bits would depend on the number of ranks."""
+    trainer = trainer_of(layers)
+    next(trainer.steps(1))
+    batches = trainer.fold([torch.ones(1, 3)] * 2)
+    layers(next(batches)).sum().backward()
+    bias = dict(layers.named_parameters())["bias"]
+    assert bias.grad is not None
+    if in_place:
+        nn.utils.clip_grad_norm_(bias, 0.1)
+    else:
+        bias.grad = bias.grad / 2
+    with pytest.raises(UsageError, match=r"gradient of bias was changed .* of micro-batch 0 "):
+        next(batches)
+
+
+def test_what_is_drawn_around_micro_batches_is_the_same_on_all_ranks(layers: nn.Module) -> None:
+    """However much a rank's own micro-batches have drawn. Another step draws other numbers."""
+    trainer, drawn = trainer_of(layers), []
+    for step in trainer.steps(2):
+        torch_draws = [torch.rand(1).item()]
+        for batch in trainer.fold([torch.ones(1, 3)] * 2):
+            torch.rand(step + 1)
+            layers(batch).sum().backward()
+        torch_draws.append(torch.rand(1).item())
+        drawn.append(torch_draws)
+        trainer.commit()
+    expected = []
+    for step in range(2):
+        for place in (-1, -2):
+            seed(step, place)
+            expected.append(torch.rand(1).item())
+    assert [one for both in drawn for one in both] == expected
+    assert len(set(expected)) == 4
+
+
+def test_a_newcomer_takes_what_nothing_can_be_copied_to(layers: nn.Module) -> None:
+    """The elements of an expanded buffer are one number in memory."""
+    layers.register_buffer("table", torch.ones(1).expand(4))
+    newcomer = trainer_of(layers)
+    newcomer._take({"table": torch.full((4,), 2.0)})
+    assert newcomer._tensors()["table"].tolist() == [2.0] * 4
+
+
+class Counting(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    count = 0
+
+    def get_extra_state(self) -> int:
+        """Return it."""
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        """Take another layer's."""
+        self.count = state
+
+
+def test_the_extra_state_of_modules_is_sent() -> None:
+    """It is the module's own, besides parameters and buffers."""
+    ours, theirs = Counting(3, 2), Counting(3, 2)
+    theirs.count = 7
+    models = (nn.Sequential(nn.Linear(3, 3), one) for one in (ours, theirs))
+    (mine,), (other,) = map(_with_extra_state, models)
+    load(mine, other.state_dict())
+    assert ours.count == 7
 
 
 @pytest.mark.parametrize("table", [None, torch.zeros(2)])

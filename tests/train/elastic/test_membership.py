@@ -164,6 +164,17 @@ def test_a_dispute_is_in_the_next_records_until_it_is_settled() -> None:
         assert found == [{"a dispute"}, {"a dispute"}, {""}, {""}]
 
 
+def test_a_run_that_begins_anew_has_no_dispute() -> None:
+    """Its weights in the same step are others."""
+    with seats(2) as launcher:
+        members = launcher.started(2)
+        launcher.store.compare_set(f"dispute/{launcher.roll.newest()}", "", "a dispute")
+        for member in members:
+            member.interrupt("a test")
+        asked = [launcher.asks(member, 3, trained=False) for member in members]
+        assert {one.result().dispute for one in asked} == {""}
+
+
 def test_one_that_comes_in_time_is_waited_for() -> None:
     """Members wait for one another for the deadline."""
     with seats(2) as launcher:

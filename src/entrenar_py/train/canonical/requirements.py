@@ -240,42 +240,82 @@ class Parameters(dict[Tensor, str]):
                 )
 
 
-class Buffers:
-    """A model's persistent buffers, which no micro-batch may change.
+class Untrained:
+    """A model's persistent buffers and frozen parameters, which no micro-batch may change.
 
-    Those with persistent=False are taken for caches, which no checkpoint has. One that is None
-    before a micro-batch may be filled in it.
+    Buffers with persistent=False are taken for caches, which no checkpoint has. One that is None
+    before a micro-batch may be filled in it. Most changes are seen by a tensor's version. Not all
+    have one (through `.data`, by torch's kernel for batch norms), so the first micro-batch's bits
+    are compared, too.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._places = [
-            (f"{place}.{name}".lstrip("."), module, name)
+        buffers = [
+            (f"buffer {place}.{name}".replace(" .", " "), module._buffers, name)
             for place, module in model.named_modules()
             for name in module._buffers
             if name not in module._non_persistent_buffers_set
         ]
+        frozen = [
+            (f"frozen parameter {place}.{name}".replace(" .", " "), module._parameters, name)
+            for place, module in model.named_modules()
+            for name, one in module._parameters.items()
+            if one is not None and not one.requires_grad
+        ]
+        self._places: list[tuple[str, dict[str, Any], str]] = [*buffers, *frozen]
+        self._is_compared = False  # whether the first micro-batch has ended
 
     def note(self) -> None:
         """Note what they are now."""
-        self._noted = [_buffer(module, name) for _, module, name in self._places]
+        self._noted = [_tensor(held, name) for _, held, name in self._places]
+        if not self._is_compared:
+            self._sums = [_sum_of_bits(tensor) for tensor, _ in self._noted]
 
     def require_unchanged(self, shard: int) -> None:
         """Raise UsageError if micro-batch `shard` has changed one since `note`."""
-        for (path, module, name), (tensor, version) in zip(self._places, self._noted, strict=True):
-            now, version_now = _buffer(module, name)
+        for (path, held, name), (tensor, version) in zip(self._places, self._noted, strict=True):
+            now, version_now = _tensor(held, name)
             if tensor is not None and (now is not tensor or version_now != version):
-                raise UsageError(
-                    f"micro-batch {shard} changed buffer {path}: other ranks compute other "
-                    "micro-batches, so their buffers, and what depends on them, would get "
-                    "different bits; change it after a commit, or freeze its module with eval(); "
-                    "if it is only a cache, register it with persistent=False"
-                )
+                raise _changed(path, shard)
+        if self._is_compared:
+            return
+        for (path, *_), (tensor, _), before in zip(
+            self._places, self._noted, self._sums, strict=True
+        ):
+            after = _sum_of_bits(tensor)
+            if before is not None and after is not None and bool(before != after):
+                raise _changed(path, shard)
+        self._is_compared = True
+        self._sums.clear()
 
 
-def _buffer(module: torch.nn.Module, name: str) -> tuple[Tensor | None, int]:
-    """Return a buffer, and a number that grows if it is changed in place."""
-    tensor = module._buffers.get(name)
+def _changed(path: str, shard: int) -> UsageError:
+    return UsageError(
+        f"micro-batch {shard} changed {path}: other ranks compute other micro-batches, so what "
+        "they have, and what depends on it, would get different bits; change it after a commit, or "
+        "freeze its module with eval(); a buffer that is only a cache can have persistent=False"
+    )
+
+
+def _tensor(held: dict[str, Any], name: str) -> tuple[Tensor | None, int]:
+    """Return a tensor, and a number that grows if it is changed in place."""
+    tensor = held.get(name)
     return tensor, 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum_of_bits(tensor: Tensor | None) -> Tensor | None:
+    """Return the sum of all elements' bits, int64 []. None if it is no plain tensor."""
+    if tensor is None or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return None
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return None
+    integer = _INTEGERS.get(tensor.element_size())
+    if integer is None:
+        return None
+    return tensor.detach().contiguous().view(integer).sum(dtype=torch.int64)
 
 
 def require_parameters(model: torch.nn.Module) -> Parameters:

@@ -48,7 +48,8 @@ def elastic(
     number of committed steps as `first_step`.
 
     Before a micro-batch is read, torch's generators are seeded from `seed`, the step and the
-    micro-batch's index. So dropout doesn't depend on which rank computes it.
+    micro-batch's index. So dropout doesn't depend on which rank computes it. They are also seeded
+    before `steps` yields and when `fold` ends, alike on all ranks.
 
     A rank that doesn't arrive within `deadline_s` seconds of another one is given up. Ranks that
     end are noticed at once if `entrenar_py.supervise` starts them, which also starts new ones:
@@ -60,8 +61,8 @@ def elastic(
     bits ends with ConvictedError. `fold` yields what a rank audits after its own micro-batches.
 
     Raises UsageError if `micro_batches` is not a power of two or is smaller than the number of
-    ranks, if the model is on several devices or has parts that depend on the number of ranks, or if
-    `require_deterministic` would raise.
+    ranks, if the model is on several devices or has parts that depend on the number of ranks, if
+    the optimizer trains what is not the model's, or if `require_deterministic` would raise.
     """
     from entrenar_py.train.elastic.trainer import ElasticTrainer
 

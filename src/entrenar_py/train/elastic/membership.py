@@ -478,7 +478,8 @@ class Membership:
                 for rank, seat in enumerate(seats)
                 if seat != source and not (here[seat].trained and advance[seat] == advance[source])
             ],
-            "dispute": self.roll.dispute(number - 1),
+            # Without a trained rank the run begins anew, with other weights in the same steps.
+            "dispute": self.roll.dispute(number - 1) if advance[source][0] else "",
         }
         self.roll.store.compare_set(f"record/{number}", "", json.dumps(record))
 

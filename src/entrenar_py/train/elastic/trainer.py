@@ -9,6 +9,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 
+# What is drawn before the first micro-batch and after the last one, the same on all ranks.
+_READING, _COMMITTING = -1, -2
 _FAILURES_MAX = 5  # of the same ranks to commit a step
 _OUTLIVING_S = 1.0
 
@@ -80,9 +83,10 @@ class ElasticTrainer:
     ) -> None:
         requirements.require_deterministic()
         self._parameters = requirements.require_parameters(model)
-        self._model_buffers = requirements.Buffers(model)
+        self._untrained = requirements.Untrained(model)
         self._model = model
         self._device = _device_of([*self._tensors().values()])
+        _require_optimizer(optimizer, self._parameters)
         if not deadline_s > 0:
             raise UsageError.of("deadline_s", deadline_s, "give more than 0 seconds")
         if not 0 <= audit <= 1:
@@ -128,6 +132,7 @@ class ElasticTrainer:
         self._open = False  # between `steps` and `commit`
         self._broken = False  # whether an optimizer's step was not made to its end
         self._num_made = 0  # gradients in the current micro-batch
+        self._as_made: dict[Tensor, tuple[int, int]] = {}  # a gradient, and its version
         self._ended = False  # whether all ranks have committed the last step
         self._trained = False  # whether this process has the state of the run
         self._failures: Counts[tuple[tuple[int, int], ...]] = Counts()  # by members, of this step
@@ -177,6 +182,7 @@ class ElasticTrainer:
                 self._regroup()
             else:
                 self._open = True
+                self._seed_generators(_READING)
                 yield self.step
                 if self._open:
                     raise UsageError(
@@ -211,6 +217,7 @@ class ElasticTrainer:
             raise UsageError("fold() outside of the loop over steps()")
         take(self._parameters)
         self._num_made = 0
+        self._as_made.clear()
         self._reduced = False
         self._counter = Counter(self.shards.start)
         self._buckets.clear()
@@ -220,15 +227,16 @@ class ElasticTrainer:
                     return
                 self._see()
                 self._shard = shard
-                torch.manual_seed(_seed_of(self._seed, self.step, shard))
-                self._model_buffers.note()
+                self._seed_generators(shard)
+                self._untrained.note()
                 yield batches[shard]
-                self._model_buffers.require_unchanged(shard)
+                self._untrained.require_unchanged(shard)
                 self._keep(shard)
             self._shard = None
             self._buckets.finish(self._wait)
             self._audit.settle(self._wait_for_valid)
             self._require_valid()
+            self._seed_generators(_COMMITTING)  # for an optimizer with noise
             self._reduced = True
         except InterruptedGenerationError:
             take(self._parameters)
@@ -274,12 +282,18 @@ class ElasticTrainer:
                 "let this process end, and it gets the other ranks' state when it is started again"
             )
 
+    def _seed_generators(self, shard: int) -> None:
+        """Seed torch's generators for micro-batch `shard`, or for what surrounds them."""
+        torch.manual_seed(_seed_of(self._seed, self.step, shard))
+
     # --- the gradients of a step ------------------------------------------------------------------
 
     def _made(self, parameter: Tensor) -> None:
         """Note that the backward pass has made the gradient of `parameter`."""
         self._see()
         self._num_made += 1
+        if parameter.grad is not None:
+            self._as_made[parameter] = id(parameter.grad), parameter.grad._version
         # An audited one is sent when all of it is there: its sums would change it.
         if self._shard == self.shards[-1] and self._shard not in self._audit:
             self._send(parameter)
@@ -303,6 +317,12 @@ class ElasticTrainer:
                 self._send(parameter)
             if self._members.interrupted:  # meanwhile, so not all were sent
                 raise InterruptedGenerationError
+        changed = [
+            self._parameters[weight]
+            for weight, made in self._as_made.items()
+            if weight.grad is not None and (id(weight.grad), weight.grad._version) != made
+        ]
+        self._as_made.clear()
         node = take(self._parameters)  # the last one's are in buckets already
         num_made, self._num_made = self._num_made, 0
         if num_made > len(self._parameters):
@@ -318,6 +338,13 @@ class ElasticTrainer:
                 f"{self.shards.stop - 1}, made no gradient for {names[0]} ({len(names)} of "
                 f"{len(self._parameters)} parameters): run its backward pass inside the loop over "
                 "fold(), and let it use every parameter"
+            )
+        if changed:
+            raise UsageError(
+                f"the gradient of {changed[0]} was changed after the backward pass of micro-batch "
+                f"{shard} ({len(changed)} of {len(self._parameters)} parameters): others are "
+                "summed already; clip or scale gradients after the loop over fold(), where they "
+                "are the mean"
             )
         if not last and shard in self.shards:
             self._counter.push(node)
@@ -507,7 +534,7 @@ class ElasticTrainer:
     def _bring_up(self, generation: Generation) -> None:
         """Copy the state of rank `source` to the ranks that are behind."""
         assert self._group is not None
-        states = [self._optimizer, *self._schedulers, *self._state]
+        states = [self._optimizer, *self._schedulers, *self._state, *_with_extra_state(self._model)]
         own = None
         if self.rank == generation.source:
             own = (self.step, self._tensors(), [each.state_dict() for each in states])
@@ -536,7 +563,7 @@ class ElasticTrainer:
         """Take another rank's weights and buffers. Its caches may be filled, or longer."""
         own = self._tensors()
         for name, theirs in tensors.items():
-            if name in own and own[name].shape == theirs.shape:
+            if name in own and own[name].shape == theirs.shape and not _is_expanded(own[name]):
                 own[name].copy_(theirs)
             else:
                 place, _, buffer = name.rpartition(".")
@@ -553,6 +580,24 @@ def _outlive(group: Group, sums: list[Sum]) -> None:
         time.sleep(_OUTLIVING_S)
 
 
+class _ExtraState:
+    """What a module's own `get_extra_state` returns, besides parameters and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.state_dict, self.load_state_dict = module.get_extra_state, module.set_extra_state
+
+
+def _with_extra_state(model: nn.Module) -> list[_ExtraState]:
+    usual = nn.Module.get_extra_state
+    return [_ExtraState(one) for one in model.modules() if type(one).get_extra_state is not usual]
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements are one number in memory, to which nothing can be copied."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
+
+
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:
     """Return where all `tensors` are. Raises UsageError unless it is one GPU, or the CPU."""
     devices = sorted({str(one.device) for one in tensors})
@@ -562,6 +607,23 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
             "CUDA device, or on the CPU"
         )
     return tensors[0].device
+
+
+def _require_optimizer(optimizer: object, parameters: requirements.Parameters) -> None:
+    """Raise UsageError unless `optimizer` is one, for parameters that are reduced."""
+    if not callable(getattr(optimizer, "step", None)):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}: give one object with step(), state_dict() "
+            "and load_state_dict(), which may step several optimizers"
+        )
+    groups = getattr(optimizer, "param_groups", ())
+    for number, weight in enumerate(chain.from_iterable(group["params"] for group in groups)):
+        if weight.requires_grad and weight not in parameters:
+            raise UsageError(
+                f"parameter {number} of the optimizer, {tuple(weight.shape)}, is not the "
+                "model's, so its gradient would not be reduced: put all that is trained, such as a "
+                "loss with weights, into one module, and make the optimizer from its parameters()"
+            )
 
 
 def _fingerprint(model: nn.Module) -> str:

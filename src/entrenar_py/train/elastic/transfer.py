@@ -125,7 +125,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _without_data(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")
+    """Return an empty tensor with the strides that `tensor` is sent with."""
+    form = torch.preserve_format if _is_dense(tensor) else torch.contiguous_format
+    return torch.empty_like(tensor, device="meta", memory_format=form)
 
 
 def _load(frame: bytes) -> Any:
