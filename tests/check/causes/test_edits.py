@@ -226,12 +226,23 @@ def drawn_back(rank: Averaged, step: int) -> Vectors | None:
 
 
 @pytest.mark.parametrize(
-    ("label", "share", "is_swapped"),
-    [("model_ema", 0.0, True), ("model_ema", 0.5, False), ("slow", 0.0, False)],
+    ("label", "share", "first", "is_swapped"),
+    [
+        ("model_ema", 0.0, 99, True),
+        ("model_ema", 0.5, 99, False),
+        ("slow", 0.0, 99, False),
+        ("teacher", 0.0, 98, False),
+    ],
 )
-def test_weights_that_follow_their_average(label: str, share: float, is_swapped: bool) -> None:
-    """An average that stays while the weights come to it was to move; other copies may be slow."""
-    tally = judged(Averaged(edit=drawn_back, label=label, share=lambda _: share))
+def test_weights_that_follow_their_average(
+    label: str, share: float, first: int, is_swapped: bool
+) -> None:
+    """An average that stays while the weights come to it was to move.
+
+    Other copies may be slow, and other weights than the first ones are no average of them.
+    """
+    rank = Averaged(edit=drawn_back, label=label, share=lambda _: share, average=drawn(first))
+    tally = judged(rank)
     assert (tally.broken is not None) is is_swapped
     if tally.broken is not None:
         assert (tally.broken.step, tally.broken.tensor) == (2, "a")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -230,16 +230,40 @@ def test_moments_that_begin_anew_are_noted() -> None:
     anew = replace(trace, events=tuple(_anew(trace)))
     finding = judged_apart("step_rule", anew)
     assert finding.verdict is Verdict.HELD, finding.reason
-    assert any("was emptied before step 1" in note for note in finding.notes)
+    assert any("state was emptied before step 1" in note for note in finding.notes)
 
 
-def _anew(trace: Trace) -> list[Event]:
-    """Return the events of a run with momentum that is emptied before step 1."""
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_moments_of_one_tensor_that_begin_anew(is_counted: bool) -> None:
+    """A head and its state may be reset. Without a count of steps, moments may have been lost."""
+    trace = own(1, optimizer="momentum")
+    reset, *others = trace.of(Update)[0].weights
+    events = _anew(trace, names=(reset,))
+    if is_counted:
+        made = {reset: 1, **dict.fromkeys(others, 2)}
+        counts = {f"{n}/step": traces.values(np.float32([count])) for n, count in made.items()}
+        events = [replace(e, optimizer=counts) if _is_first_step(e) else e for e in events]
+    finding = judged_apart("step_rule", replace(trace, events=tuple(events)))
+    assert finding.verdict is (Verdict.HELD if is_counted else Verdict.FALSIFIED), finding.reason
+    assert any(f"state of {reset} was emptied" in note for note in finding.notes) is is_counted
+
+
+def _is_first_step(event: Event) -> bool:
+    return isinstance(event, Update) and event.step == 1
+
+
+def _anew(trace: Trace, names: Collection[str] | None = None) -> list[Event]:
+    """Return the events of a run with momentum, emptied before step 1 for `names` (None: all)."""
     events: list[Event] = []
     for event in trace.events:
         if isinstance(event, Update) and event.step == 1:
             before = _first(trace)
-            weights = {name: traces.values(*_plain(before, event, name)) for name in event.weights}
+            weights = {
+                name: traces.values(*_plain(before, event, name))
+                if names is None or name in names
+                else record
+                for name, record in event.weights.items()
+            }
             event = replace(event, weights=weights)
         elif isinstance(event, Update) and event.step > 1:
             continue

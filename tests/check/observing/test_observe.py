@@ -119,6 +119,23 @@ def test_the_norm_that_a_line_does_not_say_is_that_of_the_calls(
     assert all(one.unclipped.keys() == one.gradient.keys() for one in of(Update, record))
 
 
+def test_clipping_by_a_norm_that_was_computed_before(folder: Path) -> None:
+    """The gradients are recorded before it. Which norm that is isn't known."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    model(torch.full((2, 1), 3.0)).square().mean().backward()
+    norm = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+    nn.utils.clip_grads_with_norm_(iter([*model.parameters()]), 0.5, norm)
+    optimizer.step()
+    obs.close()
+    record = recorded(folder)
+    assert record.header.get("clips") is None
+    (update,) = of(Update, record)
+    assert update.unclipped.keys() == update.gradient.keys()
+    assert update.unclipped["bias"].digest != update.gradient["bias"].digest
+
+
 def test_what_is_recorded(folder: Path) -> None:
     """The record has a start, each micro-batch's gradient, and the results of each step."""
     model = nn.Linear(1, 1)

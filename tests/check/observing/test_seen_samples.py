@@ -109,6 +109,16 @@ def test_micro_batches_of_a_batch(seen: Seen) -> None:
     assert [seen.given(first), seen.given(second)] == [[2, 0], [1, 3]]
 
 
+@pytest.mark.parametrize(("rows", "varied"), [([0, 2], True), ([0, 1], False)])
+def test_rows_that_are_picked_from_a_batch(seen: Seen, rows: list[int], varied: bool) -> None:
+    """Rows here and there, as those with a label; a batch that is cut off is no choice."""
+    batch = seen.yields(3, 1, 0, 2)
+    assert seen.given(batch[rows]) == [[3, 1, 0, 2][row] for row in rows]
+    assert not seen.samples.facts()["varied"]
+    seen.given(seen.yields(7, 5, 4, 6))
+    assert seen.samples.facts()["varied"] is varied
+
+
 def test_a_batch_that_was_skipped(seen: Seen) -> None:
     """A resumed script skips batches; the one that is used is recognised."""
     seen.yields(3, 1, 0, 2)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -126,6 +127,32 @@ def test_samplers_that_draw_samples_again(
 ) -> None:
     """A sampler says so itself, or the text of the script's own class does."""
     assert Source(DataLoader(range(SIZE), sampler=sampler())).replacement is replaces  # type: ignore[arg-type]
+
+
+class ByLength(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(SIZE), key=lambda index: -index % 4))
+
+
+class Epochs(ByLength):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize(
+    ("sampler", "is_ordered"),
+    [
+        (ByLength(), True),
+        (Shuffled(), False),
+        (Epochs(), False),
+        ([3, 1, 0], True),
+        (np.array([3, 1, 0]), True),
+        (RandomSampler(range(SIZE)), False),
+    ],
+)
+def test_an_order_that_is_the_same_in_each_epoch(sampler: Any, is_ordered: bool) -> None:
+    """By what decides it, as this module shuffles other things."""
+    assert Source(DataLoader(range(SIZE), sampler=sampler)).is_ordered is is_ordered  # type: ignore[arg-type]
 
 
 WHOLE = TensorDataset(torch.arange(10.0))

@@ -33,6 +33,7 @@ ARGUMENTS = {
     },
     "torch.nn.utils.clip_grad_norm_": ["parameters", "max_norm", "norm_type"],
     "torch.nn.utils.clip_grad.clip_grad_norm_": ["parameters", "max_norm", "norm_type"],
+    "torch.nn.utils.clip_grads_with_norm_": ["parameters", "max_norm"],
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel.clip_grad_norm_": [
         *("self", "max_norm", "norm_type")
     ],

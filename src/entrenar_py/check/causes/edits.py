@@ -339,7 +339,8 @@ def _left_in(edit: Edit) -> str:
 def _drawn_to_an_average(edit: Edit) -> str:
     """Explain an edit that goes part of the way to an average, which itself does not move.
 
-    The target of a lookahead (its slow weights) moves, too, or isn't named like an average.
+    The target of a lookahead (its slow weights) moves, too, or isn't named like an average. That of
+    a pull to other weights, such as a teacher's, is no copy of the weights that the run began with.
     """
     made = evidence.updates(edit.trace).get(edit.update.step - 1, {})
     earlier = made[edit.update.rank].extra if edit.update.rank in made else {}
@@ -355,6 +356,8 @@ def _drawn_to_an_average(edit: Edit) -> str:
         )
         if not stays or copy.keys() != edit.after.keys():
             continue
+        if label not in declared and not _is_first(copy, edit):
+            continue
         part = weight_averages.share({n: edit.before[n] for n in copy}, edit.after, [copy])
         if part and part < 1:
             return (
@@ -363,6 +366,15 @@ def _drawn_to_an_average(edit: Edit) -> str:
                 "the two"
             )
     return ""
+
+
+def _is_first(copy: Tensors, edit: Edit) -> bool:
+    """Return whether a copy has the weights with which the edit's rank began."""
+    begun = next((one for one in edit.trace.of(Start) if one.rank == edit.update.rank), None)
+    return begun is not None and all(
+        name in begun.weights and begun.weights[name].digest == record.digest
+        for name, record in copy.items()
+    )
 
 
 def _of_an_earlier_step(edit: Edit) -> str:

@@ -139,8 +139,9 @@ def _follow(tally: Tally, trace: Trace) -> None:
             continue
         rule = rules.get(event.rank)
         rule_before = None if rule is None else replace(rule)
-        if rule is not None and _begins_anew(tally, trace, rule, event, twice):
-            rule.moments = {}
+        if rule is not None:
+            for name in _emptied(tally, trace, rule, event, twice):
+                del rule.moments[name]
         moved = rule is not None and _moved(tally, trace, rule, event, twice)
         if moved or event.step in rested:  # a wrongly skipped step shows in a later step
             continue
@@ -167,25 +168,38 @@ def _is_as_derived(trace: Trace) -> bool:
     return tried.broken is None
 
 
-def _begins_anew(
+def _emptied(
     tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]
-) -> bool:
-    """Return whether a user's step follows only from empty moments, like that of a new optimizer.
+) -> Set[str]:
+    """Return the tensors whose moments a user's step begins with empty, like a new optimizer's.
 
-    If so, a note says it: workers that are synchronised now and then may start over each time.
+    These are all tensors, or those whose count of steps was recorded as 1. Without them the step
+    must not follow. A note names the step: workers that are synchronised now and then may start
+    over each time.
     """
     if trace.scenario.workload != "own" or not rule.moments:
-        return False
-    tried = [replace(rule, moments=moments) for moments in (rule.copied(), {})]
-    goes_on, is_anew = (_trial(trace, each, update, twice) for each in tried)
-    if goes_on or not is_anew:
-        return False
-    if not any("state was emptied" in note for note in tally.notes):
-        tally.note(
-            f"the optimizer's state was emptied before step {update.step}, and later "
-            "steps use the emptied state"
-        )
-    return True
+        return set()
+    every = rule.moments.keys()
+    first = {name for name in every if _steps_made(update, name) == 1}
+    for emptied in (set[str](), {*every}, *([first] if 0 < len(first) < len(every) else [])):
+        left = {name: one for name, one in rule.copied().items() if name not in emptied}
+        if not _trial(trace, replace(rule, moments=left), update, twice):
+            continue
+        if emptied and not any("state was emptied" in note for note in tally.notes):
+            whose = "" if emptied == every else f" of {listed(sorted(emptied), most=2)}"
+            tally.note(
+                f"the optimizer's state{whose} was emptied before step {update.step}, and later "
+                "steps use the emptied state"
+            )
+        return emptied
+    return set()
+
+
+def _steps_made(update: Update, name: str) -> float | None:
+    """Return how many steps the optimizer has made with a tensor, by its own state."""
+    record = update.optimizer.get(f"{name}/step")
+    counted = None if record is None else record.elements()
+    return None if counted is None or counted.size != 1 else float(counted[0])
 
 
 def _trial(trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]) -> bool:

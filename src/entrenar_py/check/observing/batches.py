@@ -63,6 +63,7 @@ class Batch:
     - `trains`: whether the batch may be meant for training: gradients were enabled and no other
       pass used it.
     - `is_gathered`: whether the samples were drawn one by one.
+    - `is_picked`: whether rows here and there were used, and those between them not at that time.
     - `blocks` and `content`: its memory and its tensors, if the reader needs them.
     - `num_bytes`: the size of these tensors.
     """
@@ -74,7 +75,7 @@ class Batch:
         self.left = [*range(self.size)]
         self.trains = torch.is_grad_enabled()
         self.thread = threading.get_ident()
-        self.is_gathered = False
+        self.is_gathered = self.is_picked = False
         self.blocks: list[Block] = []
         self.content: Any = None
         self.num_bytes = 0  # of its tensors
@@ -97,6 +98,7 @@ class Batch:
         """Return the samples at `places` for training, and in the first call also the `rest`."""
         assert self.ids is not None, "only a batch with ids is used"
         taken = {*places}
+        self.is_picked |= len(taken) < max(taken, default=-1) - min(taken, default=0) + 1
         self.left = [place for place in self.left if place not in taken]
         rest, self.rest = self.rest, ()
         return (*(self.ids[place] for place in places), *rest)

@@ -252,13 +252,13 @@ class Observer(Observation):
         """Record that the harness, not the script, ends the run: `where`, or after its steps."""
         self._recording.note_limit(where)
 
-    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
+    def clipped(self, parameters: Any, max_norm: float | None, norm_type: float) -> None:
         """Called when the gradients of `parameters` are about to be clipped by their norm."""
         clipped = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         own = {id(parameter) for parameter in self._subject.trained.values()}
         if own.isdisjoint(map(id, clipped)):
             return
-        if self._clips is not None:
+        if self._clips is not None and max_norm is not None:
             self._clips.note(clipped, max_norm, norm_type)
         self._step.before_clipping()
 

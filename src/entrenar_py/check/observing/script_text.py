@@ -39,7 +39,7 @@ _BY_EPOCH = re.compile(  # code that begins, or runs, at some epochs; not a loop
     r"|[\w.)\]]\s*(?:[<>]=?|[=!]=)\s*\w*epoch\w*\b)"
 )
 # Code that may in any way put rows into a random order.
-_SHUFFLES = re.compile(
+SHUFFLES = re.compile(
     r"(randperm|permutation|permuted|shuffl\w*\s*(?:\(|=(?!\s*False))|set_epoch|choices?\s*\("
     r"|multinomial|RandomSampler|DistributedSampler(?!\([^()]*shuffle=False)|\bsample\s*\("
     r"|\brand\s*\(|random\s*\(\s*\))"
@@ -117,7 +117,7 @@ def line_by_epoch() -> str:
 def shuffles() -> bool:
     """Return whether any line of the script may put rows into a random order."""
     own, _ = texts()
-    return not own or bool(first(_SHUFFLES, own))
+    return not own or bool(first(SHUFFLES, own))
 
 
 def _is_near(file: str) -> bool:

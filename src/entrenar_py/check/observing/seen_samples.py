@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class Batches:
     def __init__(self) -> None:
         self.epochs = Epochs()
         self._first: tuple[Any, ...] | None = None  # the data from which the first loader draws
-        self.varies = False  # whether training also used a loader that draws other samples
+        # Whether training also used a loader that draws other samples, or picks rows of batches.
+        self.varies = False
         # The loaders that were used since the last backward pass, and whether one draws samples
         # that another one draws, too.
         self._new_loaders: list[Any] = []
@@ -76,6 +78,12 @@ class Batches:
         batches of its loader: these were skipped.
         """
         self._used_last = batch, self.num_events
+        # The rest of an earlier batch was left out: rows without a label, or with small losses.
+        self.varies |= any(
+            one.is_picked and bool(one.left)
+            for one in takewhile(lambda one: one is not batch, self.pending)
+            if one.iteration.loader is batch.iteration.loader
+        )
         epoch = self._epoch_of(batch.iteration)
         ids = batch.take([*places])
         if not batch.left:

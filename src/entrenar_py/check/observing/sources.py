@@ -244,8 +244,8 @@ class Source:
     - `has_passes`: an iteration is an epoch; False if a sampler of the script decides.
     - `is_thorough`: it has passes, and every selected sample is drawn in each.
     - `is_sequential`: samples are drawn in the order of the data set (a `Subset` may have any).
-    - `is_ordered`: it is sequential, or a sampler of the script decides the order, and no line of
-      the script makes it random.
+    - `is_ordered`: it is sequential, or the order is a list of indices, or a sampler of the script
+      decides it, and no line of the sampler, or of the script, makes it random.
     - `splits`: a sampler gives each rank its part of the data set.
     - `drop_last`: an incomplete last batch is dropped.
     - `replacement`: samples are drawn with replacement.
@@ -396,7 +396,21 @@ def _replaces(part: Any) -> bool:
 
 def _are_ordered(samplers: list[Any]) -> bool:
     deciding = [one for one in samplers if not _is_known(one)]
-    return bool(deciding) and all(map(_is_written, deciding)) and not script_text.shuffles()
+    if all(map(_is_written, deciding)) and not script_text.shuffles():
+        return bool(deciding)
+    return bool(deciding) and all(map(_is_fixed, deciding))
+
+
+def _is_fixed(sampler: Any) -> bool:
+    """Return whether a sampler surely has the same order in each epoch, by what it is.
+
+    The rest of the script may shuffle other things, such as a split that is made once.
+    """
+    if isinstance(sampler, list | tuple | range | np.ndarray | torch.Tensor):
+        return True
+    if not _is_written(sampler) or hasattr(type(sampler), "set_epoch"):
+        return False
+    return not script_text.SHUFFLES.search(inspect.getsource(type(sampler)))
 
 
 def _is_sequential(sampler: Any) -> bool:

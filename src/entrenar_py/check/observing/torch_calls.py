@@ -57,8 +57,11 @@ class Listener(Protocol):
     def saved(self) -> None:
         """Called when the script saves a file."""
 
-    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
-        """Called when the gradients of `parameters` are about to be clipped by their norm."""
+    def clipped(self, parameters: Any, max_norm: float | None, norm_type: float) -> None:
+        """Called when the gradients of `parameters` are about to be clipped by their norm.
+
+        `max_norm` is None if they are clipped by another norm, or by an unknown one.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +254,16 @@ def _clipped(original: Function, listener: Listener) -> Function:
     return clip
 
 
+def _clipped_with_norm(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def clip(parameters: Any, max_norm: float, *given: Any, **named: Any) -> Any:
+        kept = [*parameters] if isinstance(parameters, Iterator) else parameters
+        listener.clipped(kept, None, 2.0)  # the norm may be any, of any gradients
+        return original(kept, max_norm, *given, **named)
+
+    return clip
+
+
 def _clipped_in_pieces(original: Function, listener: Listener) -> Function:
     @wraps(original)
     def clip(self: Any, max_norm: float, norm_type: float = 2.0) -> Any:
@@ -315,6 +328,13 @@ LINE_TABLE = (
             wrap=_clipped,
         )
         for module in ("torch.nn.utils", "torch.nn.utils.clip_grad")
+    ),
+    Patch(
+        module="torch.nn.utils",
+        name="clip_grads_with_norm_",
+        reason="a clipped gradient doesn't show what it was before",
+        wrap=_clipped_with_norm,
+        optional=True,  # since torch 2.6
     ),
     Patch(
         module="torch.distributed.fsdp.fully_sharded_data_parallel",

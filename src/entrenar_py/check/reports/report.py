@@ -171,7 +171,8 @@ def ending(reports: Sequence[Report], *, allow_inconclusive: bool) -> Ending:
         return Ending(EXIT_NOTHING_SELECTED, empty[0].incomplete)
     counts = {
         "held": len(entries) - len(broken) - len(unknown),
-        "falsified and accepted": len(broken),
+        "falsified and accepted": sum(not entry.advice for entry in broken),
+        "advice": sum(entry.advice for entry in broken),
         "inconclusive and allowed": len(unknown),
     }
     told = [f"{number} {words}" for words, number in counts.items() if number]

@@ -470,7 +470,7 @@ class Follower:
         return look_before_step(first, again, arguments, named)
 
     @guarded
-    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
+    def clipped(self, parameters: Any, max_norm: float | None, norm_type: float) -> None:
         """Record that the script clips gradients by their norm."""
         if self._recorder is not None:
             self._recorder.clipped(parameters, max_norm, norm_type)
