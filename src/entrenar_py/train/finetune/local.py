@@ -207,7 +207,7 @@ def train(
         imported = Aside().start(model_folder.library)
         devices = _opened(names)
         imported()
-        prepared = preparation.prepare(settings)
+        prepared = preparation.prepare(settings, day=student.day_of(settings))
         settings = prepared.settings
         foresight.say_rows(prepared)
         num_workers, limit = _staff(prepared, names, resume=resume)
