@@ -146,6 +146,8 @@ def test_shards_of_another_run(tmp_path: Path) -> None:
         ({"rows": []}, "must have the same length"),
         ({"top_k": True}, "top_k=True"),
         ({"extra": 1}, "extra: this key is missing or unknown"),
+        ({"day": 20261128}, "day=20261128: use type"),
+        ({"day": "soon"}, "day='soon': is not a date"),
     ],
 )
 def test_facts_that_are_none(tmp_path: Path, changes: dict[str, object], told: str) -> None:
@@ -159,3 +161,39 @@ def test_facts_that_are_none(tmp_path: Path, changes: dict[str, object], told: s
 
 def test_a_record_is_json() -> None:
     assert type(FACTS).from_dict(json.loads(json.dumps(FACTS.to_dict()))) == FACTS
+
+
+def test_the_day_stands_in_the_list_and_decides_nothing(tmp_path: Path) -> None:
+    """Digest, comparison and files are those of shards that an earlier build made."""
+    assert manifest.day_of(tmp_path) is None
+    dated = replace(FACTS, day="2026-11-28")
+    with closing(Claims(tmp_path)) as claims:
+        Writer(tmp_path, dated, None, claims)
+        Writer(tmp_path, FACTS, None, claims)  # an earlier build's, or of another day
+    assert manifest.day_of(tmp_path) == "2026-11-28"
+    assert (dated.digest, dated) == (FACTS.digest, FACTS)
+    assert manifest.columns(dated, 0).equals(manifest.columns(FACTS, 0), check_metadata=True)
+    assert "day" not in FACTS.to_dict()
+
+
+def test_other_rows_of_another_day_name_the_date_to_set(tmp_path: Path) -> None:
+    first, second = (
+        replace(FACTS, data=data * 32, day=day)
+        for data, day in (("3", "2026-11-28"), ("4", "2026-11-29"))
+    )
+    with closing(Claims(tmp_path)) as claims:
+        Writer(tmp_path, first, None, claims)
+        with pytest.raises(
+            UsageError, match=r"set data\.date: 2026-11-28, .*\(here it is 2026-11-29"
+        ):
+            Writer(tmp_path, second, None, claims)
+    assert "set data.date to the day" in manifest.advice_on_day(FACTS, "2026-11-29")
+    assert manifest.advice_on_day(first, None) == manifest.advice_on_day(first, first.day) == ""
+    line = (tmp_path / "manifest.jsonl").rename(tmp_path / "manifest-1-of-2.jsonl")
+    with closing(Claims(tmp_path)) as claims:
+        other = tmp_path / "other"
+        other.mkdir()
+        Writer(other, second, (2, 2), claims)
+    (other / "manifest-2-of-2.jsonl").rename(line.with_name("manifest-2-of-2.jsonl"))
+    with pytest.raises(UsageError, match=r"use one data\.date for all, or give each its own"):
+        manifest.read(tmp_path)

@@ -10,8 +10,9 @@ import re
 import shutil
 import signal
 import time
+from datetime import datetime, tzinfo
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import numpy as np
 import pytest
@@ -22,8 +23,11 @@ from entrenar_py.shared.errors import SystemFailure, UsageError
 from entrenar_py.train.distill import manifest, shards, student, teacher
 from entrenar_py.train.distill.shards import File
 from entrenar_py.train.distill.teacher import Teacher
-from entrenar_py.train.finetune import settings_file
+from entrenar_py.train.finetune import local, serving, settings_file
+from entrenar_py.train.finetune.strategies import launch
 from entrenar_py.train.model import preparation
+from entrenar_py.train.model.preparation import Prepared
+from entrenar_py.train.model.settings import Settings
 from entrenar_py.train.service import exit_codes
 from tests.train.distill import made
 
@@ -307,3 +311,60 @@ def test_what_is_there_missing_and_damaged(
     assert made.files(made.make_shards(config)) == whole
     assert cli.main(given) == exit_codes.DONE
     assert json.loads(record.read_text("utf-8"))["rows"] == len(rows_in(config))
+
+
+def test_a_template_with_a_clock_has_the_day_of_the_shards(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Teacher and student go on after midnight with the day on which the shards were begun."""
+
+    class Clock(datetime):
+        on = "2026-11-28"
+
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls.fromisoformat(cls.on)
+
+    monkeypatch.setattr(preparation, "datetime", Clock)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own = tmp_path / "model"
+    shutil.copytree(small / "model", own)
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (own / "chat_template.jinja").write_text(template, encoding="utf-8")
+    config = made.configured(tmp_path, small, model=str(own), task="instruct")
+    row = '{"instruction": "list", "output": "ls"}\n'
+    (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8")
+    folder = made.make_shards(config)
+    assert manifest.day_of(folder) == "2026-11-28"
+    before, settings = made.files(folder), settings_file.load(config)
+    Clock.on = "2026-11-29"
+    made.make_shards(config)
+    assert made.files(folder) == before
+    with pytest.raises(
+        UsageError, match=r"rows .*set data\.date: 2026-11-28.*here it is 2026-11-29"
+    ):
+        student.facts_of(preparation.prepare(settings))
+    days = list[str | None]()
+
+    def prepare(settings: Settings, *_: object, day: str | None = None) -> Prepared:
+        days.append(day)
+        raise UsageError("as far as this test goes")
+
+    monkeypatch.setattr(preparation, "prepare", prepare)
+    with pytest.raises(UsageError):
+        local.train(config, resume=False)
+    shared = {**json.loads(config.read_text()), "coordinator": {"secret_file": "secret"}}
+    (tmp_path / "secret").write_text("open sesame, and do it soon")
+    (tmp_path / "shared.yaml").write_text(json.dumps(shared))
+    with pytest.raises(UsageError):
+        serving.run(tmp_path / "shared.yaml", resume=False, halt_on_spike=False)
+    monkeypatch.setattr(launch, "_first", lambda store, key, value: value)
+    monkeypatch.setattr(launch, "settings_of", lambda _: settings)
+    monkeypatch.setattr(launch, "together", lambda load: load())
+    here = launch.World(rank=0, local_rank=0, size=1, on_host=1, device=torch.device("meta"))
+    with pytest.raises(UsageError):
+        launch._ready(config, here, cast("Any", object()))
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda _: None)
+    with pytest.raises(UsageError):
+        launch._prepare(settings, here)
+    assert days == ["2026-11-28"] * 4

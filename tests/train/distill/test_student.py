@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +374,20 @@ def test_no_list_and_no_waiting(
     assert cli.main(["distill", "train", str(config), "--no-follow"]) == exit_codes.INVALID
     assert "there are no shards" in capsys.readouterr().err
     assert cli.main(["distill", "status", str(tmp_path)]) == exit_codes.INVALID
+
+
+def test_a_student_that_has_the_kept_tokens_alone(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a teacher with a padded head: nothing of the student is in the rest."""
+    config = made.configured(tmp_path, small)
+    prepared = preparation.prepare(settings_file.load(config))
+    facts = replace(made.FACTS, vocabulary=520, top_k=512)
+    monkeypatch.setattr(student, "facts_of", lambda *_: facts)
+    found = student.workload(prepared)
+    assert isinstance(found, student.Student)
+    assert not found.mix.has_rest
+    logits, all_tokens = torch.linspace(-1, 1, 512)[None], torch.arange(512)[None]
+    shares = torch.full((1, 512), -7.0)
+    taught = Taught(torch.tensor([3]), all_tokens, shares, torch.tensor([-5.0]))
+    assert student.of_logits(logits, taught, found.mix).isfinite()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from entrenar_py import entrenar as cli
+from entrenar_py.train.distill import prompts
 from entrenar_py.train.distill.prompts import Answer, Failed, Prompt
 from entrenar_py.train.distill.teacher import Generation
 from entrenar_py.train.finetune import settings_file
@@ -238,3 +239,12 @@ def test_a_template_with_a_clock_is_told_one_day_in_a_run(teacher: Path, tmp_pat
     journal.write_bytes(lines[0])
     assert ask(path) in (exit_codes.DONE, exit_codes.WRONG)
     assert journal.read_bytes() == b"".join(lines)
+
+
+def test_an_endpoints_answers_have_no_day(tmp_path: Path) -> None:
+    """A checkpoint that goes on with the journal has the first day that is noted."""
+    path = tmp_path / "answers.jsonl.journal"
+    path.write_text('{"prompt": "a"}\ndamaged\n{"day": "2024-02-29"}\n{"day": "2024-03-01"}\n')
+    assert prompts.day_of(path) == "2024-02-29"
+    path.write_text('{"prompt": "a"}\n')
+    assert prompts.day_of(path) is None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -179,3 +182,25 @@ def test_more_backends_than_shards(
     told = capsys.readouterr().err
     assert "--backend=cpu,cpu,cpu: " in told
     assert "has training.num_shards=2, so a worker would have no shard; use num_shards >= 3" in told
+
+
+@pytest.mark.parametrize("is_for_all", [True, False])
+def test_a_failure_that_concerns_all_workers_ends_the_run(*, is_for_all: bool) -> None:
+    """A shard that is missing, but not rows that changed before one worker began again."""
+    told = list[str]()
+    workers = local._Workers(("cpu",))
+    workers._give_up = told.append
+    answer = {"status": "failed", "reason": "no shard 3", "is_for_all": is_for_all}
+    pipe = SimpleNamespace(poll=lambda: False)
+    for rank, code, bytes_ in ((0, 0, json.dumps(answer).encode()), (1, None, None)):
+        process = SimpleNamespace(exitcode=code)
+        hand = SimpleNamespace(pipe=pipe, process=process, answer=bytes_)
+        workers._hands[rank] = cast("Hand", hand)
+
+    async def look() -> None:
+        workers._look()
+
+    asyncio.run(look())
+    assert workers.are_gone is is_for_all
+    assert len(told) == is_for_all
+    assert all("worker 0 ended (no shard 3)" in reason for reason in told)

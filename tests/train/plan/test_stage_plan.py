@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from entrenar_py import entrenar as cli
 from entrenar_py.shared.errors import ContractError
 from entrenar_py.train.finetune import settings_file
+from entrenar_py.train.model import masks
 from entrenar_py.train.model.settings import StagePlan, Training
 from entrenar_py.train.plan import plan as planning
 from entrenar_py.train.plan import stage_plan, stage_text, stage_workers
@@ -430,3 +432,36 @@ def test_no_cut_is_better(costs: list[Costs]) -> None:
 
 def test_more_stages_than_blocks_have_no_cut() -> None:
     assert stage_plan.best_cut([np.ones((2, 2))] * 2) is None
+
+
+def test_a_block_is_measured_as_a_worker_computes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one thread, and with the second forward pass of `recompute: blocks`."""
+    run = _costs(tmp_path, recompute="blocks").run
+    forward, threads = masks._Body.forward, list[int]()
+
+    def counted(*given: Any, **named: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return forward(*given, **named)
+
+    monkeypatch.setattr(masks._Body, "forward", counted)
+    monkeypatch.setattr(stage_workers, "_ENOUGH_S", 0.0)  # one pass
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        stage_workers.block_seconds(stage_workers._two_blocks(run), run, torch.device("cpu"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert threads[-2:] == [1, 1]
+    assert len(threads) in (2, 3)  # finding the arguments may run the first block
+
+
+def test_devices_of_other_names_are_not_the_stages_workers(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = "stages: [{layers: [0, 2], worker: laptop}, {layers: [2, 4], worker: tower}]"
+    configured(config.parent, f"{stages}\ndevices: [cpu:8GB]")
+    assert cli.main(["pipeline", "plan", str(config)]) == exit_codes.DONE
+    assert "devices: not used, since stages name other workers" in capsys.readouterr().err

@@ -321,3 +321,15 @@ def test_blocks_that_read_the_embeddings_are_refused(
     monkeypatch.setattr(llama, "LlamaRotaryEmbedding", Noting)
     with pytest.raises(UsageError, match="LlamaModel read the embeddings of tokens"):
         stages_of(prepared, 1, 4)
+
+
+def test_a_norm_that_is_registered_before_the_blocks_it_follows(
+    small: Path, tmp_path: Path
+) -> None:
+    """The first stage would train it, and the last one uses it."""
+    make, targets = MODELS["opt"]
+    made = make()
+    made.tie_word_embeddings = False
+    prepared = prepared_of(small, tmp_path / "model", made, targets, method="full")
+    with pytest.raises(UsageError, match=r"registers \S*final_layer_norm.weight on the wrong side"):
+        stages_of(prepared, 2, 4)

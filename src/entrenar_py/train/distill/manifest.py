@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -56,6 +57,10 @@ class Facts:
     `teacher`, `tokenizer` and `data` are digests of 32 hex digits each. `rows` is the number of
     rows of each shard, `samples` the number of its samples. The order of samples in the shards
     follows from `seed`. `temperature` is always 1; the loss chooses its own later.
+
+    `day` is the date that a chat template with a clock received, else None. It stands only in the
+    lists: whoever continues tokenises the same rows from it. Whether they are the same, `data`
+    decides, so neither the digest nor a comparison depends on it. Older lists have none.
     """
 
     teacher: str
@@ -71,6 +76,7 @@ class Facts:
     rows: tuple[int, ...]
     temperature: float = 1.0
     version: int = VERSION
+    day: str | None = field(default=None, compare=False)
 
     @property
     def num_shards(self) -> int:
@@ -79,8 +85,9 @@ class Facts:
 
     @property
     def digest(self) -> str:
-        """32 hex digits over all facts."""
-        return blake3(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest(16)
+        """32 hex digits over all facts but the day."""
+        told = replace(self, day=None).to_dict()
+        return blake3(json.dumps(told, sort_keys=True).encode()).hexdigest(16)
 
     @property
     def has_rest(self) -> bool:
@@ -89,7 +96,10 @@ class Facts:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as a mapping that JSON can hold."""
-        return asdict(self) | {"samples": list(self.samples), "rows": list(self.rows)}
+        record = asdict(self) | {"samples": list(self.samples), "rows": list(self.rows)}
+        if self.day is None:
+            del record["day"]
+        return record
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Facts:
@@ -102,11 +112,12 @@ class Facts:
             raise UsageError(
                 f"version={version!r}: the shards must have version {VERSION}; create them again"
             )
-        known = {field.name: field.type for field in fields(cls)}
+        known = {own.name: own.type for own in fields(cls) if own.name != "day" or "day" in record}
         if record.keys() != known.keys():
             odd = sorted(record.keys() ^ known.keys())
             raise UsageError(f"{odd[0]}: this key is missing or unknown; create the shards again")
         kinds = {"int": int, "str": str, "float": float, "tuple[int, ...]": list}
+        kinds["str | None"] = str  # the day, which is left out if there is none
         for name, kind in known.items():
             value = record[name]
             is_right = type(value) is kinds[str(kind)]
@@ -127,6 +138,13 @@ class Facts:
         if facts.stored not in STORED or facts.temperature != 1:
             stored = f"stored={facts.stored!r}, temperature={facts.temperature:g}"
             raise UsageError(f"{stored}: not supported; create the shards again")
+        if facts.day is not None:
+            try:
+                date.fromisoformat(facts.day)
+            except ValueError as error:
+                raise UsageError(
+                    f"day={facts.day!r}: is not a date; create the shards again"
+                ) from error
         return facts
 
 
@@ -154,7 +172,7 @@ def columns(facts: Facts, number: int) -> pa.Schema:
     """Return the Parquet schema of the shard `number`, with the facts in its metadata."""
     pa = arrow()
     value = {"float16": pa.float16(), "float32": pa.float32()}[facts.stored]
-    listed = {**facts.to_dict(), "shard": number}
+    listed = {**replace(facts, day=None).to_dict(), "shard": number}
     del listed["samples"], listed["rows"]  # a file need not repeat the sizes of all shards
     return pa.schema(
         [
@@ -337,6 +355,27 @@ def read(folder: Path) -> Listed | None:
     return Lists(folder).read()
 
 
+def day_of(folder: Path) -> str | None:
+    """Return the day of the shards in `folder`; None if no list says one."""
+    try:
+        listed = read(folder)
+    except UsageError:
+        return None  # reported by whoever uses the shards
+    return None if listed is None else listed.facts.day
+
+
+def advice_on_day(there: Facts, day: str | None) -> str:
+    """Return what to do if rows differ since the shards `there` had another day than `day`.
+
+    Empty if the day can't be the reason.
+    """
+    if day is None or there.day == day:
+        return ""
+    if there.day is None:  # an older list
+        return f"set data.date to the day on which they were begun (here it is {day}), or "
+    return f"set data.date: {there.day}, the day on which they were begun (here it is {day}), or "
+
+
 class Lists:
     """The lists of a folder, which may grow: each call of `read` reads only what was added."""
 
@@ -366,9 +405,12 @@ class Lists:
             if listed is None:
                 listed = Listed(own.facts, dict(own.shards))
             elif listed.facts != own.facts:
+                dates = (
+                    "" if own.facts.day == listed.facts.day else "use one data.date for all, or "
+                )
                 raise UsageError(
                     f"{path}: it describes different shards from the other lists in its folder "
-                    f"({_difference(own.facts, listed.facts)}); give each its own folder"
+                    f"({_difference(own.facts, listed.facts)}); {dates}give each its own folder"
                 )
             else:
                 for shard, entry in own.shards.items():
@@ -378,7 +420,7 @@ class Lists:
 
 
 def _difference(one: Facts, other: Facts) -> str:
-    pairs = {name: (value, other.to_dict()[name]) for name, value in one.to_dict().items()}
+    pairs = {name: (value, other.to_dict().get(name)) for name, value in one.to_dict().items()}
     return ", ".join(
         name if isinstance(here, list) else f"{name} {here} and {there}"
         for name, (here, there) in pairs.items()
@@ -479,9 +521,11 @@ class Writer:
         with claims.appending():
             there = self._lists.read()
             if there is not None and there.facts != facts:
+                other = there.facts.data != facts.data
+                advice = advice_on_day(there.facts, facts.day) if other else ""
                 raise UsageError(
                     f"distill.logits={folder}: it has shards of a different run "
-                    f"({_difference(there.facts, facts)} here); give another folder"
+                    f"({_difference(there.facts, facts)} here); {advice}give another folder"
                 )
             self._facts = facts
             self._update()

@@ -345,5 +345,6 @@ def _facts(prepared: Prepared, vocabulary: int, digest: str) -> tuple[Facts, Pla
         batch_tokens=section.batch_tokens,
         samples=tuple(len(places.of_shards[shard]) for shard in every),
         rows=tuple(places.rows_of(shard) for shard in every),
+        day=prepared.day,
     )
     return facts, places

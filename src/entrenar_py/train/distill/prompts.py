@@ -6,6 +6,7 @@ a process that is killed loses no answer that it has received.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -350,11 +351,17 @@ def journal_of(rows: Path) -> Path:
 
 
 def day_of(journal: Path) -> str | None:
-    """Return the day noted with the first answer in a journal; None if there is none."""
+    """Return the first day noted in a journal; None if there is none.
+
+    Answers of an endpoint, which may come first, have none.
+    """
     try:
         with files.open_file(journal) as file:
-            record = json_text.load(next(iter(files.lines(file)), b""))
-    except (OSError, ValueError):
-        return None  # opening the journal to write reports what is wrong with it
-    day = record.get("day") if isinstance(record, dict) else None
-    return day if isinstance(day, str) else None
+            for line in files.lines(file):
+                with contextlib.suppress(ValueError):  # a damaged line
+                    record = json_text.load(line)
+                    if isinstance(record, dict) and isinstance(record.get("day"), str):
+                        return str(record["day"])
+    except OSError:
+        pass  # opening the journal to write reports what is wrong with it
+    return None

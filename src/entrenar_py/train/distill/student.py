@@ -32,7 +32,7 @@ from entrenar_py.train.model import model_folder, objectives, precision, prepara
 from entrenar_py.train.model.objectives import IGNORED, NextTokens, Objective
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.samples import Samples
-from entrenar_py.train.model.settings import Distillation
+from entrenar_py.train.model.settings import Distillation, Settings
 from entrenar_py.train.model.workload import Finetuning
 
 
@@ -40,7 +40,7 @@ from entrenar_py.train.model.workload import Finetuning
 class Mix:
     """The weights of the two parts of the loss: `alpha` in [0, 1], and the temperature T > 0.
 
-    `has_rest` is False if the teacher's rows have every token of the vocabulary.
+    `has_rest` is False if the teacher's rows have every token of the student's vocabulary.
     """
 
     alpha: float
@@ -343,6 +343,13 @@ def of(prepared: Prepared) -> Distillation:
     return section
 
 
+def day_of(settings: Settings) -> str:
+    """Return the day of a run: that of its teacher's shards, else of its ledger, else today."""
+    section = settings.distill
+    shards_day = manifest.day_of(section.shards) if section and section.logits else None
+    return shards_day or preparation.day_of(settings)
+
+
 def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> None:
     """Raise UsageError unless the shards have the run's tokenizer, rows and settings."""
     own = manifest.vocabulary_digest(prepared.tokenizer)
@@ -358,8 +365,8 @@ def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> 
     if facts.data != prepared.train.digest:
         raise UsageError(
             f"{where}: its shards were made from rows ({facts.data}) other than data.train's "
-            f"({prepared.train.digest}); use the configuration that they were made with, or make "
-            "them again in another folder"
+            f"({prepared.train.digest}); {manifest.advice_on_day(facts, prepared.day)}use the "
+            "configuration that they were made with, or make them again in another folder"
         )
     for name in ("top_k", "stored", "precision", "shard_samples"):
         stored = max(facts.samples) if name == "shard_samples" else getattr(facts, name)
@@ -424,7 +431,8 @@ def workload(
         patience_s=section.wait_s,
         ended=ended,
     )
-    mix = Mix(section.alpha, section.temperature, facts.has_rest)
+    # A student with only the kept tokens gives the rest no mass, so the rest is left out.
+    mix = Mix(section.alpha, section.temperature, facts.top_k < vocabulary)
     return prepared.workload(kind, teacher=rows, mix=mix)
 
 

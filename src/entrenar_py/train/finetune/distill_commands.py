@@ -19,7 +19,7 @@ from entrenar_py.shared.page.arguments import write_file
 from entrenar_py.shared.page.html_page import Line, chart
 from entrenar_py.shared.untrusted import escaping, printing
 from entrenar_py.shared.wording import counted
-from entrenar_py.train.distill import answers, shards
+from entrenar_py.train.distill import answers, shards, student
 from entrenar_py.train.distill.answers import Asking, Written
 from entrenar_py.train.distill.endpoint import Endpoint
 from entrenar_py.train.distill.production import Progress, Stage
@@ -91,7 +91,8 @@ P = TypeVar("P")  # the progress of a command
 def logits(arguments: argparse.Namespace) -> int:
     """Run the teacher; return the exit code. Raises as `production.Stage` does."""
     settings, section = settings_of(arguments.config)
-    prepared = preparation.prepare(settings, needs_weights=False)
+    day = student.day_of(settings)
+    prepared = preparation.prepare(settings, needs_weights=False, day=day)
     foresight.say_rows(prepared)
     stage = Stage(prepared, arguments.backend, arguments.part)
     facts = stage.facts

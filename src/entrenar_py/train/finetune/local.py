@@ -70,11 +70,13 @@ def work(pipe: Connection) -> None:
     workload = _kept(lambda: _loaded(settings.decode(), backend()))
     if (job := desk.next()) is None:
         return
+    is_for_all = False
     try:
         finish = asyncio.run(_stay(desk, workload(), backend(), json.loads(job)))
-    except SystemFailure as error:  # a teacher's shard is missing, which no restart fixes
-        finish = Finish("failed", str(error))
-    desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
+    except SystemFailure as error:  # a teacher's shard is missing, for any worker
+        finish, is_for_all = Finish("failed", str(error)), True
+    answer = {"status": finish.status, "reason": finish.reason, "is_for_all": is_for_all}
+    desk.answer(json.dumps(answer).encode())
 
 
 def _kept(load: Callable[[], T]) -> Callable[[], T]:
@@ -207,7 +209,7 @@ def train(
         imported = Aside().start(model_folder.library)
         devices = _opened(names)
         imported()
-        prepared = preparation.prepare(settings)
+        prepared = preparation.prepare(settings, day=student.day_of(settings))
         settings = prepared.settings
         foresight.say_rows(prepared)
         num_workers, limit = _staff(prepared, names, resume=resume)
@@ -375,9 +377,14 @@ class _Workers:
         except SystemFailure as error:  # the next check finds it dead again
             printing.say(f"worker {rank}: {error}")
 
-    def _stay_away(self, rank: int, reason: str) -> None:
+    def _stay_away(self, rank: int, reason: str, *, is_for_all: bool = False) -> None:
         printing.say(f"{reason} and is not started again")
-        if all(self._deaths[other] == DEATHS_MAX for other in self._hands):
+        if self.are_gone:
+            return
+        if is_for_all:  # each of the others would wait as long, and then fail as well
+            self.are_gone = True
+            self._give_up(f"no other worker can do its part: {reason}")
+        elif all(self._deaths[other] == DEATHS_MAX for other in self._hands):
             self.are_gone = True
             self._give_up(f"no worker is left: {reason}")
 
@@ -396,7 +403,8 @@ class _Workers:
                 self._died(rank, code)
             elif code == 0 and (reason := _failure(hand)):  # for example, rows have changed
                 self._deaths[rank] = DEATHS_MAX
-                self._stay_away(rank, f"worker {rank} ended ({reason})")
+                is_for_all = bool(json.loads(hand.answer or b"{}").get("is_for_all"))
+                self._stay_away(rank, f"worker {rank} ended ({reason})", is_for_all=is_for_all)
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
 

@@ -78,7 +78,11 @@ def _workers(options: argparse.Namespace, costs: StageCosts) -> list[StageWorker
     if options.workers is not None:
         return stage_workers.load(Path(options.workers))
     if costs.run.devices:
-        return stage_workers.of_devices(costs.run.devices)
+        workers = stage_workers.of_devices(costs.run.devices)
+        named = {name for stage in settings.stages for name in stage.worker}
+        if not named or named & {worker.name for worker in workers}:
+            return workers
+        printing.warn("devices: not used, since stages name other workers; see --workers FILE")
     return [] if settings.stages else stage_workers.nameless(settings.num_workers)
 
 

@@ -193,7 +193,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     coordinator.require_intended(
         settings.output / task.CHECKPOINT, resume=resume, other="another `output:`"
     )
-    prepared = preparation.prepare(settings)
+    prepared = preparation.prepare(settings, day=student.day_of(settings))
     settings = prepared.settings
     foresight.say_rows(prepared)
     foresight.remark(path, prepared)  # memory is not checked: the workers' memory is not known here

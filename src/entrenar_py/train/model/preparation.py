@@ -52,6 +52,11 @@ class Prepared:
         """The token with which rows are padded."""
         return model.padding(self.tokenizer)
 
+    @property
+    def day(self) -> str | None:
+        """The date that the chat template receives; None if it has no clock."""
+        return self.settings.data.date if rendering.has_clock(self.tokenizer) else None
+
     def workload(self, kind: type[Finetuning] | None = None, **more: Any) -> Finetuning:
         """Return a workload of class `kind` with the model and its samples; loads the checkpoint.
 

@@ -24,6 +24,7 @@ from entrenar_py.shared.config.problems import Problems
 from entrenar_py.shared.errors import UsageError
 from entrenar_py.train.model import blocks, precision
 from entrenar_py.train.model import model as models
+from entrenar_py.train.model.masks import Masks, recompute
 from entrenar_py.train.model.settings import KINDS
 from entrenar_py.train.plan import devices
 from entrenar_py.train.plan.devices import Device, seconds
@@ -245,6 +246,8 @@ def block_seconds(module: nn.Module, run: Run, place: torch.device) -> float:
     layers = blocks.of(module)
     inputs, named = _arguments(module, run, layers[-1])
     block = layers[-1].to(place)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as `entrenar worker` does
     try:
         inputs, named = _moved(inputs, place), _moved(named, place)
         times: list[float] = []
@@ -254,6 +257,7 @@ def block_seconds(module: nn.Module, run: Run, place: torch.device) -> float:
             _pass(block, inputs, named, run, place)
             times.append(time.perf_counter() - start)
     finally:
+        torch.set_num_threads(num_threads)
         block.to("cpu")
     return statistics.median(times[1:] or times)
 
@@ -266,7 +270,8 @@ def _pass(block: nn.Module, inputs: Any, named: Any, run: Run, place: torch.devi
         inputs = (hidden, *inputs[1:])
     else:
         named = {**named, "hidden_states": hidden}
-    with precision.applied(precision.of_products(run.settings), place):
+    masks = Masks(torch.zeros(2, dtype=torch.int32, device=place))
+    with precision.applied(precision.of_products(run.settings), place), masks:
         found = block(*inputs, **named)
     out = cast("Tensor", found[0] if isinstance(found, tuple) else found)
     trained = [one for one in block.parameters() if one.requires_grad]
@@ -314,4 +319,7 @@ def _two_blocks(run: Run) -> nn.Module:
             "method: qlora: weights in NF4 are made from a checkpoint's weights, so a block of "
             "random weights can't be measured; give flops or seconds_per_block by --workers FILE"
         )
-    return models.random(run.settings, num_blocks=min(2, run.shape.num_blocks))
+    module = models.random(run.settings, num_blocks=min(2, run.shape.num_blocks))
+    if run.recompute:
+        recompute(module)
+    return module

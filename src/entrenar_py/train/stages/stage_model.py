@@ -183,6 +183,36 @@ def _require_hidden(hidden: Tensor) -> None:
         )
 
 
+def _require_used(module: nn.Module, products: torch.dtype) -> None:
+    """Raise UsageError if a stage is to train a tensor outside blocks that it doesn't use.
+
+    The cut goes by the order in which a model registers its parts. Some, as OPT, register the norm
+    after the blocks before them. Inside blocks, an expert without tokens is not used either.
+    """
+    place, _ = blocks.place_of(module)
+    outside = {
+        name: one
+        for name, one in module.named_parameters()
+        if one.requires_grad and not name.startswith(f"{place}.")
+    }
+    if not outside:
+        return
+    where = next(module.parameters()).device
+    with in_evaluation(module), precision.applied(products, where), torch.enable_grad():
+        output = output_of(module, torch.tensor([PROBED], device=where)).sum()
+    gradients: Sequence[Tensor | None] = [None] * len(outside)
+    if output.requires_grad:
+        gradients = torch.autograd.grad(output, list(outside.values()), allow_unused=True)
+    for name, gradient in zip(outside, gradients, strict=True):
+        if gradient is None:
+            raise UsageError(
+                f"strategy=layer_pipeline: {type(blocks.decoder_of(module)).__name__} registers "
+                f"{name} on the wrong side of its blocks: the stage that is to train it does not "
+                "use it; use method: lora, with targets within blocks, or coordinator and workers "
+                "without stages"
+            )
+
+
 def unlike_at_the_end(module: nn.Module, products: torch.dtype) -> Tensor:
     """Return the outputs [2, 4, d] for two rows that differ only in the last token."""
     place = next(module.parameters()).device
@@ -354,6 +384,7 @@ def load_stage(prepared: Prepared, cut: Cut, number: int) -> StageWorkload:
     )
     products = precision.of_products(settings)
     stage = Stage(module, own, products)
+    _require_used(module, products)
     if settings.task != "classify":  # a model that looks ahead does so in one of its stages
         model.require_blind(settings, unlike_at_the_end(module, products))
     return StageWorkload(

@@ -21,8 +21,8 @@ from entrenar_py.shared.errors import UsageError
 from entrenar_py.shared.trace import ledger
 from entrenar_py.train.finetune import cli as finetune_cli
 from entrenar_py.train.finetune import outputs, settings_file
-from entrenar_py.train.finetune.strategies import launch, strategy
-from entrenar_py.train.model import evaluation, model, precision, preparation
+from entrenar_py.train.finetune.strategies import launch, pipeline_parallel, strategy
+from entrenar_py.train.model import evaluation, model, objectives, precision, preparation
 from entrenar_py.train.model.preparation import Prepared
 from entrenar_py.train.model.settings import BY_SHARDS, STRATEGIES
 from entrenar_py.train.model.workload import Finetuning
@@ -615,3 +615,18 @@ def test_torchrun_starts_the_module(case: Case) -> None:
 
 def test_the_table_has_every_strategy_of_a_configuration() -> None:
     assert tuple(launch.STRATEGIES) == STRATEGIES
+
+
+def test_a_pipelines_head_has_the_weights_of_the_moved_objective() -> None:
+    """Moving an objective to a device replaces its buffers."""
+    module = nn.Module()
+    module.score = nn.Linear(4, 2)
+    objective = objectives.ClassObjective(module, [1.0, 1.0])
+    head = pipeline_parallel._Head(objective, module)
+    objective.weights = torch.tensor([3.0, 5.0])
+    hidden, targets = torch.linspace(-1, 1, 24).reshape(2, 3, 4), torch.tensor([[0, 1], [1, 2]])
+    logits = module.score(hidden[[0, 1], [1, 2]])
+    wanted = nn.functional.cross_entropy(
+        logits, targets[:, 0], weight=objective.weights, reduction="sum"
+    )
+    assert torch.equal(head.loss(hidden, targets), wanted)

@@ -202,7 +202,7 @@ def _ready(path: Path, here: World, store: Store | None = None) -> tuple[Prepare
         prepared, free = _prepare(settings, here), _free_bytes(here)
         together(lambda: _look(path, prepared, here, free))
     else:
-        day = _first(store, "day", preparation.day_of(settings))
+        day = _first(store, "day", student.day_of(settings))
         prepared = preparation.prepare(settings, day=day)
         free = [] if here.device.type == "cpu" else [torch.cuda.mem_get_info()[0]] * here.size
         _look_first(store, here, lambda: _look(path, prepared, here, free))
@@ -409,7 +409,7 @@ def settings_of(path: Path) -> Settings:
 
 def _prepare(settings: Settings, here: World) -> Prepared:
     """Read the rows, first on one rank of each host. The others find them in the cache."""
-    days = [preparation.day_of(settings)]
+    days = [student.day_of(settings)]
     dist.broadcast_object_list(days)  # other hosts lack the ledger, and may be past midnight
     prepare = partial(preparation.prepare, settings, day=days[0])
     first = together(lambda: prepare() if here.local_rank == 0 else None)

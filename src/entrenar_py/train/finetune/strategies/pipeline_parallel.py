@@ -399,7 +399,7 @@ class _Head:
 
     def __init__(self, objective: nn.Module, module: nn.Module) -> None:
         base = cast("Any", module)
-        self._weights = getattr(objective, "weights", None)
+        self._objective = objective
         self._is_product = False
         if self._weights is None:
             self.layer = base.get_output_embeddings()
@@ -412,6 +412,11 @@ class _Head:
                 f"last block; use {' or '.join(BY_SHARDS)}"
             )
         self.layer = base.score
+
+    @property
+    def _weights(self) -> Tensor | None:
+        # Not kept here: moving the objective to a device replaces its buffers.
+        return getattr(self._objective, "weights", None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         found: Tensor = self.layer(hidden)
