@@ -241,15 +241,16 @@ def test_moments_of_one_tensor_that_begin_anew(is_counted: bool) -> None:
     events = _anew(trace, names=(reset,))
     if is_counted:
         made = {reset: 1, **dict.fromkeys(others, 2)}
-        counts = {f"{n}/step": traces.values(np.float32([count])) for n, count in made.items()}
-        events = [replace(e, optimizer=counts) if _is_first_step(e) else e for e in events]
+        counts = {f"{name}/step": traces.values(count) for name, count in made.items()}
+        events = [
+            replace(event, optimizer=counts)
+            if isinstance(event, Update) and event.step == 1
+            else event
+            for event in events
+        ]
     finding = judged_apart("step_rule", replace(trace, events=tuple(events)))
     assert finding.verdict is (Verdict.HELD if is_counted else Verdict.FALSIFIED), finding.reason
     assert any(f"state of {reset} was emptied" in note for note in finding.notes) is is_counted
-
-
-def _is_first_step(event: Event) -> bool:
-    return isinstance(event, Update) and event.step == 1
 
 
 def _anew(trace: Trace, names: Collection[str] | None = None) -> list[Event]:

@@ -171,11 +171,11 @@ def _is_as_derived(trace: Trace) -> bool:
 def _emptied(
     tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]
 ) -> Set[str]:
-    """Return the tensors whose moments a user's step begins with empty, like a new optimizer's.
+    """Return the tensors with moments that were emptied before a user's step.
 
-    These are all tensors, or those whose count of steps was recorded as 1. Without them the step
-    must not follow. A note names the step: workers that are synchronised now and then may start
-    over each time.
+    These are all tensors, or those with a recorded count of 1 step, and none if the step follows
+    from the moments as they were. A note names the step: workers that are synchronised now and then
+    may start over each time.
     """
     if trace.scenario.workload != "own" or not rule.moments:
         return set()
@@ -186,9 +186,9 @@ def _emptied(
         if not _trial(trace, replace(rule, moments=left), update, twice):
             continue
         if emptied and not any("state was emptied" in note for note in tally.notes):
-            whose = "" if emptied == every else f" of {listed(sorted(emptied), most=2)}"
+            part = "" if emptied == every else f" of {listed(sorted(emptied), most=2)}"
             tally.note(
-                f"the optimizer's state{whose} was emptied before step {update.step}, and later "
+                f"the optimizer's state{part} was emptied before step {update.step}, and later "
                 "steps use the emptied state"
             )
         return emptied
