@@ -70,6 +70,7 @@ TOGETHER = {
     "tests/train/service/test_mesh.py": "service",
     "tests/train/service/test_service.py": "service",
     "tests/test_architecture.py": "all imports",
+    "tests/test_doors.py": "doors",
     "tests/test_wheel.py": "wheel",
     "tests/check/watch/test_watched_ranks.py": "watched ranks",
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -21,6 +22,7 @@ WALL_CLOCKS = (
     *("time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.strftime"),
     *("datetime.now", "datetime.utcnow", "datetime.today", "date.today"),
 )
+CLOCK_NAMES = re.compile(rf"\.({'|'.join(name.rpartition('.')[2] for name in WALL_CLOCKS)})\b")
 
 # What each wing may import. Doors, the modules beside the wings, may import all.
 WINGS: dict[str, frozenset[str]] = {
@@ -52,12 +54,45 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@dataclass(frozen=True)
+class Source:
+    """What the tests ask of a file: it is parsed once, as this takes longer than all they ask."""
+
+    docstring: str | None
+    imports: frozenset[str]  # at import
+    imports_everywhere: frozenset[str]
+    wall_clocks: frozenset[str]
+
+
 @cache
-def imports(path: Path, *, everywhere: bool) -> set[str]:
+def source(path: Path) -> Source:
+    """Return what a file says and imports, and the wall clocks that it reads."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    # The formatter leaves no space behind a dot. Few files have one of the names: these are walked.
+    attributes = [
+        ast.unparse(node)
+        for node in (ast.walk(tree) if CLOCK_NAMES.search(text) else ())
+        if isinstance(node, ast.Attribute)
+    ]
+    return Source(
+        docstring=ast.get_docstring(tree),
+        imports=_imported(_module_level(tree)),
+        imports_everywhere=_imported(_statements(tree)),
+        wall_clocks=frozenset(attributes) & {*WALL_CLOCKS},
+    )
+
+
+def imports(path: Path, *, everywhere: bool) -> frozenset[str]:
     """Return the package's modules that a file imports, with `everywhere` in functions, too."""
-    tree, known = ast.parse(path.read_text(encoding="utf-8")), modules()
+    found = source(path)
+    return found.imports_everywhere if everywhere else found.imports
+
+
+def _imported(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    known = modules()
     found = set()
-    for node in ast.walk(tree) if everywhere else _module_level(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -71,12 +106,22 @@ def imports(path: Path, *, everywhere: bool) -> set[str]:
             while below not in known:
                 below = below.rpartition(".")[0]
             found.add(below)
-    return found
+    return frozenset(found)
 
 
 def _module_level(tree: ast.Module) -> list[ast.stmt]:
     """Yield the statements that run at import, without those under TYPE_CHECKING."""
     return [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield all statements of a file, those in functions, too; no expression contains one."""
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            left.extend(getattr(node, block, ()))
 
 
 def wing(module: str) -> str:
@@ -89,7 +134,7 @@ def room(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+def reached(start: str, graph: Mapping[str, frozenset[str]]) -> set[str]:
     """Return the modules that importing `start` imports, packages on the way included."""
     found: set[str] = set()
     left = [start]
@@ -292,9 +337,8 @@ def test_no_decision_follows_the_wall_clock() -> None:
     }  # what a chat template with a clock is told
     read: dict[str, set[str]] = {}
     for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in WALL_CLOCKS:
-                read.setdefault(module, set()).add(ast.unparse(node))
+        if found := source(path).wall_clocks:
+            read[module] = {*found}
     assert read == of_metrics | of_locks | of_days
 
 
@@ -303,4 +347,4 @@ def test_files_are_one_room() -> None:
     for path in modules().values():
         text = path.read_text(encoding="utf-8")
         assert text.count("\n") <= LINES_MAX, path
-        assert ast.get_docstring(ast.parse(text)), path
+        assert source(path).docstring, path

@@ -44,14 +44,18 @@ def config(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path / "run.yaml"
 
 
-def test_rules_are_told_at_their_places(
+def test_a_plan_tells_rules_at_their_places_and_takes_the_longest_row(
     small: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config.write_text(CONFIG.format(small=small, decay=0.5, more=""), encoding="utf-8")
-    assert cli.main(["plan", str(config), "--device", "cpu:16GB"]) == exit_codes.DONE
+    record = config.parent / "plan.json"
+    arguments = ["plan", str(config), "--device", "cpu:16GB", "--json", str(record)]
+    assert cli.main(arguments) == exit_codes.DONE
+    printed = capsys.readouterr()
+    assert "tokens (the longest row)" in printed.out
+    assert json.loads(record.read_text(encoding="utf-8"))["micro_batch"]["tokens"] < 64
     told = [
-        line.removeprefix(f"{config}:").partition(" warning: ")
-        for line in capsys.readouterr().err.splitlines()
+        line.removeprefix(f"{config}:").partition(" warning: ") for line in printed.err.splitlines()
     ]
     assert [(place, message.partition("=")[0]) for place, _, message in told] == [
         ("7:3:", "weights"),
@@ -154,18 +158,6 @@ def test_rows_that_cannot_be_read_are_said_to_be_so(
     told = capsys.readouterr()
     assert "rows are not checked, but assumed to be data.max_tokens long: data " in told.err
     assert "4 x 64 tokens (data.max_tokens)" in told.out
-
-
-def test_a_plan_takes_the_longest_row(
-    small: Path, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = CONFIG.format(small=small, decay=0, more="")
-    config.write_text(text, encoding="utf-8")
-    record = config.parent / "plan.json"
-    arguments = ["plan", str(config), "--device", "cpu:16GB", "--json", str(record)]
-    assert cli.main(arguments) == exit_codes.DONE
-    assert "tokens (the longest row)" in capsys.readouterr().out
-    assert json.loads(record.read_text(encoding="utf-8"))["micro_batch"]["tokens"] < 64
 
 
 extras.require("peft", "transformers")
