@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from entrenar_py.check.clauses import randomness
@@ -69,6 +70,21 @@ def test_the_same_order_in_every_epoch(share: Callable[[Sequence[int]], list[lis
     assert found.step == 2
     assert len(found.sample_ids) == 12
     assert found.message.endswith("could mean: sampler.set_epoch(epoch) is never called")
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_the_same_order_for_weights_that_were_put_back(at: int) -> None:
+    """Epochs 0 and 1 are the first of two trainings if the second has the weights of the first."""
+    trace = two_epochs(SHUFFLED, SHUFFLED, shared)
+    weights = traces.records({"w": np.ones(2)})
+    starts = [Start(step=0, rank=rank, weights=weights) for rank in range(NUM_RANKS)]
+    put_back = altered(trace, Update, {"step": at, "rank": 0}, edited=weights)
+    begun = replace(put_back, events=(*starts, *put_back.events))
+    is_found = traces.judge("randomness", [begun]).verdict is Verdict.FALSIFIED
+    assert is_found is (at == 3)
+    others = traces.records({"w": np.zeros(2)})
+    moved = altered(begun, Update, {"step": at, "rank": 0}, edited=others)
+    assert traces.judge("randomness", [moved]).verdict is Verdict.FALSIFIED
 
 
 @pytest.mark.parametrize("share", [shared, strided])

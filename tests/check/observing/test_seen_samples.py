@@ -502,6 +502,50 @@ def test_what_is_evaluated_is_not_trained_on(seen: Seen) -> None:
     assert seen.given(torch.ones(4, 1)) != [3, 1, 0, 2]
 
 
+def attack(seen: Seen, inputs: torch.Tensor) -> None:
+    """Run two passes in evaluation mode, each with its backward pass."""
+    for _ in range(2):
+        seen.samples.given([inputs], trains=False, may_train=True)
+        seen.samples.settle()
+        seen.samples.take()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_evaluation_with_backward_passes(seen: Seen, goes_on: bool) -> None:
+    """Its loader begins no epoch of the training, and doesn't end the one that goes on."""
+    held_out: Any = DataLoader(DATA + 20)  # type: ignore[arg-type]
+    seen.given(seen.yields(3, 1, 0, 2))
+    seen.samples.end_step()
+    for rows in ([0, 1], [2, 3]):
+        attack(seen, yielded(iteration(seen, held_out, rows), DATA[rows] + 20))
+    if not goes_on:
+        seen.begin()
+    rows = [7, 5, 4, 6] if goes_on else [3, 1, 0, 2]
+    seen.samples.given([seen.yields(*rows)], trains=True)
+    assert seen.samples.forget_evaluations()
+    told = seen.samples.take()
+    assert ([*told.ids], told.epoch) == (rows, 0 if goes_on else 1)
+    assert seen.batches.epochs.cut == ([] if goes_on else [0])
+    assert not seen.samples.facts()["varied"]
+
+
+def test_an_attack_on_the_samples_that_train(seen: Seen) -> None:
+    """Nothing is forgotten if training goes on with the loader of the attack."""
+    attack(seen, seen.yields(3, 1, 0, 2))
+    seen.samples.given([seen.yields(7, 5, 4, 6)], trains=True)
+    assert not seen.samples.forget_evaluations()
+    assert seen.samples.take().ids == (7, 5, 4, 6)
+
+
+def test_parts_of_each_row_in_turn(seen: Seen) -> None:
+    """A loss over a later part of a batch's rows is no loss of data from elsewhere."""
+    rows = torch.arange(24.0).reshape(4, 6)
+    batch = yielded(iteration(seen, DataLoader(rows), [3, 1, 0, 2]), rows[[3, 1, 0, 2]])  # type: ignore[arg-type]
+    assert seen.given(batch[:, :3]) == [3, 1, 0, 2]
+    assert (seen.given(batch[:, 3:]), seen.unknown) == ([], "")
+    assert (seen.given(batch[:, 3:] + 1), seen.unknown) == ([], STRANGE)
+
+
 def test_training_in_evaluation_mode(seen: Seen) -> None:
     """A pass in evaluation mode trains if a backward pass follows, and only then."""
     held_out = seen.yields(3, 1, 0, 2)

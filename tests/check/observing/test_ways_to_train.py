@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -135,6 +136,60 @@ def test_a_second_look_at_the_same_samples(folder: Path, again: bool) -> None:
     shards = of(Shard, folder)
     assert [one.ids for one in shards] == ([(5,)] if again else [(5,), (6,)])
     assert shards[-1].gradient == of(Update, folder)[0].gradient
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_an_attack_in_evaluation_mode_between_steps(folder: Path, clears: bool) -> None:
+    """It is no part of the next step, unless that step applies its gradients."""
+    model, optimizer, obs = begun()
+    for step in range(2):
+        obs.samples([step])
+        model.train()
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        model.eval()
+        optimizer.zero_grad()
+        backward(model, sample=3)
+        if clears:
+            optimizer.zero_grad()
+    obs.samples([2])
+    model.train()
+    backward(model)
+    optimizer.step()
+    obs.close()
+    told = [(one.step, one.ids, one.evaluating) for one in of(Shard, folder)]
+    trained = [(step, (step,), False) for step in range(3)]
+    attack = [] if clears else [(2, (), True)]
+    assert told == [*trained[:2], *attack, *trained[2:]]
+
+
+@pytest.mark.parametrize("is_probe", [True, False])
+def test_gradients_that_are_dropped_now_and_then(folder: Path, is_probe: bool) -> None:
+    """An overflow is a skipped step, though an earlier step had dropped finite gradients.
+
+    It is none if the step before dropped its first gradient as well: then each step has a probe.
+    """
+    model, optimizer, obs = begun()
+    numbers = itertools.count()
+
+    def accumulate(scale: float = 1.0) -> None:
+        obs.samples([next(numbers)])
+        optimizer.zero_grad()
+        backward(model, scale=scale)
+
+    accumulate()
+    for _ in range(2):
+        if is_probe:
+            accumulate()
+        accumulate()
+        optimizer.step()
+    accumulate(scale=float("inf"))
+    accumulate()
+    optimizer.step()
+    obs.close()
+    gradients = [bool(one.gradient) for one in of(Update, folder)]
+    assert gradients == [True, True, *([] if is_probe else [False]), True]
 
 
 class Climber(torch.optim.Optimizer):

@@ -253,6 +253,20 @@ def has_values(tensors: Tensors) -> bool:
     return any(record.data is not None or record.sketch for record in tensors.values())
 
 
+def begins_anew(trace: Trace) -> set[int]:
+    """Return the steps before which a script put back the weights with which a rank started."""
+    starts = {start.rank: start.weights for start in trace.of(Start) if not start.resumed}
+    return {
+        update.step
+        for update in trace.of(Update)
+        if update.edited
+        and all(
+            (start := starts.get(update.rank, {}).get(name)) and start.digest == record.digest
+            for name, record in update.edited.items()
+        )
+    }
+
+
 def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
     """Yield each step with its updates by rank, in step order."""
     yield from sorted(updates(trace).items())

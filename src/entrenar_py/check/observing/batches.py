@@ -343,6 +343,23 @@ class Epochs:
             self.latest, iteration.epoch = None, None
             self.count -= 1
 
+    def forget_before_latest(self, iterations: Iterator[Iteration]) -> None:
+        """Forget that batches of the newest iterations but the latest were used.
+
+        If the latest began after them, it takes their number.
+        """
+        for iteration in iterations:
+            if self.latest is None or iteration.epoch is None:
+                continue
+            assert self.latest.epoch is not None
+            self.cut = [epoch for epoch in self.cut if epoch != iteration.epoch]
+            if self.latest.epoch > iteration.epoch:
+                self.latest.epoch -= 1
+            elif self.latest.epoch in self.cut:
+                self.cut.remove(self.latest.epoch)  # it goes on
+            iteration.epoch = None
+            self.count -= 1
+
 
 def _is_one_ahead() -> bool:
     """Return whether accelerate is starting this iteration, so that it fetches one batch ahead."""

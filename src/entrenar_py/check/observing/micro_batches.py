@@ -180,6 +180,22 @@ class MicroBatches:
             return True
         return False
 
+    def forget_evaluations(self) -> bool:
+        """Forget the completed micro-batches if they evaluate the model and the next pass trains.
+
+        An attack on the model in evaluation mode, say. Their gradients were cleared. They stay if
+        the next pass has no new samples: then they may make its inputs. Return whether they were
+        forgotten.
+        """
+        evaluate = not self._num_written and all(shard.evaluating for shard in self.done)
+        if self._is_evaluating or not evaluate or not self.samples.are_new:
+            return False
+        if any(shard.ids for shard in self.done) and not self.samples.forget_evaluations():
+            return False
+        self.done.clear()
+        self._has_evaluated = True
+        return True
+
     def forget_gradients(self) -> None:
         """Forget the gradients of the completed micro-batches. Their samples still count."""
         self.done = [replace(shard, gradient={}) for shard in self.done]

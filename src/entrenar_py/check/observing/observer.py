@@ -162,8 +162,10 @@ class Observer(Observation):
         self._stop = PlannedStop(rank, world_size, begins=self._step.number)
         self._hook()
         self._facts.listen(self._recording, self._micro_batches, self.skipped, self.clipped)
-        # The numbers of passes after which the script has cleared finite gradients within a step.
+        # The numbers of passes after which the script has cleared finite gradients within a step:
+        # this one, and the one before it.
         self._cleared: set[int] = set()
+        self._cleared_before: set[int] = set()
 
     # --- called by the script ---------------------------------------------------------------------
 
@@ -374,14 +376,15 @@ class Observer(Observation):
             self._step.look_uphill(self._gradients.left)
         if not micro_batches.done or self._subject.has_gradients():
             return
-        if self._gradients.was_reduced and micro_batches.forget_repeated():
+        is_repeated = self._gradients.was_reduced and micro_batches.forget_repeated()
+        if is_repeated or micro_batches.forget_evaluations():
             self._step.sources.forget_passes()
         elif self._step.has_moved():
             # Gradients at other weights: a sharpness-aware script with other samples.
             micro_batches.forget_gradients()
         elif not self._gradients.has_overflowed():
             self._cleared.add(micro_batches.index)
-        elif micro_batches.index not in self._cleared:  # otherwise a probe, which trains nothing
+        elif micro_batches.index not in self._cleared_before:  # otherwise a probe of each step
             self._skip_step()
 
     def _after_backward(
@@ -555,6 +558,7 @@ class Observer(Observation):
         self._synchronisations.stepped()
         self._micro_batches.end_step(num_ahead)
         self._gradients.forget()
+        self._cleared_before, self._cleared = self._cleared, set()
         self._note_facts()
         self._seed_numbers()
 

@@ -333,6 +333,10 @@ class Samples:
         """Whether there are samples since the last backward pass."""
         return bool(self._now().ids)
 
+    def forget_evaluations(self) -> bool:
+        """Forget that passes which trained nothing had samples; return False if it can't."""
+        return False
+
     def take(self) -> Told:
         """Return the samples of the micro-batch, and forget them."""
         now = self._now()

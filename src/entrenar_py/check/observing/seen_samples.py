@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Subset
 
 from entrenar_py.check.observing import contents
-from entrenar_py.check.observing.batches import Batch, Epochs, Iteration
+from entrenar_py.check.observing.batches import Batch, Epochs, Iteration, blocks_of
 from entrenar_py.check.observing.contents import Row
 from entrenar_py.check.observing.samples import Samples, Told
 from entrenar_py.check.observing.sources import Ids, Source
@@ -113,6 +113,18 @@ class Batches:
         self._numbers.forget(iterations)
         self._new_loaders.clear()
         self.loader, self._is_apart = self._last_trained, False
+
+    def forget_evaluations(self, iterations: Sequence[Iteration], *, varied: bool) -> int:
+        """Forget that passes used these iterations, before the one that training uses now.
+
+        They evaluated the model. `varied` is what `varies` was before. Return the current epoch.
+        """
+        for iteration in iterations:
+            iteration.trains = False
+        self.epochs.forget_before_latest(reversed(iterations))
+        self.varies = varied
+        latest = self.epochs.latest
+        return 0 if latest is None or latest.epoch is None else latest.epoch
 
     def newest(self, batch: Batch) -> Batch:
         """Return the newest pending batch with the samples of `batch`, and forget earlier ones.
@@ -215,6 +227,12 @@ class Batches:
         """
         batch = self.in_use()
         return batch is not None and batch.size == num_rows
+
+    def lends(self, inputs: Any) -> bool:
+        """Return whether an input is a view of the batch that was used last: a part of each row."""
+        batch = self.in_use()
+        lent = [] if batch is None else blocks_of(batch.content)
+        return any(own.storage == given.storage for own in lent for given in blocks_of(inputs))
 
     @property
     def are_ordered(self) -> bool:
@@ -331,6 +349,10 @@ class SeenSamples(Samples):
         # The batch that was yielded last when numbers were last drawn.
         self._drawn_for: Batch | None = None
         self._is_made = False  # whether the inputs of a pass were made from a batch in use
+        # The iterations that completed micro-batches of this step used, with whether they had
+        # trained before; and whether loaders varied before this step.
+        self._of_step: dict[Iteration, bool] = {}
+        self._varied = False
 
     # --- the forward passes -----------------------------------------------------------------------
 
@@ -393,7 +415,8 @@ class SeenSamples(Samples):
             self._is_made = True
             return
         if self._batches.are_again(contents.num_rows(inputs)):
-            if not (self._ids or is_again):
+            is_part = any(has_ids for _, has_ids in self._completed) and self._batches.lends(inputs)
+            if not (self._ids or is_again or is_part):
                 self._unknown = STRANGE
             return  # otherwise these are the same samples again, or inputs made from them
         meant = self._batches.meant()
@@ -512,6 +535,20 @@ class SeenSamples(Samples):
         """Whether there are samples since the last backward pass."""
         return super().are_new if self._tells else bool(self._ids)
 
+    def forget_evaluations(self) -> bool:
+        """Forget the step's completed micro-batches, which trained nothing.
+
+        Return False, and forget nothing, if an iteration that trains has a part in them.
+        """
+        evaluated = [*self._of_step]
+        if self._tells or any(self._of_step.values()) or not self._fed.keys().isdisjoint(evaluated):
+            return False
+        if evaluated:
+            epoch = self._batches.forget_evaluations(evaluated, varied=self._varied)
+            self._seen_epoch = epoch if self._fed else self._seen_epoch
+        self._of_step, self._completed, self._rows = {}, [], set(self._rows_now)
+        return True
+
     def take(self) -> Told:
         """Return the samples of the micro-batch, and forget them."""
         reported = super().take()
@@ -527,6 +564,7 @@ class SeenSamples(Samples):
         self._ids, self._again, self._unknown, self._is_given = [], (), "", False
         self._is_made = False
         for iteration in self._fed:
+            self._of_step.setdefault(iteration, iteration.trains)
             iteration.trains = True
         self._fed.clear()
         self._kinds |= self._new_kinds
@@ -540,6 +578,7 @@ class SeenSamples(Samples):
         The last `num_ahead` micro-batches belong to the next step, as does a forward pass without
         its backward pass.
         """
+        self._of_step, self._varied = {}, self._batches.varies
         self._completed = self._completed[len(self._completed) - num_ahead :]
         self._rows = self._rows_now.union(*(rows for rows, _ in self._completed))
 
