@@ -86,10 +86,7 @@ LEFT_OPEN = (
     Open(
         "call obs.loss(mean, weight)",
         ("weighting",),
-        (
-            "an optimizer for each tensor, which steps within the backward pass",
-            "explained: a probe of gradients, which is cleared",
-        ),
+        ("an optimizer for each tensor, which steps within the backward pass",),
     ),
     Open(
         "obs.samples(ids)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
-from entrenar_py.check.observing import FOLDER
+from entrenar_py.check.observing import FAULTS, FOLDER
 from entrenar_py.check.rank_files import assembly, whole_model
 from entrenar_py.check.rank_files.rank_file import RankTrace
 from entrenar_py.shared.trace import E, Event, Ruled, Shard, Start, Update
@@ -162,6 +163,29 @@ def test_an_attack_in_evaluation_mode_between_steps(folder: Path, clears: bool) 
     trained = [(step, (step,), False) for step in range(3)]
     attack = [] if clears else [(2, (), True)]
     assert told == [*trained[:2], *attack, *trained[2:]]
+
+
+def test_a_value_that_is_planted_in_an_attack(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is planted again in the next pass, as the attack trains nothing."""
+    fault = {"kind": "non_finite_gradient", "step": 1, "value": "nan"}
+    monkeypatch.setenv(FAULTS, json.dumps([fault]))
+    model, optimizer, obs = begun()
+    found = []
+    for step in range(3):
+        for trains in (False, True):
+            model.train(trains)
+            if trains:
+                obs.samples([step])
+            optimizer.zero_grad()
+            backward(model, sample=9 if trains else 3)
+            gradients = [one.grad for one in model.parameters() if one.grad is not None]
+            if not all(gradient.isfinite().all() for gradient in gradients):
+                found.append((step, trains))
+        optimizer.step()
+    obs.close()
+    assert found[:2] == [(1, False), (1, True)]
 
 
 @pytest.mark.parametrize("is_probe", [True, False])

@@ -376,9 +376,11 @@ class Observer(Observation):
             self._step.look_uphill(self._gradients.left)
         if not micro_batches.done or self._subject.has_gradients():
             return
-        is_repeated = self._gradients.was_reduced and micro_batches.forget_repeated()
-        if is_repeated or micro_batches.forget_evaluations():
+        if self._gradients.was_reduced and micro_batches.forget_repeated():
             self._step.sources.forget_passes()
+        elif micro_batches.forget_evaluations():
+            self._step.sources.forget_passes()
+            self._faults.strike_again()
         elif self._step.has_moved():
             # Gradients at other weights: a sharpness-aware script with other samples.
             micro_batches.forget_gradients()

@@ -48,7 +48,7 @@ from entrenar_py.check.observing import (
 )
 from entrenar_py.check.observing.subject import Subject
 from entrenar_py.shared import hook_calls, trace
-from entrenar_py.shared.faults import LASTING, NUDGED, OF_THE_START, Fault
+from entrenar_py.shared.faults import LASTING, NUDGED, OF_THE_START, PLANTED, Fault
 
 # How many steps an optimizer (of a critic, say) may take alone before the first pass through its
 # parameters.
@@ -88,7 +88,7 @@ class PlannedFaults:
     ) -> None:
         self._subject, self._place, self._write = subject, place, write
         self._faults = planned()
-        self._struck: set[Fault] = set()
+        self._struck: dict[Fault, int] = {}  # and in which step
         # Tensor name -> number of passes that gave it a gradient.
         self._passes: Counter[str] = Counter()
         self._saw_probe = False
@@ -146,6 +146,16 @@ class PlannedFaults:
         """Called for a pass through tensors that have already taken the current step."""
         self._saw_probe = True
 
+    def strike_again(self) -> None:
+        """Called when the passes since the last step turn out to train nothing, as an evaluation.
+
+        What was planted in one of them is planted in the next pass: there it shows something.
+        """
+        step = self._place()[0]
+        for fault in [one for one, struck in self._struck.items() if struck == step]:
+            if fault.kind in PLANTED:
+                del self._struck[fault]
+
     def _strikes(self, fault: Fault, reached: Collection[str] = ()) -> bool:
         """Return whether `fault` takes effect now, and if so record it.
 
@@ -170,8 +180,8 @@ class PlannedFaults:
         return step >= (fault.step or 0) + (_WAITS if is_ahead else 0)
 
     def _record(self, fault: Fault, reached: Collection[str] = ()) -> None:
-        self._struck.add(fault)
         (step, shard), fields, rank = self._place(reached), fault.to_dict(), self._subject.rank
+        self._struck[fault] = step
         self._write([trace.Injected(fault=fields, step=step, rank=rank, shard=shard)])
 
     def _spoil_gradient(self, fault: Fault) -> list[Any]:
