@@ -301,6 +301,9 @@ def test_what_ranks_stop_to_agree_on() -> None:
     tally = Tally("F-DP-001")
     state.tell_local_buffers(tally, run([1, 2, 3], [1, 2, 4]))
     assert "mean agreed on all ranks until step 2" in tally.missing[0]
+    tally = Tally("F-DP-001")  # as in a module that is frozen at first
+    state.tell_local_buffers(tally, run([1, 1, 1, 2], [1, 1, 1, 3]))
+    assert tally.missing == []
 
 
 def test_the_lowest_rank_in_two_runs() -> None:

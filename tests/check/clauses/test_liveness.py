@@ -11,7 +11,17 @@ from entrenar_py.shared.scenario import OBSERVED
 from entrenar_py.shared.trace import Declared, Ruled, Shard, Start, Trace, Update
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests import traces
-from tests.traces import altered, broken, falsified, held, left_open, scenario, values, without
+from tests.traces import (
+    altered,
+    broken,
+    falsified,
+    held,
+    judge,
+    left_open,
+    scenario,
+    values,
+    without,
+)
 
 
 def moving(
@@ -43,6 +53,13 @@ def test_a_weight_that_never_moves() -> None:
     found = falsified("liveness", trace)
     assert (found.step, found.rank, found.tensor) == (2, 0, "w")
     assert found.got == values(1).digest
+
+
+def test_a_weight_without_elements() -> None:
+    """Nothing of it can move."""
+    still = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
+    started = traces.altered(still, Start, {}, shapes={"w": (0, 3)})
+    assert judge("liveness", [started]).verdict is not Verdict.FALSIFIED
 
 
 def test_steps_that_a_scaler_skips() -> None:

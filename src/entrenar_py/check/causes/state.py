@@ -377,14 +377,16 @@ _AGREED_MIN = 2  # steps; in fewer, ranks with different samples may agree by ch
 def tell_local_buffers(tally: Tally, trace: Trace) -> None:
     """Note which buffers are not compared between ranks. Report those that began to differ."""
     names: dict[str, None] = {}
-    agreed: dict[str, int] = {}  # name -> number of steps after which all ranks had the same value
+    agreed: dict[str, int] = {}  # name -> number of steps that changed it alike on all ranks
+    last = {name: one.digest for start in trace.of(Start) for name, one in start.local.items()}
     for step, by_rank in evidence.ranks_by_step(trace):
         if len(by_rank) < 2:
             continue
-        for name in evidence.any_rank(by_rank).local:
+        for name, record in evidence.any_rank(by_rank).local.items():
             names[name] = None
-            if _agree(name, by_rank):
-                agreed[name] = agreed.get(name, 0) + 1
+            before, last[name] = last.get(name), record.digest
+            if _agree(name, by_rank):  # while a module is frozen, its buffers stay as they are
+                agreed[name] = agreed.get(name, 0) + (record.digest != before)
             elif agreed.pop(name, 0) >= _AGREED_MIN and _is_float(name, by_rank):
                 tally.miss(
                     f"{name} agreed on all ranks until step {step}, and differs from then on: "

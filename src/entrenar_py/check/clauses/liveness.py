@@ -91,10 +91,13 @@ class _Freezing:
         return [name for name in _named(start) if name in self.declared]
 
     def due(self, start: Start) -> Sequence[str]:
-        """Return the names of the rank's tensors that must change."""
-        if self.declared is None:
-            return start.trainable
-        return [name for name in _named(start) if name not in self.declared]
+        """Return the names of the rank's tensors that must change: all that have elements."""
+        named = start.trainable if self.declared is None else _named(start)
+        return [
+            name
+            for name in named
+            if name not in (self.declared or ()) and 0 not in start.shapes.get(name, ())
+        ]
 
     def tell(self, tally: Tally, start: Start) -> None:
         """Note which tensors were taken as frozen, if nobody declared them."""
