@@ -184,12 +184,22 @@ def test_more_backends_than_shards(
     assert "has training.num_shards=2, so a worker would have no shard; use num_shards >= 3" in told
 
 
-@pytest.mark.parametrize("is_for_all", [True, False])
-def test_a_failure_that_concerns_all_workers_ends_the_run(*, is_for_all: bool) -> None:
-    """A shard that is missing, but not rows that changed before one worker began again."""
+@pytest.mark.parametrize(("is_for_all", "goes_on"), [(True, True), (False, True), (True, False)])
+def test_a_failure_that_concerns_all_workers_ends_the_run(
+    *, is_for_all: bool, goes_on: bool
+) -> None:
+    """A shard that is missing, but not rows that changed before one worker began again.
+
+    Workers of a run that a signal has stopped are not the reason for its end.
+    """
     told = list[str]()
     workers = local._Workers(("cpu",))
-    workers._give_up = told.append
+
+    def give_up(reason: str) -> bool:
+        told.append(reason)
+        return goes_on
+
+    workers._give_up = give_up
     answer = {"status": "failed", "reason": "no shard 3", "is_for_all": is_for_all}
     pipe = SimpleNamespace(poll=lambda: False)
     for rank, code, bytes_ in ((0, 0, json.dumps(answer).encode()), (1, None, None)):
@@ -201,6 +211,6 @@ def test_a_failure_that_concerns_all_workers_ends_the_run(*, is_for_all: bool) -
         workers._look()
 
     asyncio.run(look())
-    assert workers.are_gone is is_for_all
+    assert workers.are_gone is (is_for_all and goes_on)
     assert len(told) == is_for_all
     assert all("worker 0 ended (no shard 3)" in reason for reason in told)

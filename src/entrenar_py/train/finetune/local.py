@@ -307,7 +307,7 @@ class _Workers:
         self.settings: Settings | None = None
         self._names = names
         self._crew = Crew(work, preload=staffing.preloaded(names), one_job=True)
-        self._give_up: Callable[[str], None] = lambda _: None
+        self._give_up: coordinator.GiveUp = lambda _: False
         self._hands: dict[int, Hand] = {}
         self._is_loading = self._take_part = False
         self._deaths = Counter[int]()
@@ -328,7 +328,7 @@ class _Workers:
             for hand in self._hands.values():
                 self._send_settings(hand)
 
-    def start(self, config: Config, address: Address, give_up: Callable[[str], None]) -> None:
+    def start(self, config: Config, address: Address, give_up: coordinator.GiveUp) -> None:
         self._config, self._address, self._give_up = config, address, give_up
         self.load()
         self._take_part = True
@@ -382,11 +382,9 @@ class _Workers:
         if self.are_gone:
             return
         if is_for_all:  # each of the others would wait as long, and then fail as well
-            self.are_gone = True
-            self._give_up(f"no other worker can do its part: {reason}")
+            self.are_gone = self._give_up(f"no other worker can do its part: {reason}")
         elif all(self._deaths[other] == DEATHS_MAX for other in self._hands):
-            self.are_gone = True
-            self._give_up(f"no worker is left: {reason}")
+            self.are_gone = self._give_up(f"no worker is left: {reason}")
 
     def _look(self) -> None:
         """Read the workers' notes, and restart workers that died.

@@ -28,6 +28,7 @@ from entrenar_py.train.service.measures import Memory
 from entrenar_py.train.service.run_events import Listener
 from entrenar_py.train.wire.coordinator import Coordinator
 from entrenar_py.train.wire.effects import Finish
+from entrenar_py.train.wire.messages import Stage
 from entrenar_py.train.wire.terms import Package, Run
 from entrenar_py.train.wire_io.endpoints import ReadPiece, no_piece
 from entrenar_py.train.wire_io.tcp import CoordinatorServer
@@ -49,10 +50,11 @@ class Ended:
     tell: Listener
 
 
-Listening: TypeAlias = Callable[[Address, Callable[[str], None]], None]
+GiveUp: TypeAlias = Callable[[str], bool]  # whether the run was still going on
+Listening: TypeAlias = Callable[[Address, GiveUp], None]
 
 
-def ignore(_address: Address, _give_up: Callable[[str], None]) -> None:
+def ignore(_address: Address, _give_up: GiveUp) -> None:
     """Do nothing when workers may connect, because they are started elsewhere."""
 
 
@@ -232,6 +234,10 @@ def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
         raise UsageError(f"ledger {settings.ledger}: {problem}") from error
 
 
-def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> None:
-    if not loop.is_closed():  # otherwise the run is over, and only its record failed
-        loop.call_soon(partial(server.stop, reason, at_once=True))
+def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> bool:
+    """End the run for `reason`. Return whether it was still going on."""
+    if loop.is_closed():  # the run is over, and only its record failed
+        return False
+    goes_on = server.end.machine.stage is not Stage.OVER
+    loop.call_soon(partial(server.stop, reason, at_once=True))
+    return goes_on

@@ -86,7 +86,7 @@ class Host:
         self.unsaved: str | None = None
         self.broken: str | None = None
         self.since: trace.Gap | None = None
-        self.give_up: Callable[[str], None] = lambda reason: None
+        self.give_up: Callable[[str], object] = lambda reason: None
         self.ledger_end: Mark | None = None
         self.traffic: Traffic = lambda: (0, 0)
         self.backends: Callable[[], Mapping[int, str]] = dict
