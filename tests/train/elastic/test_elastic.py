@@ -447,11 +447,14 @@ def test_what_is_drawn_around_micro_batches_is_the_same_on_all_ranks(layers: nn.
 
 
 def test_a_newcomer_takes_what_nothing_can_be_copied_to(layers: nn.Module) -> None:
-    """The elements of an expanded buffer are one number in memory."""
+    """The elements of an expanded buffer or frozen parameter are one number in memory."""
     layers.register_buffer("table", torch.ones(1).expand(4))
+    layers.register_parameter("frozen", nn.Parameter(torch.ones(1).expand(4), requires_grad=False))
     newcomer = trainer_of(layers)
-    newcomer._take({"table": torch.full((4,), 2.0)})
-    assert newcomer._tensors()["table"].tolist() == [2.0] * 4
+    newcomer._take({name: torch.full((4,), 2.0) for name in ("table", "frozen")})
+    taken = newcomer._tensors()
+    assert [taken[name].tolist() for name in ("table", "frozen")] == [[2.0] * 4] * 2
+    assert dict(layers.named_buffers()).keys() == {"table"}
 
 
 class Counting(nn.Linear):

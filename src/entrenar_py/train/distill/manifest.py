@@ -86,8 +86,8 @@ class Facts:
     @property
     def digest(self) -> str:
         """32 hex digits over all facts but the day."""
-        told = replace(self, day=None).to_dict()
-        return blake3(json.dumps(told, sort_keys=True).encode()).hexdigest(16)
+        record = replace(self, day=None).to_dict()
+        return blake3(json.dumps(record, sort_keys=True).encode()).hexdigest(16)
 
     @property
     def has_rest(self) -> bool:

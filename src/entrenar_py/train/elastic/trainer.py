@@ -566,8 +566,12 @@ class ElasticTrainer:
             if name in own and own[name].shape == theirs.shape and not _is_expanded(own[name]):
                 own[name].copy_(theirs)
             else:
-                place, _, buffer = name.rpartition(".")
-                self._model.get_submodule(place)._buffers[buffer] = theirs
+                place, _, last = name.rpartition(".")
+                module = self._model.get_submodule(place)
+                if (weight := module._parameters.get(last)) is not None:
+                    weight.data = theirs
+                else:
+                    module._buffers[last] = theirs
 
 
 def _outlive(group: Group, sums: list[Sum]) -> None:
@@ -581,7 +585,7 @@ def _outlive(group: Group, sums: list[Sum]) -> None:
 
 
 class _ExtraState:
-    """What a module's own `get_extra_state` returns, besides parameters and buffers."""
+    """The state that a module has besides parameters and buffers, by its own two functions."""
 
     def __init__(self, module: nn.Module) -> None:
         self.state_dict, self.load_state_dict = module.get_extra_state, module.set_extra_state
