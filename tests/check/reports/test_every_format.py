@@ -23,6 +23,7 @@ from entrenar_py.check.reports.report import (
     Excluded,
     NotApplying,
     Report,
+    ending,
 )
 from entrenar_py.shared.verdict import Finding, Verdict
 from tests.check.reports.conftest import printed
@@ -292,6 +293,9 @@ def test_advice_is_named_as_such(accepting: Report) -> None:
     told = f"F-DP-005 ADVICE: {advice.finding.reason[:20]}"
     assert any(line.startswith(told) for line in lines)
     assert any("2 held, 1 advice: " in line for line in lines)
+    for entries, words in ((advising, "1 advice"), (accepting.entries, "1 falsified and accepted")):
+        told_last = ending([replace(accepting, entries=entries)], allow_inconclusive=True)
+        assert str(told_last).startswith(f"exit 0: 2 held, {words}, 1 inconclusive and allowed")
     broken = replace(
         advice, accepted="", advice=False, invariant=replace(advice.invariant, id="F-DP-009")
     )
